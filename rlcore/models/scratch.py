@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from rlcore.config.model import ScratchModel
-from rlcore.errors import ModelError
 from rlcore.models.library import (
     GenerationConfig,
     Qwen2Config,
@@ -21,14 +20,7 @@ def build_scratch_model(
 
     `seed` alone decides the weights; the process's own random state is left as it was. Put the tokenizer into the
     same directory with `build_scratch_tokenizer` and the result is a complete transformers directory.
-    Raises ModelError where `hidden_size` is not a multiple of `num_heads` or the head size is odd.
     """
-    head_dim, rest = divmod(config.hidden_size, config.num_heads)
-    if rest or head_dim % 2:
-        raise ModelError(
-            f"model.scratch.hidden_size: must be an even multiple of model.scratch.num_heads ({config.num_heads}), "
-            f"got {config.hidden_size}. Set it to a multiple of {2 * config.num_heads}."
-        )
     shape = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,

@@ -5,6 +5,7 @@ Counts are those of the models that transformers builds for Llama, Mistral, Qwen
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -311,11 +312,13 @@ def config_file(path: str, name: str = "config.json") -> Path | None:
     return cached_config(path, name)
 
 
-# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name that is in the
-# device's name counts, so a name stands before the names that are a part of it.
+# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name whose words are in
+# the device's name counts, so a name stands before the names that are a part of it.
 PEAK_TFLOPS: Mapping[str, float] = {
+    "GB200": 2_500.0,
     "B200": 2_250.0,
     "GH200": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -341,7 +344,7 @@ def peak_flops(device_name: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("CPU")
     (989000000000000.0, None)
     """
-    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:

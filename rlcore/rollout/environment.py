@@ -16,6 +16,7 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import Any, Protocol, TypeVar, cast
 
+import rlcore.score
 from rlcore.config import RunConfig
 from rlcore.score import Score
 
@@ -23,8 +24,6 @@ OWN_SEED = "own_seed"
 """Field of an environment's row with the ground truth's own `seed`, if it has one."""
 PLAY = "rlcore.rollout.environment:play"
 """Name of `play` for the pool."""
-_MAX_KEPT = 1_024
-"""Environments that a process keeps between turns; one dropped earlier is made again by repeating its turns."""
 _CHARACTERS_PER_TOKEN = 16
 """A reply is cut to so many characters for each token allowed before it leaves its process."""
 
@@ -70,6 +69,8 @@ class Episode:
     """An episode so far: `replies[0]` is the first message, `replies[i]` the reply to `texts[i - 1]`.
 
     `truth`: the ground truth that `play` takes, as JSON: environment, arguments of its class (`options`), and `row`.
+    `max_kept`: environments that its process keeps between turns, one for each episode that it plays at the same time;
+    one that is dropped is made again by repeating its turns.
     """
 
     name: str
@@ -77,22 +78,23 @@ class Episode:
     max_characters: int
     texts: list[str] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
+    max_kept: int = 1
 
     @classmethod
-    def begun(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int) -> "Episode":
+    def begun(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
         """An episode of `data.environment` before its first turn; `row` is the ground truth with the seed."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
         options = {"tools": config.episode.tools, "scorer": config.data.scorer} if config.episode.tools else {}
         asked = {"environment": config.data.environment, "options": options, "row": {**row, **own, "seed": seed}}
-        return cls(name, json.dumps(asked), _CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens)
+        limit = _CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens
+        return cls(name, json.dumps(asked), limit, max_kept=max_kept)
 
     def asked(self) -> str:
         """The JSON text that `play` takes."""
-        return json.dumps(
-            {"name": self.name, "max_characters": self.max_characters, "texts": self.texts, "replies": self.replies}
-        )
+        names = ("name", "max_characters", "texts", "replies", "max_kept")
+        return json.dumps({name: getattr(self, name) for name in names})
 
 
 def turn_of(score: Score) -> Turn:
@@ -132,12 +134,13 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
         turn = Turn(_cut(first or "", limit))
         for text, expected in zip(texts, replies, strict=True):
             _require_same(turn, expected)
+            rlcore.score.renew_deadline()  # it is for one turn
             turn = _stepped(environment, text, limit)
     else:
         turn = _stepped(environment, texts[-1], limit)
     if not turn.done:
         _kept[asked["name"]] = environment, texts
-        if len(_kept) > _MAX_KEPT:
+        while len(_kept) > asked["max_kept"]:
             _kept.popitem(last=False)
     return Score(turn.reward, turn.parts, json.dumps([turn.reply, turn.done]))
 

@@ -20,8 +20,9 @@ from numbers import Real
 from pkgutil import resolve_name
 from typing import Any
 
+import rlcore.score
 from rlcore import stacks, user_code
-from rlcore.score import FULL_MARKS, Score, Scorer
+from rlcore.score import Score, Scorer
 
 # Beyond the deadlines of all its answers and of a first call (120 s): the parent, which kills sooner, is gone then.
 _ORPHAN_GRACE_S = 150.0
@@ -64,7 +65,7 @@ def score_one(
         parts["total"] = total
         if missing := [name for name in weights if name not in parts]:
             raise ValueError(f"reward.weights names {', '.join(missing)}; this score has {', '.join(sorted(parts))}")
-        parts.setdefault("correct", float(total >= FULL_MARKS))  # weights make no answer right or wrong
+        parts.setdefault("correct", float(found.solved))  # weights make no answer right or wrong
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
     # A scorer that reads JSON or escapes finds lone surrogates in a model's text; they have no UTF-8.
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
@@ -80,6 +81,12 @@ def serve(
 ) -> None:
     """Score until the other side is gone."""
     warm: set[object] = set()
+
+    def renew_deadline() -> None:
+        faulthandler.dump_traceback_later(longest_s, exit=True)
+        connection.sendall(as_line({"warm": True}))
+
+    rlcore.score.renew_deadline = renew_deadline
     for line in connection.makefile("rb"):
         answers = json.loads(line)
         longest_s = len(answers) * deadline_s + _ORPHAN_GRACE_S

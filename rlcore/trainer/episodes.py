@@ -164,7 +164,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         Raises:
             EngineError: an engine answered with other weights than `policy_version`, or no environment can be started.
         """
-        playing = [self._begun(request) for request in requests]
+        max_kept = -(-len(requests) // len(self._pools))
+        playing = [self._begun(request, max_kept) for request in requests]
         with clock.phase("environment"):
             self._reset(playing)
         homes = shared_out(requests, group.world_size)
@@ -174,10 +175,12 @@ class Episodes(AbstractContextManager["Episodes"]):
         texts = ["\n".join(one.lines) for one in playing]
         return [one.rollout(policy_version) for one in playing], [one.score() for one in playing], texts
 
-    def _begun(self, request: SamplingRequest) -> _Playing:
+    def _begun(self, request: SamplingRequest, max_kept: int) -> _Playing:
         self._num_played += 1
         prompt = request.prompt
-        said = Episode.begun(str(self._num_played), self._config, prompt.ground_truth_json, request.environment_seed)
+        said = Episode.begun(
+            str(self._num_played), self._config, prompt.ground_truth_json, request.environment_seed, max_kept=max_kept
+        )
         return _Playing(request, prompt, request.limit(self._config.rollout.max_response_tokens), said)
 
     def _reset(self, playing: Sequence[_Playing]) -> None:

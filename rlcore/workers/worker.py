@@ -106,7 +106,6 @@ class Worker:
             device=place.device,
             dtype=engine_dtype(self._config, place.dtype),
         )
-        self._rest_engine()
         self.reset()
         if self._config.algo.kl.where != "off" and self._config.model.lora is None:
             self._reference = Reference(self._config, self._model_directory, place)
@@ -115,6 +114,7 @@ class Worker:
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
+        self._rest_engine()  # the next hand-over, which follows, wakes it
         config, place, mesh = self._config, self._place, self._mesh
         if hasattr(self, "_actor"):
             del self._actor

@@ -51,8 +51,9 @@ def test_the_reference_model_has_the_weights_that_its_figures_are_made_of() -> N
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
-     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165.2)],
+     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GB200", 2_500),
+     ("NVIDIA B200", 2_250), ("NVIDIA H200 NVL", 835)],
 )  # fmt: skip
 def test_a_gpu_is_known_by_its_name(name: str, tflops: float) -> None:
     assert peak_flops(name) == 1e12 * tflops
-    assert peak_flops("Some other card") is None
+    assert peak_flops("Some other card") is peak_flops("NVIDIA RTX A1000 Laptop GPU") is None

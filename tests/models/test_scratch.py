@@ -1,6 +1,5 @@
 """The model and tokenizer made from nothing."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlcore.config.model import ScratchModel
-from rlcore.errors import ModelError
 from rlcore.models.load import end_of_text_ids
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer, text_decoder
@@ -80,13 +78,6 @@ def test_the_result_is_a_plain_transformers_directory(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.generation_config.eos_token_id == 1
     assert end_of_text_ids(directory) == frozenset({1})
-
-
-def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
-    odd = SMALL.model_copy(update={"num_heads": 3})
-    with pytest.raises(ModelError, match=re.escape("model.scratch.hidden_size: must be an even multiple")):
-        build_scratch_model(odd, vocab_size=9, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path / "x")
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("cleans", [False, True])

@@ -35,6 +35,23 @@ class Greeting(Counting):
         return "1 + 1"
 
 
+class Slow(Counting):
+    """Takes its time for each turn."""
+
+    async def step(self, text: str) -> Turn:
+        await asyncio.sleep(0.6)
+        return await super().step(text)
+
+
+class Noted(Counting):
+    """Notes each beginning in a file."""
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        with Path(os.environ["BEGUN"]).open("a") as file:
+            file.write("!")
+        return super().reset(row)
+
+
 class Odd(Counting):
     """Misbehaves in the second turn, by the number of the game."""
 

@@ -61,8 +61,10 @@ def truth(kind: str = "Echo", **more: Any) -> dict[str, Any]:
     return {"environment": f"{HERE}:{kind}", "options": {}, "row": {"seed": 3}} | more
 
 
-def played(texts: list[str], replies: list[str], *, name: str = "a", limit: int = 100, **more: Any) -> Score:
-    episode = Episode(name, "", limit, texts, replies)
+def played(
+    texts: list[str], replies: list[str], *, name: str = "a", limit: int = 100, most: int = 9, **more: Any
+) -> Score:
+    episode = Episode(name, "", limit, texts, replies, most)
     return play(episode.asked(), truth(**more))
 
 
@@ -128,16 +130,24 @@ def test_what_is_no_turn_is_an_error(text: str, told: str) -> None:
     assert str(caught.value) == told
 
 
-def test_the_environment_that_was_used_longest_ago_is_dropped(
-    kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "_MAX_KEPT", 2)
+def test_the_environment_that_was_used_longest_ago_is_dropped(kept: dict[str, Any]) -> None:
     for name in ("a", "b"):
-        played([], [], name=name)
+        played([], [], name=name, most=2)
     assert list(kept) == ["a", "b"]
-    played(["x"], [""], name="a")
-    played([], [], name="c")
+    played(["x"], [""], name="a", most=2)
+    played([], [], name="c", most=2)
     assert list(kept) == ["a", "c"]
+    played([], [], name="d", most=1)
+    assert list(kept) == ["d"], "of fewer episodes fewer are kept"
+
+
+def test_each_of_many_open_episodes_keeps_its_environment() -> None:
+    """In a validation of some thousand problems each turn was played after all turns before it."""
+    names = [str(index) for index in range(1_100)]
+    for texts, replies in (([], []), (["x"], [""]), (["x", "y"], ["", "1: x"])):
+        for name in names:
+            played(texts, replies, name=name, most=len(names))
+    assert len(made) == len(names)
 
 
 def test_an_empty_answer_makes_an_environment_and_asks_it_nothing(kept: dict[str, Any]) -> None:
@@ -155,7 +165,7 @@ def test_an_episode_begins_with_its_row_a_seed_and_what_its_class_takes() -> Non
         "row": {"target": 3, "seed": 77, "own_seed": 9},
     }
     assert (episode.name, episode.max_characters) == ("e", 16 * config.episode.max_tool_tokens)
-    asked = {"name": "e", "max_characters": episode.max_characters, "texts": [], "replies": []}
+    asked = {"name": "e", "max_characters": episode.max_characters, "texts": [], "replies": [], "max_kept": 1}
     assert json.loads(episode.asked()) == asked
     tools = RunConfig.model_validate({"episode": {"tools": ["x:y"]}, "data": {"task": "countdown", "scorer": "m:s"}})
     plain = json.loads(Episode.begun("e", tools, "3", 5).truth)

@@ -15,17 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rlcore.score
 from rlcore import user_code
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout import scoring, scoring_worker
-from rlcore.rollout.environment import PLAY
+from rlcore.rollout.environment import PLAY, Episode, Turn, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.score import Score
 
 ODD = "tests.rollout.odd_scorers:score"
 ROOT = Path(__file__).parents[2]
 HANGS = ["spin", "hold the interpreter", "sleep"]
+SLOW = {"environment": "tests.rollout.odd_environments:Slow", "options": {}, "row": {"seed": 0}}
 FAILS = ["raise", "exit", "leave", "nan", "text"]
 FAILURES = {
     "raise": "RuntimeError: no",
@@ -93,6 +95,8 @@ def test_weights_of_parts_change_no_answers_being_right(weights):
     with ScoringPool(name, RewardConfig(weights=weights)) as pool:
         assert [score.solved for score in pool.score(["yes", "no, not at all"], ["{}"] * 2)] == [True, False]
     assert not Score(0.6, {"passed": 3.0, "total": 5.0}).solved, "a scorer's own part `total` is no score"
+    summed = Score(sum([0.1] * 10), {"length": 0.0})
+    assert scoring_worker.score_one(lambda *_: summed, "", "{}", weights).solved, "0.9999999999999999"
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
@@ -235,6 +239,7 @@ def test_a_process_killed_once_in_its_first_call_leaves_the_others_theirs(tmp_pa
 def test_each_first_call_of_a_message_has_the_time_of_a_start(monkeypatch):
     """In a mixture each part has one; together they had the time of one, after which the process ended itself."""
     begun = []
+    monkeypatch.setattr(rlcore.score, "renew_deadline", None)  # `serve` puts its own there
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: begun.append("timer"))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: None)
 
@@ -255,6 +260,7 @@ def served(monkeypatch, scorer, messages, *, first_call, weights=None):
     """What a scoring process sends for messages of answers, and which timers it sets: their seconds, and None for the
     end of one."""
     timers = []
+    monkeypatch.setattr(rlcore.score, "renew_deadline", None)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, *, exit: timers.append(s) or check(exit))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
 
@@ -287,6 +293,22 @@ def test_each_answer_has_its_result_as_it_comes(monkeypatch):
     assert timers == [156, 156, None, 152, None]
     weighed, _ = served(monkeypatch, scorer, [[["x", "{}"]]], first_call=False, weights={"a": 3.0})
     assert weighed == [[6.0, {"a": 2.0, "total": 1.0, "correct": 1.0}, "well"]]
+
+
+def test_a_turn_that_is_repeated_has_a_deadline_of_its_own(monkeypatch):
+    """The replay of an episode had that of one reply, so each one that went on in a new process was lost too."""
+
+    def scorer(response, truth):
+        rlcore.score.renew_deadline()
+        return 1.0
+
+    found, timers = served(monkeypatch, scorer, [[["x", "{}"], ["y", "{}"]]], first_call=False)
+    assert found == [{"warm": True}, [1.0, {}, None]] * 2
+    assert timers == [154, 154, 154, None]
+    episode = Episode("e", json.dumps(SLOW), 9, ["x"] * 4, ["", "1 +", "2 +", "3 +"])
+    with ScoringPool(PLAY, RewardConfig(num_processes=1, deadline_s=1.5), section="episode") as pool:
+        [score] = pool.score([episode.asked()], [episode.truth])  # its process has lost all of them
+    assert turn_of(score) == Turn("4 +", True, 1.0, {"even": 1.0})
 
 
 def test_each_part_of_a_mixture_has_a_first_call(monkeypatch):

@@ -16,7 +16,7 @@ from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, step_alarms
 from rlcore.trainer.experience import Answerer, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.update import Steps, Update
-from rlcore.types import FinishReason, Prompt, Rollout, Score
+from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.canary import HandOver
 from rlcore.workers.worker import Worker
 from tests.share_of_digits import LEARNING
@@ -117,6 +117,23 @@ def test_a_loss_that_is_no_number_can_be_left_out(root: Path) -> None:
     assert first.metrics[SKIPPED] == 1.0
     (back,), _ = steps(root, 1, loss, "alarms.non_finite=roll_back")
     assert [alarm.action for alarm in back.alarms if alarm.name == "non_finite"] == ["roll_back"]
+
+
+def test_the_kl_coefficient_does_not_follow_a_kl_that_is_no_number(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mini-batch that is left out, after others were taken."""
+    computed = Worker.ref_logprobs
+
+    def ref_logprobs(self: Worker, batch: PackedBatch, num_micro: int) -> torch.Tensor:
+        is_odd = batch.group_ids[batch.sequence_ids()] == 4  # of the third of four mini-batches
+        return computed(self, batch, num_micro).masked_fill(is_odd, torch.nan)
+
+    monkeypatch.setattr(Worker, "ref_logprobs", ref_logprobs)
+    in_reward = ("algo.kl.where=reward", "algo.kl.adaptive=true", "algo.kl.coef=0.01", "trainer.mini_batch_size=2")
+    (first,), same = steps(root, 1, *in_reward, "alarms.non_finite=skip")
+    assert not same
+    assert first.metrics[SKIPPED] == 0.5
+    assert "Batch saved to" in texts(first)["non_finite"]
+    assert first.state.kl_coef == 0.01
 
 
 def test_a_policy_far_from_its_reference(root: Path) -> None:

@@ -137,6 +137,9 @@ def test_neither_the_number_of_processes_nor_a_killed_one_changes_an_episode(
     plain = played(of(run, "Counting", num_processes=1), group)
     assert same(plain, played(of(run, "Counting", num_processes=3), group, unscored=lost))
     assert lost == [(0, "")]
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    assert same(plain, played(of(run, "Noted", num_processes=3), group))
+    assert (tmp_path / "begun").read_text() == "!" * 16, "each begins once: its process keeps it while it is open"
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     assert same(plain, played(of(run, "KilledOnce", num_processes=1), group))
     assert (tmp_path / "killed").exists()
@@ -435,6 +438,15 @@ def test_an_episode_is_the_sum_of_its_turns() -> None:
     assert rollout.turn_rewards == ((3, 1.25),), "what an environment pays before the first turn is nobody's token"
     assert (rollout.policy_version, rollout.sample_index, rollout.finish_reason) == (4, 1, "stop")
     assert episode.score() == Score(1.5, {"won": 1.0, "turns": 2.0}, said=vote("first\nsecond"))
+
+
+def test_an_episode_that_is_paid_in_tenths_is_solved_at_the_tenth() -> None:
+    """Their sum is 0.9999999999999999."""
+    episode, solved = begun(20), []
+    for _ in range(10):
+        episode.reward_turn(Score(0.1, {}, said='["", false]'), last=False)
+        solved.append(episode.score().solved)
+    assert solved == [False] * 9 + [True]
 
 
 def test_a_turn_that_is_done_or_fails_ends_an_episode() -> None:

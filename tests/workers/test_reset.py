@@ -18,6 +18,9 @@ def test_the_old_models_are_gone_before_new_ones_are_built(tmp_path: Path, monke
     old = [weakref.ref(group.each(Worker.policy_model)[0])]
     first = {name: tensor.clone() for name, tensor in old[0]().state_dict().items()}  # type: ignore[union-attr]
     alive: list[bool] = []
+    sleeps: list[int] = []
+    (engine,) = group.each(lambda worker: worker._engine)
+    monkeypatch.setattr(engine, "sleep", lambda: sleeps.append(len(alive)))
 
     class Watched(module.Actor):
         def __init__(self, *args: Any) -> None:
@@ -27,6 +30,7 @@ def test_the_old_models_are_gone_before_new_ones_are_built(tmp_path: Path, monke
     monkeypatch.setattr(module, "Actor", Watched)
     group.each(Worker.reset)
     assert alive == [False]
+    assert sleeps == [0], "an engine that is awake holds the memory that they need"
     again = group.each(Worker.policy_model)[0].state_dict()
     assert all((again[name] == tensor).all() for name, tensor in first.items())
     group.close()
