@@ -32,7 +32,7 @@ from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.inputs import content_digest
+from rlcore.run.inputs import FILE_SHA256, content_digest
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
@@ -114,6 +114,7 @@ def tokenize_demonstrations(
     }
     counts.update({split: len(rows) for split, rows in splits.items()})
     facts: dict[str, Any] = {"kind": "demonstrations", "fingerprint": digest, "file": str(file)}
+    facts[FILE_SHA256] = content_digest(file)
     facts["counts"] = dict(sorted(counts.items()))
     with published_directory(directory, facts) as folder:
         for split, rows in splits.items():

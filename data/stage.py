@@ -44,7 +44,7 @@ _EARLIER = {
     "87a0d28197fc1ae4": "73eafe51822f28ca",  # custom
     "ba35954433e26383": "dcf37d3e29550884",  # reasoning_gym
     "06e7e35b00e5a28d": "8bf03f727474bf7c",  # filter
-    "5cc0ff4f48c6d434": "30f39456b8e733b5",  # demonstrations
+    "73fee6d4dcce65a7": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""

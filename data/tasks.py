@@ -138,11 +138,11 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
         DataError: settings or source files that give no sound dataset; nothing is left behind.
         DiskSpaceError: no room.
     """
+    if isinstance(config, MixtureData):  # its digest has what their builds read, which is known after them
+        parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
+        return publish_mixture("dataset", dataset_directory(dataset_fingerprint(config, seed, root), root), parts)
     digest = dataset_fingerprint(config, seed, root, splits)
     directory = dataset_directory(digest, root)
-    if isinstance(config, MixtureData):
-        parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
-        return publish_mixture("dataset", directory, parts)
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     try:

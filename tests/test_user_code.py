@@ -113,6 +113,12 @@ def test_a_function_of_millrace_counts_with_the_package_that_it_lies_in() -> Non
     assert all(name.startswith("data/") for name in names)
 
 
+def test_of_a_function_of_the_training_its_file_counts_alone() -> None:
+    """Else a run with tools could not go on after a change of the settings' docstrings."""
+    names = {source.name for source in code_for("rlcore.rollout.tools:Tools")}
+    assert names == {"rlcore/__init__.py", "rlcore/rollout/__init__.py", "rlcore/rollout/tools.py"}
+
+
 @pytest.mark.parametrize("function", ["their_nothing:score", "math:floor", "json:loads", "their_reward.inside:score"])
 def test_what_has_no_source_beside_it_has_no_code(function: str) -> None:
     assert code_for(function) == ()

@@ -23,9 +23,10 @@ from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError, DataError, MillraceError, is_stop
 from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.given_models import changed_models, keep_models, model_paths
-from rlcore.run.inputs import RunInputs
+from rlcore.run.inputs import FILE_SHA256, RunInputs, content_digest
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock, Holder
+from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.attempts import has_begun
 from rlcore.user_code import code_of, difference, kept_code, working_by
@@ -196,15 +197,21 @@ def require_same_run(config: RunConfig, layout: RunLayout) -> None:
 
 
 def _changed_files(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Files that the run's dataset was made of and that have other content now, a line each."""
+    """Files that the run's dataset and its demonstrations were made of and that have other content now, a line each."""
     try:
-        dataset = RunInputs.read(layout).dataset_directory
+        inputs = RunInputs.read(layout)
     except DataError:
         return []
-    then = {} if dataset is None else inputs_of(dataset)
+    then = {} if inputs.dataset_directory is None else inputs_of(inputs.dataset_directory)
     now = input_digests(config.data, layout.root) if then else {}
+    shown, file = inputs.demonstrations_directory, config.warm_start.demonstrations
+    manifest = None if shown is None or file is None else read_manifest(shown)
+    if manifest is not None and FILE_SHA256 in manifest.values:
+        name, path = "warm_start.demonstrations", Path(str(file)).expanduser()
+        then |= {name: manifest.values[FILE_SHA256]}
+        now |= {name: content_digest(path)} if path.is_file() else {}
     return [
-        f"  {name}: {then.get(name, 'absent')[:16]} when the run's dataset was made, {now.get(name, 'absent')[:16]} now"
+        f"  {name}: {then.get(name, 'absent')[:16]} when the run's data was made, {now.get(name, 'absent')[:16]} now"
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]

@@ -235,7 +235,7 @@ def checkpoint_name(checkpoint: str) -> str:
 def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
     """A validation of this step that was made with these settings."""
     file = layout.validation / f"{name}.json"
-    if (known := _known_result(file, step, config.validation.judging)) is None:
+    if (known := _known_result(file, step, config.validation)) is None:
         return None
     summary = dict(known.summary())
     if config.validation.suites:
@@ -258,7 +258,7 @@ def known_suites(
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:
             return None
-        known = _known_result(layout.suites / suite.name / f"{name}.json", step, suite.judging)
+        known = _known_result(layout.suites / suite.name / f"{name}.json", step, suite)
         if known is None or known.suite != suite_fingerprint(config, suite, inputs.suites[suite.name]):
             return None
         found.append(known)
@@ -270,7 +270,7 @@ def _known_result(file: Path, step: int, settings: JudgingConfig) -> ValidationR
         known = ValidationResult.read(file)
     except DataError:
         return None
-    return known if (known.step, known.settings) == (step, settings) else None
+    return known if known.step == step and known.settings.judges_as(settings) else None
 
 
 def found_export(directory: Path, step: int) -> Export | None:

@@ -231,10 +231,11 @@ class CheckpointStore:
     def best(self, *, below: int | None = None) -> CheckpointInfo | None:
         """The whole checkpoint with the highest score, of equal ones the later; None where none has a score.
 
-        `below`: only those of earlier steps.
+        `below`: only those of earlier steps, the newest where none of them has a score.
         """
         candidates = [info for info in self.list() if below is None or info.step < below]
-        found = self._search(by_score(candidates), hashes=True)
+        others = [] if below is None else candidates
+        found = self._search(by_score(candidates) or others, hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint

@@ -181,6 +181,10 @@ class JudgingConfig(Section):
         """These settings alone, without what a subclass adds."""
         return JudgingConfig(**{name: getattr(self, name) for name in JudgingConfig.model_fields})
 
+    def judges_as(self, other: "JudgingConfig") -> bool:
+        """Whether both come to the same figures of the same weights: they do whatever `every_steps` says."""
+        return self.judging == other.judging.model_copy(update={"every_steps": self.every_steps})
+
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether a training of so many steps is judged after this one, 0 being before the first."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)

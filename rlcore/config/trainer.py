@@ -43,8 +43,9 @@ class AlarmConfig(Section):
     """What is done when the numbers of a run go wrong: one action for each alarm.
 
     off: not checked. tell: an event in journal, MLflow and Prefect. skip: besides, the step's update is left out.
-    roll_back: back to the checkpoint with the best validation, with a lower learning rate. stop: the step is saved and
-    the run fails. Entropy and KL are states of the weights, which no skipped update mends, so they have no skip."""
+    roll_back: back to the checkpoint with the best validation (the newest where none has one), with a lower learning
+    rate. stop: the step is saved and the run fails. Entropy and KL are states of the weights, which no skipped update
+    mends, so they have no skip."""
 
     non_finite: Literal["skip", "roll_back", "stop"] = "stop"
     """A loss or gradient is not finite. The batch is saved in any case; the update is never applied."""

@@ -283,6 +283,10 @@ def code_payload(function: str) -> dict[str, object]:
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
+FILE_SHA256 = "file_sha256"
+"""What the manifest of tokenized demonstrations says of their file."""
+
+
 def content_digest(file: Path) -> str:
     """sha256 of a file, which is read again only where its size or its time has changed."""
     path = file.expanduser().resolve()

@@ -136,7 +136,8 @@ class RunRecord:
         self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
 
     def roll_back(self, state: LoopState, lr_factor: float) -> tuple[LoopState, CheckpointInfo | None]:
-        """Go back to the checkpoint with the best validation (else to step 0) with a lower learning rate.
+        """Go back to the checkpoint with the best validation, else to the newest, else to step 0, with a lower learning
+        rate.
 
         `state`: of the last finished step. Its own checkpoint is not taken, because the step after it would raise the
         alarm again. Checkpoints after the one that is taken are deleted. A run that is killed during or after a

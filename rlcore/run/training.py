@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rlcore.checkpoint.catalog import name_of
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS, name_of
 from rlcore.checkpoint.save import Saved
 from rlcore.config import SuiteConfig
 from rlcore.errors import AlarmError, StopRequestedError, UnscoredError, WorkerLostError
@@ -229,6 +229,10 @@ class Training(Generic[W]):
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
+        if state.step != self._end_of_chunk(state.step) and not self._is_over(state, metrics):
+            metrics.pop(
+                HELD_OUT_LOSS, None
+            )  # the start model is the best of the chunks' ends, whatever stop came between
         self._saving(lambda: self.record.begin_save(state, metrics, self.workers))
 
     def _save_before(self, state: LoopState) -> None:
@@ -354,5 +358,5 @@ class RunTraining(Training[RunWorkers]):
         if suite is not None:
             folder = self.workers.inputs.of_suite(suite.name).filtered_directory
             wanted = suite_fingerprint(self._config, suite, folder)
-        is_same = (result.step, result.settings, result.suite) == (step, settings.judging, wanted)
+        is_same = (result.step, result.suite) == (step, wanted) and result.settings.judges_as(settings)
         return result if is_same else None

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import BinaryIO
@@ -73,6 +74,9 @@ def published_directory(
 
 
 def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, FileLock]:
+    for left in target.parent.glob(f".tmp-{escape(target.name)}-*"):
+        if _is_stale(left):
+            remove_tree(left)
     temporary = temporary_beside(target)
     owner = FileLock(temporary / OWNER)
     try:

@@ -428,6 +428,16 @@ def test_a_name_that_is_none_says_which_there_are(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_goes_back_to_the_newest_checkpoint_where_none_has_a_score(tmp_path: Path) -> None:
+    """The best one may be the one that is given up."""
+    store = store_at(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    save(store, 3, score=1.0)
+    found = {below: store.best(below=below) for below in (1, 3, 4)}
+    assert [info and info.step for info in found.values()] == [None, 2, 3]
+
+
 def test_checkpoints_of_later_steps_go_where_a_run_goes_back(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     for step in (1, 2, 3):

@@ -10,9 +10,9 @@ import pytest
 import data
 from data import multiplication
 from data.custom import first_row
-from data.tasks import input_digests, inputs_of
+from data.tasks import dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import CustomData, FilterConfig, MappedData, RewardConfig
+from rlcore.config import CustomData, FilterConfig, MappedData, MixtureData, MixturePart, RewardConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
@@ -102,6 +102,9 @@ def test_the_files_that_a_build_reads_are_part_of_its_dataset_in_any_folder(tmp_
         second = data.build_dataset(mine, seed=1, root=root)
         assert (second.cached, second.counts["train"]) == (False, 3)
         assert len([each for each in (root / "datasets").iterdir() if each.is_dir()]) == 2, "nothing is left over"
+        mixture, fresh = MixtureData(parts=(MixturePart(data=mine), MixturePart(data=TIMES))), folder / "fresh"
+        made = data.build_dataset(mixture, seed=1, root=fresh)
+        assert made.directory == dataset_directory(dataset_fingerprint(mixture, 1, fresh), fresh), "the filter finds it"
         found.append((first.fingerprint, second.fingerprint))
     assert found[0] == found[1]
     assert len(set(found[0])) == 2

@@ -1,5 +1,6 @@
 """A run that has begun is not gone on with by other code, on other data, from other weights, or to fewer steps."""
 
+import json
 import sys
 from contextlib import suppress
 from hashlib import sha256
@@ -205,11 +206,31 @@ def test_files_that_have_come_or_gone_are_named_with_their_digests(config: RunCo
     (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
     (line,) = _changed_files(config, layout)
     now, then = (sha256(text.encode()).hexdigest()[:16] for text in ("7 6 5 4 3 2", "2 3 4 5 6 7"))
-    assert line == f"  mine_numbers.txt: {then} when the run's dataset was made, {now} now"
+    assert line == f"  mine_numbers.txt: {then} when the run's data was made, {now} now"
     told = refused(config)
     assert f"another run:\n{line}\nPut them back (data.revision names the commit of a hub dataset); or start" in told
     layout.inputs_json.unlink()
     assert _changed_files(config, layout) == []
+
+
+def test_other_demonstrations_are_refused_before_another_start_model_is_made(config: RunConfig, tmp_path: Path) -> None:
+    """They were the reference of the KL from then on, without a word."""
+    file = tmp_path / "shown.jsonl"
+    lines = [json.dumps({"prompt": f"{n}?", "completion": str(n)}) + "\n" for n in range(20)]
+    file.write_text("".join(lines))
+    warm = config.warm_start.model_copy(update={"enabled": True, "demonstrations": str(file)})
+    layout = begin(config := config.model_copy(update={"warm_start": warm}))
+    assert _changed_files(config, layout) == []
+    before, now = (sha256("".join(text).encode()).hexdigest()[:16] for text in (lines, lines[1:]))
+    file.write_text("".join(lines[1:]))
+    line = f"  warm_start.demonstrations: {before} when the run's data was made, {now} now"
+    assert f"another run:\n{line}\nPut them back" in refused(config)
+    file.unlink()
+    assert _changed_files(config, layout) == [
+        f"  warm_start.demonstrations: {before} when the run's data was made, absent now"
+    ]
+    file.write_text("".join(lines))
+    assert committed(config) == 2
 
 
 def test_what_is_heard_of_a_trainer_is_passed_on_inside_the_block_alone(config: RunConfig) -> None:

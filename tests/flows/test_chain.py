@@ -13,10 +13,11 @@ from flows.work.open_run import OpenRun, open_run
 from flows.work.results import Chunk, Export, Judgement, Recorded, Report
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ModelError, WorkerLostError
+from rlcore.run.inputs import RunInputs
 from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
@@ -97,6 +98,27 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
     line, warning = few.split("\n")
     assert line.startswith("filter: 20 train")
     assert warning.startswith("warning: trainer.batch_size=21 is more than the 20 training rows after the filter, so a")
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_suite", "name"), [(0, 0, "step-000002"), (2, 0, "all-step-000002"), (0, 2, "all-step-000002")]
+)
+def test_what_is_asked_for_is_judged_on_all_problems_beside_the_validations_of_the_training(
+    config: RunConfig, of_run: int, of_suite: int, name: str
+) -> None:
+    suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
+    validation = config.validation.model_copy(update={"suites": suites, "max_problems": of_run})
+    config = config.model_copy(update={"validation": validation})
+    said: list[str] = []
+
+    def do(stage: Stage[R]) -> R:
+        said.append(stage.title)
+        return MADE["validate"]
+
+    with open_run(config) as run:
+        for checkpoint in ("start", "last", "best", "step-000002"):
+            chain.judge(run, RunInputs(HERE, HERE), checkpoint, do)
+    assert [title.removeprefix("validate/debug ") for title in said] == ["before", "after", "best", name]
 
 
 def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:

@@ -199,6 +199,8 @@ def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suite
     assert known_judgement(config, layout, "after", 1) is None
     other = config.validation.model_copy(update={"num_resamples": config.validation.num_resamples + 1})
     assert known_judgement(config.model_copy(update={"validation": other}), layout, "after", 2) is None
+    seldom = config.validation.model_copy(update={"every_steps": config.validation.every_steps + 1})
+    assert known_judgement(config.model_copy(update={"validation": seldom}), layout, "after", 2) == found
 
     suite = SuiteConfig(name="sums", data=config.data)
     validation = config.validation.model_copy(update={"suites": (suite,)})

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.checkpoint.save import Saved
 from rlcore.config import RunConfig
 from rlcore.errors import AlarmError, UnscoredError, WorkerLostError
@@ -91,6 +92,19 @@ def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(
     monkeypatch.setattr(record, "begin_save", begin)
     made._begin_save(STATE)
     assert begun == [(STATE, made._metrics, made.workers)]
+
+
+def test_a_save_between_two_chunks_has_no_loss_by_which_a_start_model_is_chosen(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop may come at any step, and the model does not depend on it."""
+    made, begun = training(record), list[Mapping[str, float]]()
+    made._metrics = {"actor/loss": 1.0, HELD_OUT_LOSS: 0.5}
+    monkeypatch.setattr(record, "begin_save", lambda state, metrics, ranks: begun.append(metrics))
+    end = made._end_of_chunk(1)
+    for step in (end - 1, end):
+        made._begin_save(replace(STATE, step=step))
+    assert begun == [{"actor/loss": 1.0}, made._metrics]
 
 
 def test_a_save_that_is_committed_is_told_and_its_time_counts(record: RunRecord, told: Told) -> None:

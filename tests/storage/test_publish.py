@@ -261,6 +261,15 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     assert num_open() <= before
 
 
+def test_what_a_killed_process_had_written_goes_when_it_is_published_again(tmp_path: Path) -> None:
+    for name in ("x", "another"):
+        left = tmp_path / f".tmp-{name}-{2**22 + 1}-0123abcd"
+        left.mkdir()
+        (left / "model.safetensors").touch()
+    publish(tmp_path / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "x"]
+
+
 def test_exchange_swaps_where_the_file_system_offers_it(small_disk: Path) -> None:
     a, b = publish(small_disk / "a", "A"), publish(small_disk / "b", "B")
     assert exchange(a, b)
