@@ -309,9 +309,10 @@ def known_report(layout: RunLayout, failure: str = "") -> Report | None:
 
 
 def settings_digest(config: RunConfig) -> str:
-    """What the first part of the run's page in MLflow depends on, and in which store that page is."""
-    store = fingerprint("store", {"uri": resolve_uri(config.tracking, Path(config.paths.root).absolute())})[:8]
-    return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_of(config).fingerprint}-{store}"
+    """What the first part of the run's page in MLflow depends on, and where that page is."""
+    uri = resolve_uri(config.tracking, Path(config.paths.root).absolute())
+    place = fingerprint("page", [uri, config.tracking.experiment])[:8]
+    return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_of(config).fingerprint}-{place}"
 
 
 def models_digest(config: RunConfig, last: Export, best: Export) -> str:

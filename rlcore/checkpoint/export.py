@@ -76,7 +76,9 @@ def export_transformers(
         config.dtype = next(iter(plain.values())).dtype
         config.save_pretrained(folder)
         with suppress(OSError):  # not every model has a generation config
-            GenerationConfig.from_pretrained(source).save_pretrained(folder)
+            # `save_pretrained` would refuse what loading has only warned of, such as a temperature without sampling.
+            generation = GenerationConfig.from_pretrained(source)
+            generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
         load_tokenizer(source).save_pretrained(folder)
         if lora is not None:
             write_peft(adapters, lora, source, folder / ADAPTER)

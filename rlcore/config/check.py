@@ -1,7 +1,7 @@
 """From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -78,31 +78,40 @@ def _merged(settings: Any, more: Any) -> Any:
 def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
     """The settings with every `${...}` replaced by its value. One that cannot be read, or points nowhere, is a problem,
     and the value that it stands in is left out."""
-    named = {name: value for name, value in leaves(settings).items() if "${" in str(value) or value == "???"}
-    if not named:
+    if not any(_to_fill(settings)):
         return settings
 
-    def keep(check: Callable[[str, Any], object]) -> None:
-        for name, value in named.items():
+    def keep(check: Callable[[tuple[str, ...], Any], object]) -> None:
+        for path, value in list(_to_fill(settings)):
             try:
-                check(name, value)
+                check(path, value)
             except OmegaConfBaseException as error:
                 rule = f"cannot be filled in ({str(error).splitlines()[0]})"
-                findings.add(Problem(name, rule, shown(value), "Name a setting that exists, or write a value"))
-                parts = name.split(".")
-                _section_at(settings, parts).pop(parts[-1], None)
+                key = ".".join(map(str, path))
+                findings.add(Problem(key, rule, shown(value), "Name a setting that exists, or write a value"))
+                _section_at(settings, path).pop(path[-1], None)
 
     keep(lambda _, value: OmegaConf.create([value]))
     tree = OmegaConf.create(settings)
-    keep(lambda name, _: _filled(tree, name))
+    keep(lambda path, _: _filled(tree, path))
     return as_plain(OmegaConf.create(settings), resolve=True)
 
 
-def _filled(tree: Any, name: str) -> None:
-    """Raise OmegaConfBaseException where the value of a dotted key, or one in it, cannot be filled in."""
-    found = OmegaConf.select(tree, name, throw_on_missing=True, throw_on_resolution_failure=True)
-    if OmegaConf.is_config(found):
-        OmegaConf.to_container(found, resolve=True)
+def _to_fill(settings: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and value of each `${...}` and `???`. No dotted key: a name of `free_mappings` may have a dot itself."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _to_fill(value, (*above, name))
+        elif "${" in str(value) or value == "???":
+            yield (*above, name), value
+
+
+def _filled(tree: Any, path: Sequence[str]) -> None:
+    """Raise OmegaConfBaseException where the value at a path, or one in it, cannot be filled in."""
+    for name in path:
+        tree = tree[name]
+    if OmegaConf.is_config(tree):
+        OmegaConf.to_container(tree, resolve=True)
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
@@ -260,7 +269,7 @@ def _described(key: str) -> str:
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
 
 
-def _section_at(settings: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+def _section_at(settings: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
     """The nested mapping that holds the last part; an empty one where it was removed before."""
     for part in parts[:-1]:
         settings = settings.get(part, {})

@@ -77,11 +77,12 @@ class TrackingState:
     `attempt` is the newest attempt that MLflow has a description of; `main_bytes` counts what has been delivered of
     `metrics.jsonl`; `settled_status` is the end of that attempt as MLflow has it; `num_failures` counts deliveries
     that failed; `traced_step` is the last step whose sample of answers has been sent. Files of earlier versions have
-    more keys, which are ignored.
+    more keys, which are ignored, and no `experiment`.
     """
 
     format_version: int = FORMAT_VERSION
     uri: str = ""
+    experiment: str = ""
     mlflow_run_id: str | None = None
     attempt: int = 0
     main_bytes: int = 0
@@ -140,7 +141,7 @@ class Delivery:
         self._store = MlflowStore(
             TrackingConfig(uri=destination.uri, experiment=destination.experiment), Path(destination.artifact_root)
         )
-        self.state = _of_store(read_state(run_dir), destination.uri)  # what has been delivered so far
+        self.state = _of_store(read_state(run_dir), destination)  # what has been delivered so far
         journal = run_dir / JOURNAL_FILE
         try:
             self._journal_fd = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
@@ -210,7 +211,7 @@ class Delivery:
     def _save(self, **changes: object) -> None:
         self.state = change_state(
             self._run_dir,
-            lambda on_disk: replace(_of_store(on_disk, self._destination.uri), **changes),  # type: ignore[arg-type]
+            lambda on_disk: replace(_of_store(on_disk, self._destination), **changes),  # type: ignore[arg-type]
         )
 
     def _main_run_id(self) -> str:
@@ -228,9 +229,10 @@ class Delivery:
             known = 0
         run_id, target = self._main_run_id(), self._destination
         self._store.client.update_run(run_id, status="RUNNING")
-        self._store.set_tags(run_id, {**target.tags, RUN_ID_TAG: target.run_id, **attempt_tags(self._history)})
         self._store.log_params(run_id, target.settings)
         self._send_cuts(known)
+        # Last: where `tracking.json` is lost or of another store, these tags say which attempts MLflow has.
+        self._store.set_tags(run_id, {**target.tags, RUN_ID_TAG: target.run_id, **attempt_tags(self._history)})
         start = min(self.state.main_bytes, kept)
         self._save(attempt=self._attempt.number, main_bytes=start, settled_status=None)
 
@@ -338,9 +340,10 @@ class Delivery:
                 self._store.client.delete_run(run.info.run_id)
 
 
-def _of_store(state: TrackingState, uri: str) -> TrackingState:
-    """The state if it is of this store, else a fresh one: another store gets everything from the beginning."""
-    return state if state.uri == uri else TrackingState(uri=uri)
+def _of_store(state: TrackingState, target: Destination) -> TrackingState:
+    """The state if it is of this store and experiment, else a fresh one: another gets everything from the beginning."""
+    is_there = state.uri == target.uri and state.experiment in ("", target.experiment)
+    return state if is_there else TrackingState(uri=target.uri, experiment=target.experiment)
 
 
 def _records(path: Path) -> Iterator[Record]:
@@ -390,11 +393,14 @@ def make_run(run_dir: Path, store: MlflowStore, target: Destination, start_time_
     """Find or make the MLflow run of a run's folder and note its id, once, whoever comes first."""
 
     def change(on_disk: TrackingState) -> TrackingState:
-        state = _of_store(on_disk, store.uri)
+        state = _of_store(on_disk, target)
         if state.mlflow_run_id is not None:
             return state
-        known = [str(run.info.run_id) for run in _runs_of(run_dir, store, target)]
-        return replace(state, mlflow_run_id=known[0] if known else _create_run(run_dir, store, target, start_time_s))
+        known = _runs_of(run_dir, store, target)
+        if not known:
+            return replace(state, mlflow_run_id=_create_run(run_dir, store, target, start_time_s))
+        numbers = [tag.removeprefix("attempt.") for tag in known[0].data.tags if re.fullmatch(r"attempt\.\d+", tag)]
+        return replace(state, mlflow_run_id=str(known[0].info.run_id), attempt=max(map(int, numbers), default=0))
 
     return change_state(run_dir, change)
 
@@ -404,8 +410,9 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
 
     Raises whatever MLflow raises, as the calls of `MlflowStore` do.
     """
-    state, target = read_state(run_dir), destination_of(run_dir, config, tags)
-    if state.mlflow_run_id is None or state.uri != target.uri:
+    target = destination_of(run_dir, config, tags)
+    state = _of_store(read_state(run_dir), target)
+    if state.mlflow_run_id is None:
         store = MlflowStore(config.tracking, Path(config.paths.root))
         state = make_run(run_dir, store, target, time.time())
     if state.mlflow_run_id is None:

@@ -1,5 +1,6 @@
 """Exported weights are a plain transformers directory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def test_transformers_loads_what_was_exported(start_model, tmp_path, monkeypatch
     assert model.generation_config.eos_token_id == 1
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert tokenizer("3 + 4")["input_ids"] == AutoTokenizer.from_pretrained(start_model)("3 + 4")["input_ids"]
+
+
+def test_a_generation_config_is_copied_although_transformers_warns_of_it(start_model, tmp_path):
+    written = {"eos_token_id": 1, "pad_token_id": -1, "temperature": 0.9, "top_p": 0.6}  # Vicuna's, without do_sample
+    (start_model / "generation_config.json").write_text(json.dumps(written))
+    target = export_transformers(trained(start_model, 0.0), start_model, tmp_path / "model")
+    generation = AutoModelForCausalLM.from_pretrained(target).generation_config
+    assert {name: getattr(generation, name) for name in written} == written
 
 
 def test_a_later_export_takes_the_place_of_an_earlier_one(start_model, tmp_path):

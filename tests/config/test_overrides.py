@@ -381,6 +381,17 @@ def test_a_reference_that_cannot_be_read_is_told_in_a_mapping_too():
     assert the_problem("tags={a:'${',b:'${seed}'}").startswith("tags.a: cannot be filled in (no viable alternative")
 
 
+@pytest.mark.parametrize("key", ["tags", "data.chat_template_kwargs", "algo.policy_loss_options"])
+def test_a_reference_that_points_nowhere_is_told_under_a_free_name_with_a_dot_too(key):
+    not_found, no_variable, missing = problems(
+        f"{key}={{a.b:'${{nope}}',c.d:'${{oc.env:MILLRACE_NO_SUCH}}',e.f:'???',g.h:'${{paths.root}}'}}"
+    )
+    assert not_found.startswith(f"{key}.a.b: cannot be filled in (Interpolation key 'nope' not found); got ${{nope}}. ")
+    assert no_variable.startswith(f"{key}.c.d: cannot be filled in (")
+    assert "Environment variable 'MILLRACE_NO_SUCH' not found" in no_variable
+    assert missing.startswith(f"{key}.e.f: cannot be filled in (Missing mandatory value: {key}.e.f); got ???. ")
+
+
 def test_an_unknown_experiment():
     line = the_problem(experiment="countdwn_demo")
     assert "must name a file in conf/experiment; got countdwn_demo. Did you mean countdown_demo?" in line

@@ -85,6 +85,7 @@ def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(
         raise ModelError("no such model")
     elsewhere = load_config(["experiment=debug", paths, "tracking.uri=oddsql://me:SECRET@other/runs"])
     assert settings_digest(elsewhere) != settings_digest(config), "that store has nothing of it"
+    assert settings_digest(load_config(["experiment=debug", paths, *AWAY, "tracking.experiment=other"])) != digests[0]
     assert "SECRET" not in settings_digest(elsewhere)
     assert list(artifacts_root.glob("*.db")) == []
     assert [one for one in caplog.messages if "MLflow" in one] == []

@@ -24,6 +24,7 @@ from rlcore.tracking.delivery import (
     ReplacedError,
     change_state,
     delivery_lock,
+    ensure_mlflow_run,
     read_state,
     sync_run,
 )
@@ -475,16 +476,27 @@ def test_steps_that_were_committed_and_taken_back_move_to_a_new_run(begin: Begin
     assert [each.info.run_id for each in main_runs(client)] == [run.info.run_id]
 
 
-def test_what_an_alarm_rolled_back_is_not_in_the_run_that_goes_on(begin: Begin, run_dir: Path, root: Path):
+@pytest.mark.parametrize("state", ["there", "lost", "lost and found by the flow", "of another store"])
+def test_what_an_alarm_rolled_back_is_not_in_the_run_that_goes_on(
+    begin: Begin, run_dir: Path, root: Path, offline: RunConfig, tmp_path: Path, empty_store: Path, state: str
+):
     tracker = begin()
     saved = train(tracker, 1, 4)
     train(tracker, 5, 6, save=False, shift=100.0)
     deliver(run_dir)
-    old = main_run(client_of(root)).info.run_id
+    client = client_of(root)
+    old = main_run(client).info.run_id
+    if state == "of another store":
+        (tmp_path / "other").mkdir()
+        shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+        sync_run(run_dir, f"sqlite:///{tmp_path}/other/mlflow.db")
+    elif state != "there":
+        (run_dir / "tracking.json").unlink()
+    if state == "lost and found by the flow":
+        assert ensure_mlflow_run(run_dir, offline, {}) == old
     tracker.resume_at(4, saved, repeats=False)
     train(tracker, 5, 7)
     deliver(run_dir)
-    client = client_of(root)
     run = main_run(client)
     assert client.get_run(old).data.tags["millrace.superseded_by"] == run.info.run_id
     assert points(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 8)]
@@ -651,3 +663,37 @@ def test_a_deleted_experiment_is_told_and_the_journal_stays(begin: Begin, run_di
     client.restore_experiment(experiment.experiment_id)
     sync_run(run_dir)
     assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
+
+
+def test_another_experiment_gets_everything_from_the_beginning(
+    begin: Begin, run_dir: Path, root: Path, offline: RunConfig
+):
+    """The remedy that is named where the run was deleted in MLflow."""
+    saved = train(begin(), 1, 3)
+    deliver(run_dir)
+    client = client_of(root)
+    old = main_run(client).info.run_id
+    client.delete_run(old)
+    tracking = offline.tracking.model_copy(update={"experiment": "new"})
+    elsewhere = offline.model_copy(update={"tracking": tracking})
+    new = ensure_mlflow_run(run_dir, elsewhere, {})
+    tracker = Tracker(run_dir, elsewhere, tags={})
+    tracker.resume_at(3, saved)
+    train(tracker, 4, 6)
+    tracker.finish("FINISHED")
+    assert sync_run(run_dir).mlflow_run_id == new != old
+    (run,) = all_runs(client, "new")
+    assert (run.info.run_id, run.info.status) == (new, "FINISHED")
+    assert points(client, run, "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
+
+
+def test_a_state_that_names_no_experiment_is_kept(begin: Begin, run_dir: Path, root: Path):
+    """Earlier versions wrote none."""
+    train(begin(), 1, 3)
+    deliver(run_dir)
+    state = run_dir / "tracking.json"
+    known = json.loads(state.read_text())
+    assert known.pop("experiment") == "millrace"
+    state.write_text(json.dumps(known))
+    assert sync_run(run_dir).num_bytes == 0
+    assert read_state(run_dir).mlflow_run_id == main_run(client_of(root)).info.run_id
