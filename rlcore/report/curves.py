@@ -172,6 +172,7 @@ def _lengths(record: RunRecord, figure: "Figure") -> None:
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "gen": ("Generation", "blue"),
+    "environment": ("Environment", "lime"),
     "reward": ("Scoring", "orange"),
     "old_log_prob": ("Old log-probabilities", "teal"),
     "ref": ("Reference pass", "purple"),

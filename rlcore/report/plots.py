@@ -40,6 +40,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "teal": ("#0f8b96", "#52c7d2"),
     "pink": ("#bf3f8a", "#ef8fc8"),
     "sand": ("#a8842c", "#d9b45f"),
+    "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
 """Colours by role, on a light and on a dark page. Each light one occurs once: the page finds a role by it."""

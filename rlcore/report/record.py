@@ -151,16 +151,17 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """k of mean@k; 0 where nothing was sampled on held-out problems."""
+        """k of the newest mean@k; 0 where nothing was sampled on held-out problems."""
         if self.validations:
-            return next(iter(self.validations.values())).num_samples
+            return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Names of the run's own held-out rewards in the journal, taken apart, in the order in which they occur."""
+        """Names of the run's own held-out rewards in the journal, taken apart, those of its last steps first."""
         is_of_suite = self.config.validation.is_of_suite
-        return [found for name in map(str, self.metrics) if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
+        names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
+        return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
 
     @cached_property
     def before(self) -> ValidationResult | None:

@@ -5,10 +5,13 @@ has to render a conversation as the beginning of every longer one, which is chec
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from rlcore.errors import ConfigError
 
+_TODAY = date(2024, 7, 26)
+"""The date that prompts have too (data.tokenizer), for templates that write one: the place of a turn moves with it."""
 _ASK = {"role": "user", "content": "MillraceAsk"}
 _ANSWERS, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
@@ -105,6 +108,10 @@ class TurnTokens:
     def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool = True) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=opened, **self._template_kwargs
+                messages,
+                tokenize=False,
+                add_generation_prompt=opened,
+                strftime_now=_TODAY.strftime,
+                **self._template_kwargs,
             )
         )

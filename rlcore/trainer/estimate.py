@@ -42,13 +42,14 @@ class Estimate:
     """`batch` is what updates use. `rewards` Float[N]: scores less the KL in the reward. `returns` Float[T]: for
     reporting (the advantages, for methods without a critic, as the field has it). `kl_in_reward`: mean per answer
     token, None where there is none. `share_left_out`: answer tokens that `algo.rejection` and
-    `algo.mask_truncated` leave out of the update; None where neither is on."""
+    `algo.mask_truncated` leave out of the update; None where neither is on. `answer_mask`: the loss mask with them."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]
     returns: Float[Tensor, "T"]
     kl_in_reward: float | None
     share_left_out: float | None
+    answer_mask: Bool[Tensor, "T"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def estimate(
         returns=None if values is None else returns,
         importance_weights=weights,
     )
-    return Estimate(batch, rewards, returns, kl_in_reward, share_left_out)
+    return Estimate(batch, rewards, returns, kl_in_reward, share_left_out, mask)
 
 
 def _kept(

@@ -1,6 +1,7 @@
 """A step's metrics under the field's names (rlcore/tracking/metrics.md defines each)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import psutil
 import torch
@@ -39,7 +40,9 @@ def step_metrics(config: RunConfig, experience: Experience, found: Estimate, upd
     metrics |= reward_metrics(found) | length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
-        metrics |= mismatch_metrics(packed, update.logprobs_before, weights)
+        # A pass of old log-probabilities has those of the tokens that are left out of the update; the update has not.
+        mask = found.answer_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
+        metrics |= mismatch_metrics(replace(packed, loss_mask=mask), update.logprobs_before, weights)
     return metrics
 
 

@@ -228,7 +228,7 @@ class Trainer(GroupTrainer):
         packed, algo = found.batch.packed, self._config.algo
         observed_kl = update.observed_kl(algo, found.kl_in_reward)
         kl_coef = state.kl_coef
-        if observed_kl is not None and update.share_skipped < 1 and update.failure is None:
+        if observed_kl is not None and update.policy is not None and update.share_skipped < 1:
             kl_coef = next_kl_coef(kl_coef, observed_kl, int(packed.score_mask.sum()), settings=algo.kl)
         entropy_added = state.entropy_added
         if update.policy is not None and update.share_skipped < 1:

@@ -49,8 +49,8 @@ class Update:
 
     `policy`, `critic`: None where it took no step. `kl_coef`, `entropy_coef`: of the policy's loss. `share_skipped`:
     share of the policy's optimizer steps that were left out. `logprobs_before` Float[T]: the trainer's
-    log-probabilities before the update, where a pass computed them. `failure`: the error of an optimizer step that was
-    not finite.
+    log-probabilities before the update, where a pass without dropout computed them. `failure`: the error of an
+    optimizer step that was not finite.
     """
 
     policy: Steps[PolicyStatistics] | None = None
@@ -225,7 +225,8 @@ def update_models(
         return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=failure)
     if not taken:
         return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
-    if num_steps == 1 and before is None:
+    lora = config.model.lora
+    if num_steps == 1 and before is None and (lora is None or lora.dropout == 0):
         # of several updates only the first one's pass is made with the weights that they all begin with
         logprobs = [update.logprobs for update in taken[0] if update.logprobs is not None]
         before = scatter_tokens(logprobs, batch.packed.cu_seqlens, shared.sequences)

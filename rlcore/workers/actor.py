@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -135,14 +136,17 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Prompts (counted within the step) with an answer whose loss is not finite, on this rank."""
-        found = set()
+        """Prompts (counted within the step) with an answer whose loss is not finite, on any rank."""
+        found: set[int] = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._place.device)
             loss, _, _ = self._objective(micro, denominator, kl_coef, entropy_added)
             if not torch.isfinite(loss):
                 found.add(int(batch.packed.group_ids[index]))
-        return sorted(found)
+        of_ranks = [found] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(of_ranks, found)
+        return sorted(set().union(*of_ranks))
 
     def _objective(
         self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float

@@ -191,19 +191,21 @@ def test_groups_of_one_are_no_groups():
 def test_phases_add_up_to_the_step_without_the_first():
     curves = {
         "timing_s/gen": [9.0, 2.0, 2.0],
+        "timing_s/environment": [4.0, 4.0, 4.0],
         "timing_s/update_actor": [1.0, 1.0, 1.0],
-        "timing_s/step": [11.0, 3.5, 3.5],
+        "timing_s/step": [15.0, 7.5, 7.5],
         "timing_s/testing": [5.0],
     }
     record = record_of(curves)
     assert list(mean_phases(record).items()) == [
         ("gen", 2.0),
+        ("environment", 4.0),
         ("update_actor", 1.0),
         ("other", 0.5),
     ]
     found = speed_limit(record)
-    assert found.verdict == "generation"
-    assert found.numbers == {"gen": 2 / 3.5, "update_actor": 1 / 3.5, "other": 0.5 / 3.5}
+    assert found.verdict == "environment"
+    assert found.numbers == {"gen": 2 / 7.5, "environment": 4 / 7.5, "update_actor": 1 / 7.5, "other": 0.5 / 7.5}
     assert speed_limit(record_of({})).verdict == "not known"
 
 

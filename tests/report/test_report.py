@@ -389,6 +389,23 @@ def test_after_training_is_the_newest_validation():
     assert record_of({}, validations=found).after is found["step-000040"]
 
 
+@pytest.mark.parametrize("with_files", [True, False])
+def test_the_held_out_reward_is_of_the_newest_number_of_samples(tmp_path, with_files):
+    """As where validation.samples_per_problem was changed, and changed back."""
+    write_run(tmp_path, num_steps=0, validate=False)
+    with Journal(tmp_path / JOURNAL_FILE) as journal:
+        for step, samples in ((0, 2), (10, 4), (20, 8), (30, 2), (40, 4)):
+            changed = [f"validation.samples_per_problem={samples}"]
+            config = load_config(changed, experiment="countdown_demo")
+            result = validation(config, f"step-{step:06d}", step, 0.3, 6)
+            journal.append_step(step, result.summary())
+            if with_files:
+                result.write(tmp_path / "validation" / f"{result.name}.json")
+    record = read_run(tmp_path)
+    assert record.reward_statistic == "reward/mean@4"
+    assert [step for step, _ in record.held_out(record.reward_statistic)] == [10, 40]
+
+
 def test_the_head_says_on_what_it_ran_and_when(tmp_path):
     write_run(tmp_path, experiment="debug", num_steps=2, validate=False, only=FEW)
     found = {"num_workers": 2, "device_name": "NVIDIA H200", "num_parameters": 1_234_567}

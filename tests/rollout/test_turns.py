@@ -1,10 +1,11 @@
 """Tokens between two turns, by a tokenizer of one token a character."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from data.tokenizer import _TODAY
 from rlcore.errors import ConfigError
 from rlcore.rollout.turns import TurnTokens
 
@@ -15,6 +16,7 @@ class Letters:
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
         self.given: list[Mapping[str, Any]] = []
+        self.days: set[str] = set()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -23,9 +25,18 @@ class Letters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids)) + self._changes.get("mark", "")
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **others: Any) -> str:
+    def apply_chat_template(
+        self,
+        messages: Any,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        strftime_now: Callable[[str], str],
+        **others: Any,
+    ) -> str:
         assert not tokenize
         self.given.append(others)
+        self.days.add(strftime_now("%d %B %Y"))
         if len(messages) > self._changes.get("most", 99):
             raise ValueError("too many turns")
         shown = [f"<{one['role'][0]}>{one['content']}$\n" for one in messages]
@@ -57,6 +68,7 @@ def test_the_template_has_what_the_settings_give_it() -> None:
     letters = Letters()
     TurnTokens(letters, chat=True, max_reply_tokens=5, chat_template_kwargs={"thinking": False}).between(0, "hi")
     assert letters.given == [{"thinking": False}] * 4
+    assert letters.days == {_TODAY.strftime("%d %B %Y")}, "as in the prompts: a day of another length moves all turns"
     plain = Letters()
     TurnTokens(plain, chat=True, max_reply_tokens=5)
     assert plain.given == [{}] * 3

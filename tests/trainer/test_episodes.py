@@ -350,7 +350,7 @@ class Letters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **_: Any) -> str:
         shown = [f"<{one['role'][0]}>{one['content'].strip()}$\n" for one in messages[-self._keep :]]
         return "".join(shown) + "<a>" * add_generation_prompt
 

@@ -55,6 +55,7 @@ def test_answers_far_from_the_old_policy_are_left_out() -> None:
     found = found_by(packed, Passes(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
     assert found.share_left_out == pytest.approx(2 / 8)
     assert torch.equal(found.batch.packed.loss_mask, packed.loss_mask & (packed.sequence_ids() != 2))
+    assert torch.equal(found.answer_mask, packed.loss_mask)
 
 
 def test_importance_weights_are_those_of_the_old_policy_and_1_without_them() -> None:

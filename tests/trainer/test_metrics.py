@@ -225,7 +225,7 @@ def estimated(packed: PackedBatch) -> Estimate:
     """Advantages 0, 1, 2 ..., returns and values by places."""
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     batch = TrainBatch(packed, None, None, None, places, None, places / 2)
-    return Estimate(batch, packed.scores - 0.5, 2 * places, kl_in_reward=None, share_left_out=None)
+    return Estimate(batch, packed.scores - 0.5, 2 * places, None, None, packed.loss_mask)
 
 
 def test_scores_are_those_of_scored_answers_and_advantages_those_of_their_tokens() -> None:
@@ -266,5 +266,11 @@ def test_a_step_tells_what_was_left_out_only_where_something_was() -> None:
         "actor/reward_kl_penalty": 0.125,
         **mismatch_metrics(packed, old, None),
     }
+    kept = replace(packed, loss_mask=packed.loss_mask & (packed.sequence_ids() > 0))
+    varied = old + torch.arange(packed.num_tokens) / 10
+    for of_pass, compared in ((varied, packed), (None, kept)):  # the update computes none of what it leaves out
+        less = replace(more, batch=replace(more.batch, packed=kept, old_logprobs=of_pass))
+        told = step_metrics(config_of(), found, less, Update(logprobs_before=varied))
+        assert mismatch_metrics(compared, varied, None).items() <= told.items()
     weighted = config_of("algo.importance.mode=truncate")
     assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))

@@ -215,10 +215,13 @@ def test_the_first_update_on_fresh_answers_is_on_policy(root: Path) -> None:
     assert first["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_each_step_has_the_rate_of_its_place_and_an_unmoved_policy_leaves_the_kl_coefficient(root: Path) -> None:
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_each_step_has_the_rate_of_its_place_and_an_unmoved_policy_leaves_the_kl_coefficient(
+    root: Path, where: str
+) -> None:
     overrides = (
         "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=4", "optim.lr=1e-3", "optim.schedule=linear",
-        "optim.warmup_steps=2", "critic.optim.lr=1e-3", "critic.optim.schedule=linear", "algo.kl.where=loss",
+        "optim.warmup_steps=2", "critic.optim.lr=1e-3", "critic.optim.schedule=linear", f"algo.kl.where={where}",
         "algo.kl.coef=0.01", "algo.kl.adaptive=true", "algo.kl.horizon=16",
     )  # fmt: skip
     steps = trained(prepare(root, *overrides), 4)

@@ -271,3 +271,13 @@ def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> No
     )
     several = Ranks([rank_updates(PolicyStatistics, [True] * 2, logprobs=each) for each in own], [])
     assert updated(behavior, several)[0].logprobs_before is None, "those of the second are of other weights"
+    dropping = load_config(
+        [
+            "experiment=debug",
+            "trainer.batch_size=4",
+            "trainer.mini_batch_size=4",
+            "model.lora.rank=4",
+            "model.lora.dropout=0.1",
+        ]
+    )
+    assert updated(dropping, ranks)[0].logprobs_before is None, "those of a pass with dropout are noisy"

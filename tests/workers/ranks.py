@@ -67,17 +67,18 @@ def has_gradients(model: nn.Module) -> bool:
 
 def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: MiniBatch, is_wrong: bool) -> str:
     """Two optimizer steps in which the loss of one rank alone is no number, though its gradient is one; then two
-    without a fault."""
+    without a fault. The second line is the error's text."""
     bad = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan)) if is_wrong else batch
     before = [parameter.detach().clone() for parameter in worker.policy_model().parameters()]
-    outcomes = []
+    outcomes, told = [], ""
     for given in (bad, batch):
         found = worker.update_policy(given, [mini_batch] * 2, LR, 0.01)
         after = worker.policy_model().parameters()
         same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
         error = type(found.failure).__name__
+        told = told or str(found.failure)
         outcomes.append(f"{len(found.steps)} steps, {error}, weights {'as before' if same else 'changed'}")
-    return "; ".join(outcomes)
+    return f"{'; '.join(outcomes)}\n{told}"
 
 
 def main() -> None:

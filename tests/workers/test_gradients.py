@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -163,4 +164,8 @@ def test_the_gradient_does_not_depend_on_how_it_is_computed(
 @pytest.mark.parametrize("world_size", SEVERAL)
 def test_a_loss_that_is_no_number_on_one_rank_stops_the_update_on_all(folder: Path, world_size: int) -> None:
     outcomes = [(ran(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text() for rank in range(world_size)]
-    assert outcomes == ["0 steps, NonFiniteError, weights as before; 2 steps, NoneType, weights changed"] * world_size
+    steps, told = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
+    assert [*steps] == ["0 steps, NonFiniteError, weights as before; 2 steps, NoneType, weights changed"] * world_size
+    named = [re.findall(r"the loss of prompts number (\[\d[\d, ]*\]) of the step is not finite", text) for text in told]
+    assert named[0]
+    assert named == [named[0]] * world_size, "each names those of all ranks"
