@@ -14,6 +14,7 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.config.problems import override_value
 from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.models.hub import require_reachable
 from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.storage.finished import finished_or_set_aside, finished_or_why
@@ -79,14 +80,17 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
-    """The model that the run has started from.
+    """The model that the run has started from: a folder, or a hub id as a path.
 
     Raises:
-        DataError: it is not there any more.
+        DataError: the folder is not there any more.
+        ModelError: the hub's model is neither in its cache nor to be had.
     """
     with working_by(layout.code):
         start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
-    if not start.is_dir():
+    if not start.is_absolute():
+        require_reachable("model.path", str(start))
+    elif not start.is_dir():
         raise DataError(
             f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
             "Restore it, or make it again by the run's own command."

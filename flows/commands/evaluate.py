@@ -107,6 +107,7 @@ def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     own = {name: getattr(run, name) for name in OF_THE_RUN}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
     own["model"] = run.model
+    own["reward"] = run.reward.model_copy(update={"weights": {}})  # models are compared by one scale
     return str(weights.ensure()), _plain(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
 
 
@@ -117,7 +118,8 @@ def _plain(name: str) -> str:
 def _identity(path: str) -> list[Any]:
     folder = expanded(path)
     files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
-    return [str(folder.resolve()), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
+    place = str(folder.resolve()) if files else path  # a hub id
+    return [place, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
 
 
 def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.RunStage) -> Evaluation:

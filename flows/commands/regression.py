@@ -21,10 +21,10 @@ from flows.plan.checks import check_run
 from flows.progress import Display, display, display_for_console, shown_on
 from flows.work.open_run import open_run
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.errors import ConfigError, DataError, RunInUseError, TrialError, is_stop
+from rlcore.errors import CheckpointError, ConfigError, DataError, RunInUseError, TrialError, is_stop
 from rlcore.report.build import ReportFiles
 from rlcore.report.nights import Night, judge, last_good, read_nights, slowest_good, write_nights, write_page
-from rlcore.report.record import read_run
+from rlcore.report.record import RunRecord, read_run
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
@@ -43,7 +43,7 @@ def night(settings: RunSettings, do: chain.RunStage, *, slower_by: float) -> tup
     """Run the experiment anew, judge it, and keep the verdict on disk and in MLflow.
 
     A night that was interrupted goes on. A run that fails is a night too, a broken one, as is one whose code fails in
-    its trial.
+    its trial, and one that was interrupted and had begun with other code, data or models.
 
     Raises:
         ConfigError: the settings are wrong.
@@ -64,8 +64,7 @@ def night(settings: RunSettings, do: chain.RunStage, *, slower_by: float) -> tup
             tonight = Night(number, time.time(), run_id, reference, "broken", "not known", why)
         else:
             runs = folder.parents[1] / "runs"
-            known, slow = (None if one is None else read_run(runs / one.run_id) for one in (good, slowest))
-            tonight = judge(number, read_run(runs / run_id), known, slow, slower_by=slower_by)
+            tonight = _judged(number, runs / run_id, good, slowest, slower_by=slower_by)
         nights = (*nights, tonight)
         write_nights(folder, nights)
         files = write_page(config.name, nights, folder)
@@ -102,7 +101,7 @@ def _trained(settings: RunSettings, do: chain.RunStage) -> str:
     config = settings.config
     try:
         check_run(settings)
-    except TrialError as error:
+    except (CheckpointError, TrialError) as error:
         return f"the run cannot begin: {error}"
     try:
         with open_run(config, settings.command("train")) as run, run.heard_by(display().event, lambda line: None):
@@ -117,6 +116,22 @@ def _trained(settings: RunSettings, do: chain.RunStage) -> str:
             raise
         return f"the run has failed: {error or type(error).__name__}"
     return ""
+
+
+def _judged(number: int, run_dir: Path, good: Night | None, slowest: Night | None, *, slower_by: float) -> Night:
+    """The verdict on a run that is over. It is broken where the last good night's run cannot be read any more."""
+    known: dict[str, RunRecord] = {}
+    lost: dict[str, str] = {}
+    for one in filter(None, (good, slowest)):
+        try:
+            known[one.run_id] = read_run(run_dir.with_name(one.run_id))
+        except DataError as error:
+            lost[one.run_id] = f"it cannot be held against {one.run_id}: {error}"
+    records = [None if one is None else known.get(one.run_id) for one in (good, slowest)]
+    tonight, why = judge(number, read_run(run_dir), *records, slower_by=slower_by), "; ".join(lost.values())
+    if good is not None and good.run_id in lost and tonight.held_out is not None:
+        return replace(tonight, reference=good.run_id, score="broken", text=f"{why}. Bring it back, or give --accept")
+    return replace(tonight, text=f"{tonight.text}; {why}") if lost else tonight
 
 
 def _forget_weights(folder: Path, nights: Sequence[Night]) -> None:

@@ -5,16 +5,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
 from flows.server.watch import end_if_cancelled, end_if_suspended
-from flows.sweep.record import Member, PointRecord, PointState, members_of, sweep_directory, write_record
+from flows.sweep.record import Member, PointRecord, members_of, sweep_directory, write_record
 from flows.tasks import tell
 from flows.work.trainer import end_kept
 from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep
 from rlcore.storage.locks import FileLock, HeldLock
+
+if TYPE_CHECKING:
+    from flows.sweep.study import Candidate
 
 POLL_S = 1.0
 LOCK_FILE = "sweep.lock"
@@ -156,8 +160,8 @@ class Drive:
         for one in self._study.points():
             known = self.points.get(one.number)
             if one.state != "to do" and (known is None or known.state != one.state):
-                self._remember(one.number, one.settings, one.state)
-            elif known is None:
+                self._remember(one)
+            elif known is None and one.number <= self._sweep.num_points:  # an earlier call may have wanted more
                 new.append(self._point(one.number, one.settings))
         return new
 
@@ -169,13 +173,20 @@ class Drive:
         self.points[number] = point
         return point
 
-    def _remember(self, number: int, settings: Point, state: PointState) -> None:
-        """A point that an earlier call or another process has done with, read from its runs."""
-        point = self._point(number, settings)
+    def _remember(self, known: "Candidate") -> None:
+        """A point that an earlier call or another process has done with, read from its runs.
+
+        Scores that the runs do not tell any more, as their checkpoints or their code have gone, are the study's.
+        """
+        point = self._point(known.number, known.settings)
         reached = [step for step in self._rungs(point) if self._look(point, step)]
         if reached:  # the last look at a pruned point was one step too far
             self._look(point, reached[-1])
-        point.state = state
+        told = dict(known.scores)
+        if known.last_score is not None:
+            told[self._rungs(point)[-1]] = known.last_score
+        point.scores = told | point.scores
+        point.state = known.state
 
     def _look(self, point: PointRecord, step: int) -> bool:
         """Whether all runs of a point have come to a step; if so, their mean is the point's score there."""

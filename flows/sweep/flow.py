@@ -112,14 +112,22 @@ class OnWorkers:
     def work(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
         """Run up to `IN_FLIGHT` tasks at a time."""
         flying: dict[UUID, Task] = {}
+        stopping: set[UUID] = set()  # an earlier call of the sweep has told them to stop
         with get_client(sync_client=True) as client:
             while True:
                 for task in islice(tasks, IN_FLIGHT - len(flying)):
-                    flying[self._submit(task).id] = task
+                    child = self._submit(task)
+                    flying[child.id] = task
+                    if child.state is not None and child.state.is_cancelling():
+                        stopping.add(child.id)
                 if not flying:
                     return
                 for flow_run_id, error in _ended(client, list(flying)):
-                    yield flying.pop(flow_run_id), error
+                    task = flying.pop(flow_run_id)
+                    if error and flow_run_id in stopping:
+                        flying[self._submit(task).id] = task
+                    else:
+                        yield task, error
                 if flying:
                     pause()
 
@@ -291,15 +299,14 @@ def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> Sw
     points = drive.in_order()
     best = best_of(points, sweep.spec.objective.direction)
     states = [point.state for point in points]
-    num_wanted = len(sweep.points) if sweep.spec.optuna is None else sweep.spec.optuna.num_points
     result = SweepResult(
         sweep_id=sweep.sweep_id,
         folder=folder,
-        num_points=max(len(points), num_wanted),
+        num_points=max(len(points), sweep.num_points),
         num_finished=states.count("finished"),
         num_stopped_early=states.count("stopped early"),
         failed=[f"point {one.number}, {one.label}: {one.error}" for one in points if one.state == "failed"],
-        num_not_begun=states.count("not begun") + max(0, num_wanted - len(points)),
+        num_not_begun=states.count("not begun") + max(0, sweep.num_points - len(points)),
         ended_by=drive.spending.ended_by,
         num_runs=len(drive.spending.runs),
         num_steps=drive.spending.num_steps,
@@ -307,7 +314,7 @@ def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> Sw
         best_label="" if best is None else best.label,
         best_score=None if best is None else best.score,
         best_experiment=None if best is None else write_best(folder, sweep, best),
-        comparison=write_comparison(folder, points, is_news=bool(drive.spending.runs)),
+        comparison=write_comparison(folder, points),
         mlflow_run_id=parent,
     )
     drive.save()

@@ -23,6 +23,8 @@ from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
+from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import NOTHING, spent
 from rlcore.tracking.delivery import read_state
@@ -70,19 +72,28 @@ def write_best(folder: Path, sweep: Sweep, best: PointRecord) -> Path:
     return file
 
 
-def write_comparison(folder: Path, points: Sequence[PointRecord], *, is_news: bool) -> Path | None:
-    """The report that compares all runs that have come to a score; None where fewer than two have."""
+def write_comparison(folder: Path, points: Sequence[PointRecord]) -> Path | None:
+    """The report that compares all runs that are there and have come to a score; None where fewer than two have."""
     file = folder / "comparison" / "comparison.html"
-    if not is_news and file.is_file():
-        return file
-    run_dirs = [
-        member.run_dir for point in points for member in point.members if point.scores or member.score is not None
-    ]
+    scored = [member for point in points for member in point.members if point.scores or member.score is not None]
+    run_dirs = [one.run_dir for one in scored if RunLayout.of(one.config).settings_json.is_file()]
     if len(run_dirs) < FEWEST_TO_COMPARE:
         return None
+    if _is_current(file, run_dirs):
+        return file
     from rlcore.report.compare import compare_runs
 
     return compare_runs(run_dirs, target=file.parent).html
+
+
+def _is_current(file: Path, run_dirs: Sequence[Path]) -> bool:
+    """Whether a comparison is of these runs, and none of them has gone on since."""
+    try:
+        rows = parse_json(read_ordinary(file.with_suffix(".json")))["tables"]["runs"]["rows"]
+        newest = max((run_dir / JOURNAL_FILE).stat().st_mtime_ns for run_dir in run_dirs)
+        return [row[0] for row in rows] == [one.name for one in run_dirs] and file.stat().st_mtime_ns > newest
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return False
 
 
 def best_first(sweep: Sweep, points: Sequence[PointRecord]) -> list[PointRecord]:

@@ -39,11 +39,16 @@ ProblemScores = Callable[[int, Point, int], Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A point and how far it is. `number`: from 1 on, the same in every call."""
+    """A point and how far it is. `number`: from 1 on, the same in every call.
+
+    `scores`: by step, those that it was compared by. `last_score`: of its last step, where it is finished.
+    """
 
     number: int
     settings: Point
     state: Literal["to do", "finished", "stopped early"]
+    scores: Mapping[int, float]
+    last_score: float | None
 
 
 class PairedPruner(BasePruner):
@@ -117,7 +122,16 @@ class Study:
 
     def points(self) -> list[Candidate]:
         """The points so far, in order."""
-        return [Candidate(_number(one), _settings(one), _STATES[one.state]) for one in self._trials()]
+        return [
+            Candidate(
+                _number(one),
+                _settings(one),
+                _STATES[one.state],
+                one.intermediate_values,
+                one.value if one.state == TrialState.COMPLETE else None,  # a pruned one has its last comparison's
+            )
+            for one in self._trials()
+        ]
 
     def add_points(self) -> None:
         """Add those that come next: all of a grid, a list or random draws; as many as Optuna chooses at a time."""

@@ -69,6 +69,11 @@ class Sweep:
         digest = fingerprint("sweep", {"spec": spec, "base": lasting_settings(base), **more})
         return f"{self.spec.name}-{digest[:8]}"
 
+    @property
+    def num_points(self) -> int:
+        """Points that are wanted; the sweep's study may know more, of an earlier call."""
+        return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
+
     def overrides_of(self, point: Point, seed: int) -> list[str]:
         """The settings of one run, beyond the experiment."""
         return [*self.overrides, *written(point), f"seed={seed}"]

@@ -5,15 +5,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from flows.commands.checkpoints import forked
+from flows.commands.checkpoints import export_to, forked
+from flows.commands.evaluate import evaluation_settings
+from flows.work.runs import named_run
 from rlcore.config.compose import load_config
-from rlcore.errors import CheckpointError, DataError
+from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
 from tests.checkpoint.test_store import edit_manifest, flip
 from tests.flows.conftest import Millrace
 from tests.run.sessions import run_to_the_end, session_of
+from tests.run.test_hub_model import HUB_ID, cache_of
 from tests.small_run import SmallRun, prepare
 
 OVERRIDES = (
@@ -103,6 +107,37 @@ def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, 
         forked(given, f"{folder}@9")
     with pytest.raises(DataError, match="absent: is neither the folder nor the id of a run"):
         forked(given, "absent")
+
+
+def test_a_run_from_a_model_of_the_hub_is_exported_forked_and_evaluated(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_of(run.model_directory, tmp_path / "hf")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    root = tmp_path / "root"
+    shutil.copytree(run.config.paths.root, root)
+    (folder,) = (root / "runs").iterdir()
+    settings = json.loads((folder / "settings.json").read_text())
+    settings["paths"]["root"] = str(root)
+    settings["model"]["path"], settings["warm_start"]["enabled"] = HUB_ID, False
+    (folder / "settings.json").write_text(json.dumps(settings))
+    config, layout = named_run([str(folder)], None)
+    exported = load_file(export_to(config, layout, "last", tmp_path / "out") / "model.safetensors")
+    known = load_file(run.layout.exported_model / "model.safetensors")
+    assert all(exported[name].equal(known[name]) for name in known)
+    given = ["experiment=debug", "tracking.enabled=false", f"paths.root={root}"]
+    start = forked(given, f"{folder}@start").config.model.path
+    planned = forked(given, str(folder), dry_run=True).seen
+    assert planned is not None
+    assert start == planned.model.path == HUB_ID
+    judged = evaluation_settings(f"{folder}@start", ["countdown"], [], None)
+    assert judged.model.path == HUB_ID
+    monkeypatch.chdir(tmp_path)
+    assert evaluation_settings(f"{folder}@start", ["countdown"], [], None).run_id == judged.run_id
+    assert evaluation_settings(f"{folder}@best", ["countdown"], [], None).run_id != judged.run_id
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(ModelError, match=f"model.path: {HUB_ID} is no directory here, it is not in the hub's cache"):
+        forked(given, f"{folder}@start")
 
 
 def test_broken_ones_are_named_and_the_rest_is_pruned(run: SmallRun, bare: Millrace) -> None:

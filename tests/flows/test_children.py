@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-from prefect.states import Failed
+from prefect.states import Cancelled, Cancelling, Completed, Failed, Running
 
 from flows.parameters import RunSettings
 from flows.server.api import LocalServer
@@ -55,8 +56,8 @@ def losing_an_answer(url: str) -> Iterator[tuple[str, list[str]]]:
         yield f"{server}/api", lost
 
 
-def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
-    prefect_server: LocalServer, tmp_path: Path
+def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one_and_a_stopped_one_goes_on(
+    prefect_server: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         losing_an_answer(prefect_server.url) as (url, lost),
@@ -90,5 +91,20 @@ def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
             ((ended, error),) = children.work(deleted_meanwhile())
             assert ended is child
             assert "was deleted in Prefect" in error
+
+            # One that an earlier call has told to stop saves first; then its run goes on.
+            stopped = children._submit(child)
+            for state in (Running(), Cancelling()):
+                client.set_flow_run_state(stopped.id, state, force=True)
+            assert client.read_flow_run(stopped.id).state_type == StateType.CANCELLING
+            states = iter([(stopped.id, Cancelled()), (None, Completed())])
+
+            def meanwhile() -> None:
+                told, state = next(states)
+                client.set_flow_run_state(told or children._submit(child).id, state, force=True)
+
+            monkeypatch.setattr("flows.sweep.flow.pause", meanwhile)
+            assert list(children.work(iter([child]))) == [(child, "")]
+            assert not [*states]
         finally:
             client.delete_deployment(deployment)

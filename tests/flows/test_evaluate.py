@@ -1,6 +1,7 @@
 """Suites: the run's own validation, `millrace eval` of its checkpoints, their numbers and paired difference."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,27 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
     assert [file.stat().st_mtime_ns for file in files] == written, "what is judged is not judged again"
     assert "paired:" in again.out
     assert "worker(s) on" not in again.out + again.err
+
+
+def test_models_are_judged_by_the_same_weights_of_a_scores_parts(run: SmallRun, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(run.config.paths.root, root)
+    folder = root / "runs" / run.layout.run_dir.name
+    settings = json.loads((folder / "settings.json").read_text())
+    settings["paths"]["root"] = str(root)
+    settings["model"]["path"], settings["warm_start"]["enabled"] = str(run.model_directory), False
+    settings["reward"] |= {"weights": {"correct": 1.0, "format": 0.2}, "deadline_s": 7.0}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    models = (str(folder), str(run.model_directory))
+    short = ["filter.max_prompt_tokens=40", "rollout.max_response_tokens=16"]
+    trained, base = (evaluation_settings(model, ["countdown"], short, root) for model in models)
+    assert trained.reward.weights == base.reward.weights == {}
+    assert trained.reward.deadline_s == 7.0, "how its answers are scored is the run's own"
+    given = [*short, "reward.weights={correct: 2.0}"]
+    assert [evaluation_settings(model, ["countdown"], given, root).reward.weights for model in models] == [
+        {"correct": 2.0},
+        {"correct": 2.0},
+    ]
 
 
 def test_a_judge_that_never_answers_is_an_error_and_no_result(

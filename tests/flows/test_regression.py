@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from flows.commands import regression
 from flows.work.trainer import kept_between_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import ConfigError, DataError
-from rlcore.report.nights import read_nights
+from rlcore.report.nights import read_nights, write_nights
 from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.user_code import Code, kept_code
 from tests.flows.conftest import wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import Stack, prefect_up
@@ -116,6 +118,40 @@ def test_code_that_fails_in_its_trial_is_a_broken_night_and_a_wrong_setting_is_n
         with pytest.raises(ConfigError, match="nobody"):
             by_hand(tmp_path, wrong, UNTRACKED)
     assert len(read_nights(tmp_path / "regressions" / "debug")) == 2
+
+
+def test_a_night_begun_with_other_code_and_a_good_night_that_is_gone_do_not_end_the_series(
+    first_night: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(first_night, root)
+    folder = root / "regressions" / "debug"
+    (first,) = read_nights(folder)
+    second = root / "runs" / first.run_id.replace("0001", "0002")
+    shutil.copytree(root / "runs" / first.run_id, second)
+    code = kept_code(second / "code")
+    assert code is not None
+    edited = {
+        name: tuple(replace(one, content=b"# before an edit\n") for one in sources)
+        for name, sources in code.by_function.items()
+    }
+    Code(edited).keep(second / "code")
+    broken = by_hand(root, *LEARNING, UNTRACKED, code=1)
+    assert (broken["verdict"], broken["run_id"], broken["reference"]) == ("broken", second.name, first.run_id)
+    assert "the run cannot begin" in broken["text"]
+    assert "has begun with other code" in broken["text"]
+    slow = replace(first, run_id="slow", step_s=1e6)
+    write_nights(folder, (first, slow, first))
+    shutil.rmtree(root / "runs" / first.run_id)
+    alone = by_hand(root, *LEARNING, UNTRACKED, code=1)
+    assert (alone["verdict"], alone["number"], alone["reference"]) == ("broken", 4, first.run_id)
+    assert f"it cannot be held against {first.run_id}: " in alone["text"]
+    assert "it cannot be held against slow: " in alone["text"]
+    assert by_hand(root, *LEARNING, take=True)["accepted"]
+    write_nights(folder, (slow, *read_nights(folder)[1:]))
+    there = by_hand(root, *LEARNING, UNTRACKED)
+    assert (there["verdict"], there["speed"], there["reference"]) == ("same", "not known", alone["run_id"])
+    assert there["text"].endswith("name the folder of a run, as artifacts/runs/<id>")
 
 
 # ------------------------------------------------------------------ told by a notification block

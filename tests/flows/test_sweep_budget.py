@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from optuna.trial import TrialState
 from prefect.logging import disable_run_logger
 
 from flows.sweep.drive import Drive, Spending, Task
-from flows.sweep.record import sweep_directory
+from flows.sweep.record import best_of, sweep_directory
+from flows.sweep.study import Study
 from flows.work.slots import Claim, Slots, Wish
 from flows.work.trainer import TrainerProcess, kept_between_runs
 from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import load_sweep
+from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.storage.locks import FileLock
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 from tests.flows.test_trainer_client import SMALL_TRAINER
@@ -63,6 +65,42 @@ def test_steps_that_a_run_has_not_done_are_left_to_the_next_one(
     assert len(begun) == len(set(begun)) == 4
     assert {member.state for point in drive.points.values() for member in point.members} == {"failed"}
     assert (drive.spending.num_steps, drive.spending.ended_by) == (0, "")
+
+
+def test_points_of_an_earlier_call_keep_their_scores_and_those_beyond_num_points_are_not_begun(tmp_path: Path) -> None:
+    """The runs of the finished ones are not there any more."""
+    file = tmp_path / "random.yaml"
+    begun: list[int] = []
+
+    def opened(num_points: int) -> Sweep:
+        pruning = "pruning: {every_steps: 1}"
+        text = SPECS["random"].replace("total_steps=1", "total_steps=2, validation.every_steps=1")
+        file.write_text(f"{text.replace('num_points: 2', f'num_points: {num_points}')}{pruning}\n")
+        return load_sweep(str(file), [*UNTRACKED, f"paths.root={tmp_path}"])
+
+    def work(tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
+        for task in tasks:
+            begun.append(task.point.number)
+            yield task, "the scorer raised"
+
+    study = Study(opened(5), sweep_directory(opened(5)), lambda *_: {})
+    study.add_points()
+    study.drop({1: 0.2, 2: 0.1}, 1)
+    study.finish(1, 0.4)
+    study._study.tell(1, state=TrialState.PRUNED)
+    sweep = opened(3)
+    drive = Drive(sweep, sweep_directory(sweep), work, {})
+    with disable_run_logger():
+        drive.run()
+    assert begun == [3]
+    assert [(one.state, one.scores) for one in drive.in_order()] == [
+        ("finished", {1: 0.2, 2: 0.4}),
+        ("stopped early", {1: 0.1}),
+        ("failed", {}),
+    ]
+    best = best_of(drive.in_order(), "maximize")
+    assert best is not None
+    assert (best.number, best.score) == (1, 0.4)
 
 
 def test_who_waits_for_a_run_of_another_process_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """What a sweep leaves in MLflow: its run has a description and links, its runs are found, reused ones too."""
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,12 @@ from prefect.logging import disable_run_logger
 
 from flows.progress import display_for_console, shown_on
 from flows.sweep.record import PointRecord, members_of, sweep_directory
-from flows.sweep.result import SweepResult, begin_in_mlflow, finish_in_mlflow
+from flows.sweep.result import SweepResult, begin_in_mlflow, finish_in_mlflow, write_comparison
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.tracking.delivery import ensure_mlflow_run
+from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.mlflow_store import NOTE_TAG, PARENT_TAG, MlflowStore
+from tests.report.runs import write_run
 from tests.tracking.conftest import Server, running_server
 
 pytestmark = [pytest.mark.slow]
@@ -85,6 +89,34 @@ def test_a_sweeps_run_describes_it_and_has_all_its_runs_reused_ones_too(sweep: S
     assert url.startswith(f"{store.uri}/#/compare-runs?runs=")
     assert url.endswith("&workflowType=machine_learning"), "the training view, not that of traces"
     assert [url.index(page) for page in (pages[2], pages[1], pages[0])] == sorted(url.index(page) for page in pages)
+
+
+def test_a_comparison_is_written_anew_once_its_runs_are_others_or_have_gone_on(tmp_path: Path) -> None:
+    file = tmp_path / "rates.yaml"
+    file.write_text("name: rates\nexperiment: debug\ngrid: {optim.lr: [1, 2, 3]}\n")
+    points = finished(load_sweep(str(file), [f"paths.root={tmp_path}"]))
+    one, two, three = (point.members[0].run_dir for point in points)
+
+    def compared() -> tuple[list[str], int]:
+        page = write_comparison(tmp_path, points)
+        assert page is not None
+        rows = json.loads(page.with_suffix(".json").read_text())["tables"]["runs"]["rows"]
+        return [row[0] for row in rows], page.stat().st_mtime_ns
+
+    write_run(one, num_steps=2)
+    assert write_comparison(tmp_path, points) is None, "the others' folders are empty"
+    write_run(two, num_steps=2, seed=2)
+    names, written = compared()
+    assert names == [one.name, two.name]
+    assert compared() == (names, written), "nothing is new"
+    write_run(three, num_steps=2, seed=3)
+    os.utime(three / JOURNAL_FILE, ns=(0, 0))
+    names, with_three = compared()
+    assert names == [one.name, two.name, three.name]
+    assert with_three > written
+    with Journal(two / JOURNAL_FILE) as journal:
+        journal.append_step(3, {"val-core/countdown/reward/mean@2": 0.5})
+    assert compared()[1] > with_three
 
 
 def test_a_page_that_nothing_serves_is_told_with_the_command_that_does(
