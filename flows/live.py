@@ -12,6 +12,7 @@ from typing import Any
 
 from rlcore.answers.store import parts_of
 from rlcore.config import RunConfig
+from rlcore.config.data import ALL_SOURCES
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import open_ordinary
 from rlcore.tracking.journal import StepRecord, iter_lines
@@ -45,7 +46,8 @@ class Followed:
         """Title and picture of each curve that has values; a run without a journal has none."""
         with suppress(FileNotFoundError):
             self._look()
-        held_out = next((name for name in self._points if self._is_held_out(name)), "")
+        over_all = f"val-core/{ALL_SOURCES}/reward/mean@{self._config.validation.samples_per_problem}"
+        held_out = over_all if over_all in self._points else next(filter(self._is_held_out, self._points), "")
         lines = {"reward": {"in training": REWARD, "on held-out problems": held_out}}
         lines |= {title: {title: metric} for title, metric in ALONE.items()}
         drawn = [

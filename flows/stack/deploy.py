@@ -93,6 +93,9 @@ def main() -> None:
         for name, limit in QUEUES.items():
             _ensure_queue(client, name, limit, has_slots=has_slots)
         _ensure_automation(client)
+        model = known_deployment(client, MODEL)
+        if model is not None and (before := model.parameters.get("root")) != root:
+            _move(client, before, root)
         notify(client, os.environ.get(NOTIFY_URL), os.environ.get(NOTIFY_BLOCK))
         recovered = recover_lost_runs(client, workers_are_up=WORKERS_ARE_UP in sys.argv)
         for name, one in wanted.items():
@@ -193,6 +196,16 @@ def known_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse
         return client.read_deployment_by_name(name)
     except ObjectNotFound:
         return None
+
+
+def _move(client: SyncPrefectClient, before: object, root: str) -> None:
+    """Give deployments, and flow runs that may still go on, the root that this one was copied or moved to."""
+    for one in client.read_deployments(work_pool_filter=OUR_POOL):
+        if one.parameters.get("root") == before:
+            client.update_deployment(one.id, DeploymentUpdate(parameters=one.parameters | {"root": root}))
+    for run in _flow_runs(client, StateType.SCHEDULED, StateType.PENDING, StateType.CRASHED, *ALIVE):
+        if run.parameters.get("root") == before:
+            client.update_flow_run(run.id, parameters=run.parameters | {"root": root})
 
 
 def _bring_others_up_to_date(client: SyncPrefectClient, wanted: Mapping[str, Deployment]) -> list[str]:

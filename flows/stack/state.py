@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -45,9 +45,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """All of it. `prefect_api_url`: for flows; `mlflow_url`: for people; databases without their passwords."""
+    """All of it. `prefect_api_url`: for flows; `mlflow_url`: for people; databases without their passwords. `root`: the
+    folder that it was written to; '' in a record of an earlier Millrace.
+    """
 
     format_version: int = FORMAT_VERSION
+    root: str = ""
     prefect_version: str = ""
     mlflow_version: str = ""
     prefect_database: str = ""
@@ -65,7 +68,7 @@ _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """What is recorded; an empty state where nothing is.
+    """What is recorded; an empty state where nothing is, and in a copied or moved folder: that stack is another root's.
 
     Raises:
         MillraceError: the file is damaged or of another format.
@@ -85,11 +88,12 @@ def read_stack(root: Path) -> StackState:
             f"{path}: format_version must be {FORMAT_VERSION}, got {state.format_version}. Run `millrace down` with "
             "the Millrace that wrote it, then `millrace up`."
         )
-    return state
+    return state if state.root in ("", str(root.resolve())) else StackState()
 
 
 def write_stack(root: Path, state: StackState) -> None:
     """Write the state to disk, whole or not at all."""
+    state = replace(state, root=str(root.resolve()))
     write_text_atomically(root / STATE_FILE, _STATE.dump_json(state, indent=2).decode() + "\n")
 
 
@@ -197,13 +201,15 @@ _given: dict[str, str | None] = {}
 
 
 def log_in(uri: str, root: Path) -> str:
-    """Return the address. If it is the stack's server, this process and those that it starts log in from now on; if
-    not, they have the login that the user has given, if any: MLflow's clients send one login to whatever server they
-    ask.
+    """Return the address. If it is the stack's server, and that is up, this process and those that it starts log in
+    from now on; if not, they have the login that the user has given, if any: MLflow's clients send one login to
+    whatever server they ask, and a port that a stack had may be another user's by now.
     """
     root = Path(os.environ.get(STACK, root)).resolve()
     wanted: Mapping[str, str | None] = _given
-    if uri.rstrip("/") == read_stack(root).mlflow_url:
+    stack = read_stack(root)
+    server = stack.service("mlflow")
+    if uri.rstrip("/") == stack.mlflow_url and server is not None and server.process() is not None:
         wanted = mlflow_client(login_of(root))
         _given.update({name: os.environ.get(name) for name in wanted.keys() - _given.keys()})
     for name, value in wanted.items():

@@ -16,7 +16,8 @@ from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, 
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of
 from rlcore.storage.locks import RunLock
-from rlcore.tracking.attempts import ATTEMPTS_FILE, has_begun, read_history
+from rlcore.storage.sqlite import sqlite_file
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Destination, has_begun, read_history
 from rlcore.tracking.connection import explain, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
@@ -241,15 +242,16 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
 def sync(folder: Path, uri: str | None) -> Outcome:
     """Deliver to MLflow what it has not got of a run's journal. Doing it again changes nothing.
 
-    `uri`: another store than that of the run's settings; where neither names one, it is the stack's.
+    `uri`: another store than that of the run's settings; where neither names one, it is the stack's or the root's file.
     """
     try:
         if not has_begun(folder):
             return Outcome(folder.name, "has not begun", ok=True)
-        store = uri or _store_in_stack(folder)
-        if store or (attempts := read_history(folder / ATTEMPTS_FILE).attempts):
-            log_in(store or attempts[-1].destination.uri, folder.parents[1])
-        result = sync_run(folder, store)
+        if attempts := read_history(folder / ATTEMPTS_FILE).attempts:
+            begun_with = attempts[-1].destination
+            uri = uri or _store_of_root(folder, begun_with)
+            log_in(uri or begun_with.uri, folder.parents[1])
+        result = sync_run(folder, uri)
     except (MillraceError, OSError) as error:
         if "in use by" in str(error):
             return Outcome(folder.name, "is being delivered by another process", ok=True)
@@ -259,13 +261,31 @@ def sync(folder: Path, uri: str | None) -> Outcome:
     return Outcome(folder.name, f"{news}; the run {status} (MLflow run {result.mlflow_run_id})", ok=True)
 
 
-def _store_in_stack(folder: Path) -> str | None:
-    """The stack's store for a run whose settings name none; None: the one that it was begun with."""
+def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
+    """The stack's store, or the file under the root, for a run whose settings name none; None: the one that it was
+    begun with. A run that was moved or copied to another root goes to that root's store.
+
+    Raises:
+        TrackingError: the file under another root than the run was begun in is no store.
+    """
+    root = folder.parents[1]
     try:
         named = settings_of(folder).tracking.uri
     except DataError:  # settings of another version: `attempts.jsonl` says where it goes
         return None
-    return stack_store(folder.parents[1]) if named is None else None
+    if named is not None:
+        return None
+    if (stack := stack_store(root)) is not None:
+        return stack
+    store = MlflowStore(TrackingConfig(experiment=begun_with.experiment), root)
+    is_file = begun_with.uri.startswith("sqlite:")  # else a server's, which no folder holds
+    if not is_file or sqlite_file(store.uri).resolve() == sqlite_file(begun_with.uri).resolve():
+        return None
+    try:
+        _ = store.experiment_id  # made here where it is missing: its artifacts lie under this root
+    except Exception as error:
+        raise TrackingError(f"{folder}: not delivered: {explain(error, store.uri)}") from error
+    return store.uri
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:

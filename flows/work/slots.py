@@ -184,7 +184,10 @@ class Slots:
         """Why a run waits; '' for one that does not."""
         if not self.waiting_path(run_id).exists():
             return ""
-        state = self.look()
+        try:
+            state = self.look()
+        except (MillraceError, OSError):  # who may only read here cannot take the mutex
+            return "waits for slots"
         return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
 
     def note(self, what: str, wish: Wish, **more: object) -> None:

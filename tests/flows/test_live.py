@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
-from flows.live import MOST_ANSWERS, MOST_CHARACTERS, WIDTH, Followed, curve_svg, last_answers
+from flows.live import MOST_ANSWERS, MOST_CHARACTERS, WIDTH, Followed, curve_svg, last_answers, picture
 from flows.server.guard import Guard
 from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
@@ -69,6 +69,16 @@ def test_each_look_adds_what_the_journal_has_got_and_a_journal_that_was_cut_is_r
     layout.journal.write_bytes(b"".join(lines[:1]))
     add_steps(layout, *range(2, 32), reward=0.7)  # it is longer already than at the last look
     assert followed.curves() == Followed(RunConfig(), layout.journal).curves()
+
+
+def test_of_several_sources_the_curve_of_held_out_problems_is_that_of_all_of_them(layout: RunLayout) -> None:
+    followed, curves = Followed(RunConfig(), layout.journal), []
+    for step, of_all in ((1, {}), (2, {"val-core/all/reward/mean@4": 0.75})):
+        with Journal(layout.journal) as journal:
+            journal.append_step(step, {"val-core/a/reward/mean@4": 0.25, "val-core/b/reward/mean@4": 1.0, **of_all})
+        curves.append(followed.curves())
+    drawn = [[("on held-out problems", [(1, 0.25)])], [("on held-out problems", [(2, 0.75)])]]
+    assert curves == [[("reward", picture(lines))] for lines in drawn]
 
 
 def test_a_long_run_has_small_pictures(layout: RunLayout) -> None:

@@ -304,6 +304,11 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
         thread.join()
         assert status_of(run_dir).state == "running"
         got[0][1].release()
+        slots.waiting_path("second").touch()
+        slots.mutex().path.unlink()
+        slots.mutex().path.mkdir()  # it cannot be opened for writing, as by a user who may only read
+        status = status_of(run_dir)
+        assert (status.state, status.note) == ("waiting", "waits for slots")
 
 
 def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from flows.stack.command import down as down_command
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.services import end_server, end_worker, listener, mlflow_recipe, prefect_recipe
-from flows.stack.state import MLFLOW_DATABASE, Databases, Service, StackState, read_stack, write_stack
+from flows.stack.state import MLFLOW_DATABASE, Databases, Service, StackState, read_stack, stack_store, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.attempts import Attempt, told_to_a_page
 from tests.flows.conftest import REPOSITORY, WAIT_S, numbers, wait_until
@@ -87,6 +87,36 @@ def test_down_ends_what_a_killed_worker_has_left_under_its_root(
         assert other.poll() is None
         down_command(tmp_path)
         assert "nothing is up under" in capsys.readouterr().out
+
+
+def test_a_copied_or_moved_root_has_none_of_the_stack_that_the_record_tells_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, copy, moved = (tmp_path / name for name in ("root", "copy", "moved"))
+    root.mkdir()
+    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
+        born = psutil.Process(server.pid).create_time()
+        service = Service("mlflow", server.pid, born, 1, "http://here", "", "")
+        database = Databases.chosen(root, {}).mlflow
+        write_stack(root, StackState(mlflow_database=database, mlflow_url="http://here", services=(service,)))
+        shutil.copytree(root, copy)
+        assert [one for one, _ in status(root)] == [service]
+        assert (status(copy), stack_store(copy)) == ([], None)
+        down_command(copy)
+        assert "nothing is up under" in capsys.readouterr().out
+        down(copy)
+        assert server.poll() is None
+        link = tmp_path / "link"
+        link.symlink_to(root)
+        down(link)
+        assert server.wait() is not None
+    root.rename(moved)
+    assert (status(moved), stack_store(moved)) == ([], None)
+    old = json.loads((moved / "stack.json").read_text())
+    del old["root"]  # as an earlier Millrace wrote it
+    (moved / "stack.json").write_text(json.dumps(old))
+    assert status(moved) == [(service, "gone")]
 
 
 def test_a_server_that_learns_of_a_changed_automation_does_not_stop_for_it() -> None:

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
@@ -25,13 +27,14 @@ from flows.cli import app, exit_code
 from flows.server.secret import login_of, mlflow_client
 from flows.stack import state
 from flows.stack.services import end_server, free_port, mlflow_recipe, start, wait_until_ready
-from flows.stack.state import Databases, StackState, write_stack
+from flows.stack.state import Databases, Service, StackState, write_stack
 from flows.work.open_run import open_run
 from flows.work.runs import sync
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.evaluation.result import ValidationResult
 from rlcore.tracking.attempts import ATTEMPTS_FILE
 from rlcore.tracking.connection import explain, mlflow_name
+from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
@@ -119,6 +122,27 @@ def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
         found = client.get_metric_history(run.info.run_id, mlflow_name(name))
         assert sorted((metric.step, metric.value) for metric in found) == wanted
     assert run.info.status == "FINISHED"
+
+
+def test_a_run_that_was_moved_to_another_root_is_delivered_there(tmp_path: Path) -> None:
+    node, here = tmp_path / "node", tmp_path / "here"
+    settings = (f"paths.root={node}", "tracking.enabled=false")
+    config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
+    tracker = Tracker(node / "runs" / SECOND, config, tags={})
+    tracker.commit(2)
+    tracker.finish("FINISHED")
+    node.rename(here)
+    told = sync(here / "runs" / SECOND, None)
+    assert told.ok, told
+    assert run_of(here, SECOND).info.run_id in told.text
+    assert run_of(here, SECOND).info.artifact_uri.startswith((here / "mlartifacts").as_uri())
+    assert not node.exists()
+    node.symlink_to(here)
+    assert sync(here / "runs" / SECOND, None).ok
+    assert read_state(here / "runs" / SECOND).uri == f"sqlite:///{node}/mlflow.db", "it is the same file"
+    node.unlink()
+    (here / "mlflow.db").write_text("no database")
+    assert "DatabaseError" in str(sync(here / "runs" / SECOND, None))
 
 
 def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: Reference) -> None:
@@ -322,14 +346,19 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             folder = tmp_path / "runs" / name
             config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
             Tracker(folder, config, tags={}).log_step(3, {"a": 1.0})
-        write_stack(tmp_path, StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack))
-        assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))
+        server = Service("mlflow", os.getpid(), psutil.Process().create_time(), 1, stack, "", "")
+        ended = replace(server, born=server.born - 100)
+        record = StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack)
+        for service in (ended, server):  # another user may have the port of a server that has ended
+            write_stack(tmp_path, replace(record, services=(service,)))
+            assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))
         with open_run(RunConfig.model_validate(config.model_dump() | {"tracking": {"uri": stack}})):
             assert os.environ["MLFLOW_TRACKING_PASSWORD"] in login_of(tmp_path), "it was composed before another"
         (tmp_path / "runs" / "second" / ATTEMPTS_FILE).write_text('{"torn')
         assert "there is nothing to deliver" in str(sync(tmp_path / "runs" / "second", None))
-    hosts = [uri.removeprefix("http://") for uri in (stack, other)]
-    assert heard == list(zip(hosts, map(basic, (login_of(tmp_path), "mine:own")), strict=True))
+    first, second = (uri.removeprefix("http://") for uri in (stack, other))
+    own, ours = basic("mine:own"), basic(login_of(tmp_path))
+    assert heard == [(first, own), (second, own), (first, ours)]
 
 
 def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
