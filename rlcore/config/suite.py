@@ -57,7 +57,7 @@ def _read(name: str) -> dict[str, Any] | Problem:
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
         reason = " ".join(str(error).split())
         return Problem(SUITES, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")
-    if not isinstance(content, dict):
+    if not content or not isinstance(content, dict):
         return Problem(SUITES, "its file must hold keys and values", name, "conf/suite/gsm8k.yaml shows the form")
     return {"name": file.stem, **content}
 

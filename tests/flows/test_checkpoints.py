@@ -115,7 +115,7 @@ def test_a_run_from_a_model_of_the_hub_is_exported_forked_and_evaluated(
     cache_of(run.model_directory, tmp_path / "hf")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     root = tmp_path / "root"
-    shutil.copytree(run.config.paths.root, root)
+    shutil.copytree(run.config.paths.root, root, ignore=shutil.ignore_patterns("fork-*"))
     (folder,) = (root / "runs").iterdir()
     settings = json.loads((folder / "settings.json").read_text())
     settings["paths"]["root"] = str(root)
