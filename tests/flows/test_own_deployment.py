@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
 from data import multiplication
 from flows.server.api import LocalServer
+from flows.stack.deploy import _move
 from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, start, under
+from tests.flows.test_tasks import client
+
+__all__ = ["client"]
 
 pytestmark = pytest.mark.prefect
 
@@ -92,20 +97,26 @@ def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Mill
 
 
 def test_in_a_copied_or_moved_root_they_and_flow_runs_that_wait_are_of_the_new_one(
-    deployed: Millrace, own: Path, api: Api, tmp_path: Path
+    deployed: Millrace, own: Path, api: Api, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
     assert deploy(deployed, own, "--name", "moved").code == 0
     made, fixed = found(api, "moved"), found(api, "debug")
     elsewhere = {**made["parameters"], "root": "/elsewhere"}
     create = f"deployments/{made['id']}/create_flow_run"
     runs = [api.post(create, {"parameters": given})["id"] for given in (made["parameters"], elsewhere)]
-    for root in (str(tmp_path / "moved"), str(deployed.root)):
-        environment = os.environ | deployed.environment | {"MILLRACE_ROOT": root}
-        subprocess.run([sys.executable, "-m", "flows.stack.deploy"], cwd=REPOSITORY, env=environment, check=True)
+
+    def all_are_at(root: str) -> None:
         assert found(api, "moved")["parameters"] == {**made["parameters"], "root": root}
         assert found(api, "debug")["parameters"] == {**fixed["parameters"], "root": root}
         here = {one["id"]: one["parameters"] for one in api.filter("flow_runs", flow_runs={"id": {"any_": runs}})}
         assert [here[run] for run in runs] == [{**made["parameters"], "root": root}, elsewhere]
+
+    moved, home = str(tmp_path / "moved"), str(deployed.root)
+    environment = os.environ | deployed.environment | {"MILLRACE_ROOT": moved}
+    subprocess.run([sys.executable, "-m", "flows.stack.deploy"], cwd=REPOSITORY, env=environment, check=True)
+    all_are_at(moved)
+    _move(client, moved, home)
+    all_are_at(home)
 
 
 def test_a_deployment_of_another_root_is_left_as_it_is(deployed: Millrace, own: Path, api: Api, tmp_path: Path) -> None:
