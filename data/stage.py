@@ -43,8 +43,8 @@ _EARLIER = {
     "5f7fb572b8138239": "9538ab35cefd03fb",  # mapped, parquet
     "87a0d28197fc1ae4": "73eafe51822f28ca",  # custom
     "ba35954433e26383": "dcf37d3e29550884",  # reasoning_gym
-    "06e7e35b00e5a28d": "8bf03f727474bf7c",  # filter
-    "73fee6d4dcce65a7": "30f39456b8e733b5",  # demonstrations
+    "660931dc9aad1eb5": "8bf03f727474bf7c",  # filter
+    "39d2769bfbd191d7": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""

@@ -87,8 +87,8 @@ def input_digests(config: DataConfig, root: Path) -> dict[str, str]:
     named = dict(task.inputs(config))
     if not isinstance(config, CustomData):
         return named
-    files = known_reads(root, _build_print(config, task, named)) | named_files(config)
-    return named | digests_of(files, Path(sources_of(config)[0]).parent)
+    read, files = known_reads(root, _build_print(config, task, named)), named_files(config)
+    return named | digests_of(read | files, Path(sources_of(config)[0]).parent) if read - files else named
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from jinja2.meta import find_undeclared_variables
 
 from rlcore.config.data import RENDERING_NAMES
 from rlcore.errors import DataError
+from rlcore.rollout.turns import TODAY
 
 Messages = Sequence[Mapping[str, str]]
 Render = Callable[[Messages], str]
@@ -45,9 +45,6 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# The date for templates that write one into the prompt (Llama 3), so that equal rows give equal tokens on every day. It
-# is the default of Llama's own template.
-_TODAY = date(2024, 7, 26)
 # One text in so many is also rendered and tokenized the long way, and compared.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
@@ -219,7 +216,7 @@ class PromptTokenizer:
                     tools=self._tools,
                     tokenize=False,
                     add_generation_prompt=opened,
-                    strftime_now=_TODAY.strftime,
+                    strftime_now=TODAY.strftime,
                     **self._template_kwargs,
                 )
             )

@@ -157,7 +157,7 @@ def judge(run: OpenRun, inputs: RunInputs, checkpoint: str, do: RunStage) -> Jud
     """Validate a checkpoint: `start`, `last`, `best`, or its folder's name."""
     name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)
     validation = run.config.validation
-    if name == checkpoint != "best" and any(one.max_problems for one in (validation, *validation.suites)):
+    if name.startswith("step-") and any(one.max_problems for one in (validation, *validation.suites)):
         name = f"all-{name}"  # that name is of the validation in training, on some of the problems
     work = partial(stages.validate, run, inputs, checkpoint, name)
     return do(Stage("validate", f"validate/{run.title} {name}", work, lambda one: f"validation: {one}", run))

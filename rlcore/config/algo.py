@@ -1,12 +1,11 @@
 """Settings of the algorithm: advantages, losses, KL, optimizer, critic."""
 
-import os
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import Bound, Section
+from rlcore.config.base import Bound, Section, with_home
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """Advantages that are a function with options, as those of one's own are."""
@@ -223,7 +222,4 @@ class CriticConfig(Section):
     )
     """First steps in which the critic alone is trained."""
 
-    @field_validator("path")
-    @classmethod
-    def _expanded(cls, path: str | None) -> str | None:
-        return None if path is None else os.path.expanduser(path)  # noqa: PTH111 it lets an unknown user's be
+    _expanded = field_validator("path")(with_home)

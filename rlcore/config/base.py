@@ -19,6 +19,11 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
+def with_home(path: str | None) -> str | None:
+    """The same of a setting's text, which may be none or a hub id: a validator of fields."""
+    return path and os.path.expanduser(path)  # noqa: PTH111
+
+
 class Section(BaseModel):
     """A frozen group of settings. The string below a field is its documentation: meaning, unit, range."""
 

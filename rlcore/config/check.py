@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -124,12 +123,12 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 # ---------------------------------------------------------------------- keys, types, ranges and rules
 
 
-def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Check keys, types, ranges and rules. Every mistake goes to `findings`; wrong values are left out of the result.
+def validate(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
+    """Check keys, types, ranges and rules. Every mistake goes to `findings`; wrong values are taken out of `settings`.
 
     `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
     """
-    config = _typed(deepcopy(dict(settings)), findings, texts)
+    config = _typed(settings, findings, texts)
     for problem in broken_rules(config, findings.unsound):
         findings.add(problem)
     return config

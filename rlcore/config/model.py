@@ -1,13 +1,12 @@
 """Settings of the model and the warm start, and shapes of published models."""
 
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import Bound, Section
+from rlcore.config.base import Bound, Section, with_home
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": {
@@ -107,10 +106,7 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters only."""
 
-    @field_validator("path")
-    @classmethod
-    def _expanded(cls, path: str | None) -> str | None:
-        return None if path is None else os.path.expanduser(path)  # noqa: PTH111 it lets an unknown user's be
+    _expanded = field_validator("path")(with_home)
 
 
 class WarmStartConfig(Section):

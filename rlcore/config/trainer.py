@@ -1,11 +1,10 @@
 """Settings of the training loop, its alarms, its checkpoints and its processes."""
 
-import os
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import Bound, Section
+from rlcore.config.base import Bound, Section, with_home
 
 
 class TrainerConfig(Section):
@@ -190,10 +189,7 @@ class PathsConfig(Section):
     root: str = "artifacts"
     """Folder of datasets, models, runs and the MLflow store; relative to the working directory. `~` is expanded."""
 
-    @field_validator("root")
-    @classmethod
-    def _expanded(cls, root: str) -> str:
-        return os.path.expanduser(root)  # noqa: PTH111 it lets an unknown user's be
+    _expanded = field_validator("root")(with_home)
 
 
 class TrackingConfig(Section):

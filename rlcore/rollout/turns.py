@@ -10,8 +10,9 @@ from typing import Any
 
 from rlcore.errors import ConfigError
 
-_TODAY = date(2024, 7, 26)
-"""The date that prompts have too (data.tokenizer), for templates that write one: the place of a turn moves with it."""
+TODAY = date(2024, 7, 26)
+"""The date for templates that write one (Llama 3; it is the default of Llama's own), so that equal rows give equal
+tokens on every day, and turns keep their places in a conversation."""
 _ASK = {"role": "user", "content": "MillraceAsk"}
 _ANSWERS, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
@@ -111,7 +112,7 @@ class TurnTokens:
                 messages,
                 tokenize=False,
                 add_generation_prompt=opened,
-                strftime_now=_TODAY.strftime,
+                strftime_now=TODAY.strftime,
                 **self._template_kwargs,
             )
         )

@@ -230,9 +230,8 @@ class Training(Generic[W]):
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
         if state.step != self._end_of_chunk(state.step) and not self._is_over(state, metrics):
-            metrics.pop(
-                HELD_OUT_LOSS, None
-            )  # the start model is the best of the chunks' ends, whatever stop came between
+            # The start model is the best of the chunks' ends, whatever stop came between.
+            metrics.pop(HELD_OUT_LOSS, None)
         self._saving(lambda: self.record.begin_save(state, metrics, self.workers))
 
     def _save_before(self, state: LoopState) -> None:

@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from glob import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import BinaryIO
@@ -74,9 +73,7 @@ def published_directory(
 
 
 def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, FileLock]:
-    for left in target.parent.glob(f".tmp-{escape(target.name)}-*"):
-        if _is_stale(left):
-            remove_tree(left)
+    remove_stale_temporaries(target.parent, of=target.name)
     temporary = temporary_beside(target)
     owner = FileLock(temporary / OWNER)
     try:
@@ -280,11 +277,13 @@ def size_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def remove_stale_temporaries(parent: Path) -> tuple[Path, ...]:
-    """Remove what dead processes left beside published directories; what a live one is writing stays."""
+def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
+    """Remove what dead processes left beside published directories, or of the one of that name alone; what a live one
+    is writing stays."""
     if not parent.is_dir():
         return ()
-    stale = [path for path in sorted(parent.iterdir()) if _is_stale(path)]
+    prefix = ".tmp-" if of is None else f".tmp-{of}-"
+    stale = [path for path in sorted(parent.iterdir()) if path.name.startswith(prefix) and _is_stale(path)]
     for path in stale:
         log.info("removing %s, left by a process that has ended", path)
         remove_tree(path)

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from data.tokenizer import _TODAY
 from rlcore.errors import ConfigError
-from rlcore.rollout.turns import TurnTokens
+from rlcore.rollout.turns import TODAY, TurnTokens
 
 
 class Letters:
@@ -68,7 +67,7 @@ def test_the_template_has_what_the_settings_give_it() -> None:
     letters = Letters()
     TurnTokens(letters, chat=True, max_reply_tokens=5, chat_template_kwargs={"thinking": False}).between(0, "hi")
     assert letters.given == [{"thinking": False}] * 4
-    assert letters.days == {_TODAY.strftime("%d %B %Y")}, "as in the prompts: a day of another length moves all turns"
+    assert letters.days == {TODAY.strftime("%d %B %Y")}, "as in the prompts: a day of another length moves all turns"
     plain = Letters()
     TurnTokens(plain, chat=True, max_reply_tokens=5)
     assert plain.given == [{}] * 3

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from rlcore.config import RunConfig
 from rlcore.tracking import __main__ as program
@@ -78,6 +79,15 @@ def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
     assert read_state(run_dir).num_failures == 1
 
 
+def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: Tracker) -> str:
+    """The id of the MLflow run, which is deleted, so that step 2 is not taken."""
+    delivery.deliver()
+    deleted = str(main_run(client).info.run_id)
+    client.delete_run(deleted)
+    tracker.log_step(2, {"a": 2.5})
+    return deleted
+
+
 def test_values_that_are_taken_again_are_told_once(
     tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,10 +103,7 @@ def test_values_that_are_taken_again_are_told_once(
 
     monkeypatch.setattr(program, "_wait", waited)
     with delivery_of(run_dir) as delivery:
-        delivery.deliver()
-        deleted = main_run(client).info.run_id
-        client.delete_run(deleted)
-        tracker.log_step(2, {"a": 2.5})
+        deleted = deleted_before_step_2(delivery, client, tracker)
         with caplog.at_level(logging.WARNING):
             program.carry(delivery, parent_pid=os.getppid(), every_s=2.0)
     assert waits == [(4.0, True, False), (8.0, True, False), (2.0, False, False)]
@@ -119,10 +126,7 @@ def test_no_pause_is_long_once_the_trainer_has_ended(
 
     monkeypatch.setattr(program, "_wait", waited)
     with delivery_of(run_dir) as delivery:
-        delivery.deliver()
-        deleted = main_run(client).info.run_id
-        client.delete_run(deleted)
-        tracker.log_step(2, {"a": 2.5})
+        deleted = deleted_before_step_2(delivery, client, tracker)
         program.carry(delivery, parent_pid=os.getppid(), every_s=60.0)
     assert pauses == [60.0, 5.0, 5.0]
     assert main_run(client).info.status == "FINISHED"
