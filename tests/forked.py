@@ -74,11 +74,13 @@ def run_module(
 
 class ForkedCommand(subprocess.Popen[str]):
     """`Popen([sys.executable, "-m", MODULE, *ARGUMENTS], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)`
-    in the project's root, forked."""
+    in a folder, forked."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = ROOT
+    ) -> None:
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        self._process = _forked(module, arguments, [out_end, err_end], environment)
+        self._process = _forked(module, arguments, [out_end, err_end], environment, folder)
         self.args = [module, *arguments]
         self.stdin, self.stdout, self.stderr = None, io.open(out), io.open(err)  # noqa: SIM115, UP020
         self.pid, self.returncode = self._process.pid or 0, None  # type: ignore[assignment]
@@ -109,11 +111,15 @@ class ForkedCommand(subprocess.Popen[str]):
 
 
 def _forked(
-    module: str, arguments: Sequence[str], outputs: Sequence[int], environment: Mapping[str, str]
+    module: str,
+    arguments: Sequence[str],
+    outputs: Sequence[int],
+    environment: Mapping[str, str],
+    folder: Path = ROOT,
 ) -> BaseProcess:
     """Start the module; `outputs`, descriptors of its standard output and error, are its own from now on."""
     process: BaseProcess = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
-        target=_run, args=(module, [*arguments], _Sent(outputs), dict(environment))
+        target=_run, args=(module, [*arguments], _Sent(outputs), dict(environment), folder)
     )
     try:
         process.start()
@@ -133,11 +139,11 @@ class _Sent:
         return list, ([reduction.DupFd(descriptor) for descriptor in self._descriptors],)
 
 
-def _run(module: str, arguments: list[str], outputs: list[Any], environment: dict[str, str]) -> None:
+def _run(module: str, arguments: list[str], outputs: list[Any], environment: dict[str, str], folder: Path) -> None:
     """In the forked process."""
     gc.freeze()  # what it shares with its fork server is not looked at: that would copy all of it
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     descriptors = [os.open(os.devnull, os.O_RDONLY), *(one.detach() for one in outputs)]

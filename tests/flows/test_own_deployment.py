@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from data import multiplication
 from flows.server.api import LocalServer
 from flows.stack.deploy import _move
-from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, start, under
+from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, forked, start, under
 from tests.flows.test_tasks import client
 
 __all__ = ["client"]
@@ -28,12 +27,17 @@ data: {build: "my_task:build", scorer: "my_task:score", train_size: 20, validati
 """
 
 
+def brought_up_to_date(command: Millrace, root: Path) -> Finished:
+    """What `millrace up` runs for its deployments."""
+    environment = os.environ | command.environment | {"MILLRACE_ROOT": str(root)}
+    return ended(forked("flows.stack.deploy", [], environment))
+
+
 @pytest.fixture(scope="module")
 def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Millrace:
     """The command line with a server that has Millrace's deployments."""
     command = under(prefect_server, tmp_path_factory.mktemp("deployed"))
-    environment = os.environ | command.environment | {"MILLRACE_ROOT": str(command.root)}
-    subprocess.run([sys.executable, "-m", "flows.stack.deploy"], cwd=REPOSITORY, env=environment, check=True)
+    assert brought_up_to_date(command, command.root).code == 0
     return command
 
 
@@ -47,9 +51,8 @@ def own(tmp_path: Path) -> Path:
 
 def deploy(deployed: Millrace, file: Path, *words: str) -> Finished:
     """The command, in the folder of the file."""
-    words = (sys.executable, "-m", "flows.cli", "deploy", file.name, *words, "--root", str(deployed.root))
-    environment = os.environ | deployed.environment | {"PYTHONPATH": str(REPOSITORY)}
-    return ended(start(words, environment, file.parent))
+    words = ("deploy", file.name, *words, "--root", str(deployed.root))
+    return ended(forked("flows.cli", words, os.environ | deployed.environment, file.parent))
 
 
 def found(api: Api, name: str) -> dict[str, Any]:
@@ -88,10 +91,9 @@ def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Mill
     assert crons(again) == crons(made)
 
     # The next `millrace up` keeps it, and says nothing of it.
-    environment = os.environ | deployed.environment | {"MILLRACE_ROOT": str(deployed.root)}
-    command = [sys.executable, "-m", "flows.stack.deploy"]
-    told = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
-    assert "pipeline/own" not in told.stdout
+    told = brought_up_to_date(deployed, deployed.root)
+    assert told.code == 0, told.err
+    assert "pipeline/own" not in told.out
     assert found(api, "own")["parameters"] == again["parameters"]
     assert crons(found(api, "own")) == crons(made)
 
@@ -112,8 +114,7 @@ def test_in_a_copied_or_moved_root_they_and_flow_runs_that_wait_are_of_the_new_o
         assert [here[run] for run in runs] == [{**made["parameters"], "root": root}, elsewhere]
 
     moved, home = str(tmp_path / "moved"), str(deployed.root)
-    environment = os.environ | deployed.environment | {"MILLRACE_ROOT": moved}
-    subprocess.run([sys.executable, "-m", "flows.stack.deploy"], cwd=REPOSITORY, env=environment, check=True)
+    assert brought_up_to_date(deployed, Path(moved)).code == 0
     all_are_at(moved)
     _move(client, moved, home)
     all_are_at(home)

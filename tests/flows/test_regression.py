@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -43,6 +44,13 @@ def by_hand(root: Path, *overrides: str, code: int = 0, take: bool = False) -> d
     return told
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_trainer() -> Iterator[None]:
+    """Nights by hand share a process."""
+    with kept_between_runs():
+        yield
+
+
 @pytest.fixture(scope="module")
 def first_night(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one night."""
@@ -58,13 +66,12 @@ def test_a_halved_reward_is_worse_until_it_is_accepted_and_a_failed_run_is_broke
     root = tmp_path / "root"
     shutil.copytree(first_night, root)
     first = read_nights(root / "regressions" / "debug")[0]
-    with kept_between_runs():
-        worse = by_hand(root, *HALVED, UNTRACKED, code=3)
-        assert (worse["verdict"], worse["reference"]) == ("worse", first.run_id)
-        assert first.held_out is not None
-        assert worse["gain"]["value"] == pytest.approx(-first.held_out.value / 2, rel=0.2)
-        assert by_hand(root, *HALVED, take=True)["accepted"]
-        broken = by_hand(root, *HALVED, UNTRACKED, *FAILING, code=1)
+    worse = by_hand(root, *HALVED, UNTRACKED, code=3)
+    assert (worse["verdict"], worse["reference"]) == ("worse", first.run_id)
+    assert first.held_out is not None
+    assert worse["gain"]["value"] == pytest.approx(-first.held_out.value / 2, rel=0.2)
+    assert by_hand(root, *HALVED, take=True)["accepted"]
+    broken = by_hand(root, *HALVED, UNTRACKED, *FAILING, code=1)
     assert broken["verdict"] == "broken"
     assert "grad_norm" in broken["text"]
     assert broken["reference"] == worse["run_id"]
