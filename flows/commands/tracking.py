@@ -19,6 +19,7 @@ from flows.work.runs import Outcome, all_runs, find_runs, named_runs
 from flows.work.runs import compare as compare_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
+from rlcore.storage.locks import birth_of
 from rlcore.tracking.connection import has_store
 from rlcore.tracking.mlflow_store import LOCAL_UI, MlflowStore
 
@@ -93,7 +94,7 @@ def ui(root: Path, port: int | None) -> None:
     server = start_tethered(recipe.command, log_file, {**os.environ, **recipe.environment})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        born = psutil.Process(server.pid).create_time()
+        born = birth_of(psutil.Process(server.pid))
         wait_until_ready(recipe.started(server.pid, born, log_file))
         tracking = TrackingConfig()
         if not databases.mlflow_is_the_file(root):

@@ -23,6 +23,7 @@ from flows.stack.serve import ANSWERS_ROOT, MLFLOW_ARTIFACTS, MLFLOW_LOGIN
 from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, WORKERS_COMMAND, Databases, Service, StackState
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
+from rlcore.storage.locks import birth_of
 
 POOL = "millrace"
 SERVE = "flows.stack.serve"
@@ -251,7 +252,7 @@ def start(root: Path, recipe: Recipe) -> Service:
     )
     pid = int(started.stdout)
     try:
-        born = psutil.Process(pid).create_time()
+        born = birth_of(psutil.Process(pid))
     except psutil.NoSuchProcess:
         raise MillraceError(f"{recipe.name} has ended instead of starting. {end_of(str(log))}") from None
     return recipe.started(pid, born, log)

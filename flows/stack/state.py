@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process; `born` in seconds since the epoch. `url`: its page, if it has one; `ready_url` answers once up."""
+    """One process; `born`: see `birth_of`. `url`: its page, if it has one; `ready_url` answers once up."""
 
     name: str
     pid: int

@@ -106,14 +106,31 @@ def _drop_inherited() -> None:
 os.register_at_fork(after_in_child=_drop_inherited)
 
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def birth_of(process: psutil.Process) -> float:
+    """A number by which a process is known from a later one with its id.
+
+    Linux: the seconds from the boot to its start, after a number of that boot. Elsewhere it is the time of day at its
+    start, which changes where the clock is set, as after a laptop's sleep.
+    """
+    try:
+        boot = int(BOOT_ID.read_text()[:8], 16)
+        ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return process.create_time()
+    return (1 << 32) + boot + ticks / os.sysconf("SC_CLK_TCK")  # beyond all times of day that earlier records have
+
+
 def process_of(pid: int, born: float) -> psutil.Process | None:
-    """The process of this host with that id and start time (seconds since the epoch), while it lives.
+    """The process of this host with that id, while it lives; `born`: its `birth_of`, or its start since the epoch.
 
     Another process may have the id by now: that is not it.
     """
     try:
         process = psutil.Process(pid)
-        is_it = abs(process.create_time() - born) < BIRTH_TOLERANCE_S
+        is_it = birth_of(process) == born or abs(process.create_time() - born) < BIRTH_TOLERANCE_S
         return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
@@ -121,7 +138,7 @@ def process_of(pid: int, born: float) -> psutil.Process | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock. `since`: UTC, ISO 8601. `born`: when its process started, seconds since the epoch."""
+    """Who holds a lock. `since`: UTC, ISO 8601. `born`: see `birth_of`; before, its start since the epoch."""
 
     pid: int
     host: str
@@ -134,7 +151,7 @@ class Holder:
         """This process as the holder of a lock."""
         command = " ".join(sys.orig_argv)[:MAX_COMMAND_CHARS]
         since = datetime.now(UTC).isoformat("T", "seconds")
-        return cls(os.getpid(), socket.gethostname(), command, since, psutil.Process().create_time())
+        return cls(os.getpid(), socket.gethostname(), command, since, birth_of(psutil.Process()))
 
     def process(self) -> psutil.Process | None:
         """The process itself, if it is one of this host and lives."""

@@ -20,7 +20,7 @@ import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rlcore.storage.documents import open_ordinary
-from rlcore.storage.locks import process_of
+from rlcore.storage.locks import birth_of, process_of
 from rlcore.tracking.journal import LineFile, iter_json
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -38,7 +38,7 @@ def has_begun(run_dir: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process of an attempt. Its start time tells it from a later process with the same id."""
+    """The process of an attempt. `started` tells it from a later process with the same id, see `birth_of`."""
 
     host: str
     pid: int
@@ -47,7 +47,7 @@ class Owner:
     @classmethod
     def this_process(cls) -> "Owner":
         """The current process."""
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        return cls(socket.gethostname(), os.getpid(), birth_of(psutil.Process()))
 
     def is_gone(self) -> bool:
         """Whether the process has surely ended; False for a process on another host."""

@@ -82,7 +82,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], folder: Path =
 def forked(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY
 ) -> ForkedCommand:
-    """`python -m MODULE ARGUMENTS` in this checkout or another folder, forked from a process that has imported most of it."""
+    """`python -m MODULE ARGUMENTS` in a folder, forked from a process that has imported most of it."""
     process = ForkedCommand(module, arguments, environment, folder)
     _started.append(process)
     return process

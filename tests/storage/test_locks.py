@@ -21,7 +21,17 @@ import pytest
 
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError, RunInUseError
 from rlcore.storage import locks
-from rlcore.storage.locks import NAMELESS, FileLock, HeldLock, Holder, RunLock, holder_of, process_of, read_holder
+from rlcore.storage.locks import (
+    NAMELESS,
+    FileLock,
+    HeldLock,
+    Holder,
+    RunLock,
+    birth_of,
+    holder_of,
+    process_of,
+    read_holder,
+)
 from tests.storage.small_disk import fill, mounted
 from tests.storage.test_publish import num_open
 
@@ -229,7 +239,7 @@ def test_who_holds_a_lock_can_be_asked_by_anybody(tmp_path: Path) -> None:
         held = holder_of(path)
         assert held == read_holder(path)
         assert held is not None
-        assert (held.pid, held.host, held.born) == (os.getpid(), socket.gethostname(), psutil.Process().create_time())
+        assert (held.pid, held.host, held.born) == (os.getpid(), socket.gethostname(), birth_of(psutil.Process()))
         assert held.process() == psutil.Process()
         path.write_text("")
         assert holder_of(path) == NAMELESS
@@ -261,6 +271,33 @@ def test_a_process_is_known_by_its_id_and_the_time_of_its_start() -> None:
     me = Holder.me()
     assert me.process() == psutil.Process()
     assert replace(me, host="another").process() is None
+
+
+def test_a_process_is_known_after_the_clock_was_set_and_not_after_another_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = Holder.me()
+    old = replace(me, born=psutil.Process().create_time())
+    assert 2**32 <= me.born < 2**33 + 1e9
+    assert me.process() == old.process() == psutil.Process()
+    assert replace(me, born=me.born + 0.01).process() is None, "a tick later"
+    # What setting the clock by an hour does: the time of boot that the kernel tells is another.
+    lines = [
+        f"btime {psutil.boot_time() + 3600:.0f}" if "btime" in line else line
+        for line in Path("/proc/stat").read_text().split("\n")
+    ]
+    (tmp_path / "stat").write_text("\n".join(lines))
+    (tmp_path / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+        assert abs(psutil.Process().create_time() - old.born - 3600) < 2
+        assert me.process() is not None
+        assert old.process() is None, "the start alone does not tell"
+    (tmp_path / "boot_id").write_text("ffffffff-0000\n")
+    monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "boot_id")
+    assert me.process() is None
+    monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "absent")
+    assert birth_of(psutil.Process()) == old.born, "as on other systems"
 
 
 def test_of_a_long_command_line_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
