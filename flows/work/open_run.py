@@ -167,8 +167,7 @@ def require_same_run(config: RunConfig, layout: RunLayout) -> None:
     Raises:
         CheckpointError: it would not, or it has; shows what is different.
     """
-    steps = [info.step for info in scan(layout.checkpoints).checkpoints]
-    if not steps and not any(layout.validation.glob("*.json")):
+    if (steps := _steps_if_begun(layout)) is None:
         return
     total = config.trainer.total_steps
     if steps and steps[-1] > total:
@@ -189,8 +188,47 @@ def require_same_run(config: RunConfig, layout: RunLayout) -> None:
         changed, remedy = "\n".join(models), "Put it back (a relative path begins at the working directory)"
     else:
         return
+    raise _another_run(config, layout, steps, changed, remedy)
+
+
+def require_same_rows(config: RunConfig, layout: RunLayout, inputs: RunInputs) -> None:
+    """Require that a run that has begun goes on with its rows: a later Millrace may filter otherwise, and a suite that
+    `filter.decontaminate` compares them with may be of other rows.
+
+    Raises:
+        CheckpointError: it would not.
+    """
+    if (steps := _steps_if_begun(layout)) is None:
+        return
+    try:
+        then = RunInputs.read(layout)
+        if then.filtered_directory.name == inputs.filtered_directory.name or _rows(then) == _rows(inputs):
+            return
+    except (DataError, OSError, ValueError):  # they are there no more
+        return
+    changed = f"  rows: {then.filtered_directory} when it began, {inputs.filtered_directory} now"
+    raise _another_run(
+        config, layout, steps, changed, "Put back what made them (a suite's file, or Millrace's version)"
+    )
+
+
+def _rows(inputs: RunInputs) -> list[list[str]]:
+    from rlcore.run.pass_rates import row_digests
+
+    return [row_digests(file) for file in (*inputs.train_parquets, *inputs.validation_parquets)]
+
+
+def _steps_if_begun(layout: RunLayout) -> list[int] | None:
+    """Steps of the run's checkpoints; None: it has not begun. One that was only judged has begun and has none."""
+    steps = [info.step for info in scan(layout.checkpoints).checkpoints]
+    return steps if steps or any(layout.validation.glob("*.json")) else None
+
+
+def _another_run(
+    config: RunConfig, layout: RunLayout, steps: Sequence[int], changed: str, remedy: str
+) -> CheckpointError:
     fork = f"from these weights (--fork {run_id(config)}@{steps[-1]}) or from step 0" if steps else "from step 0"
-    raise CheckpointError(
+    return CheckpointError(
         f"{layout.run_dir}: has begun with other code, data or models, so going on would be another run:\n{changed}\n"
         f"{remedy}; or start another run by what is there now, {fork}, with a run_id of its own."
     )

@@ -14,7 +14,7 @@ from typing import Any
 from data import StageResult, build_dataset, dataset_directory, dataset_fingerprint, filter_dataset
 from flows.progress import display
 from flows.work import results
-from flows.work.open_run import OpenRun
+from flows.work.open_run import OpenRun, require_same_rows
 from flows.work.protocol import Progress
 from flows.work.results import Chunk, Export, Judgement, PassRateTable, Report
 from flows.work.status import failure_of
@@ -126,7 +126,12 @@ def inputs_of(
 
 
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
-    """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end."""
+    """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end.
+
+    Raises:
+        CheckpointError: the run has begun with other rows.
+    """
+    require_same_rows(run.config, run.layout, inputs)
     inputs.write(run.layout)
     if (known := known_start_model(run.config, inputs)) is not None:
         keep_base(run.config, inputs.filtered_directory)

@@ -1,8 +1,10 @@
 """A run that has begun is not gone on with by other code, on other data, from other weights, or to fewer steps."""
 
 import json
+import shutil
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from flows import chain
 from flows.plan.plan import make_plan
 from flows.sweep.record import committed
 from flows.work import stages
-from flows.work.open_run import _changed_files, open_run, require_same_run
+from flows.work.open_run import _changed_files, open_run, require_same_rows, require_same_run
 from flows.work.protocol import Note
 from flows.work.results import committed_step
 from rlcore.checkpoint.state import TrainerState
@@ -22,6 +24,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError
 from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.supervised import build_model
 from rlcore.user_code import code_of
@@ -231,6 +234,33 @@ def test_other_demonstrations_are_refused_before_another_start_model_is_made(con
     ]
     file.write_text("".join(lines))
     assert committed(config) == 2
+
+
+def test_other_rows_are_refused_before_another_start_model_is_made(
+    config: RunConfig, artifacts_root: Path, tmp_path: Path
+) -> None:
+    """As a version of Millrace whose filter has changed makes them: in a folder of another name."""
+    (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6")
+    others = chain.make_rows(config, chain.look).inputs.filtered_directory
+    (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
+    layout = begin(config)
+    now = RunInputs.read(layout)
+    replace(now, filtered_directory=others).write(layout)
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error, open_run(config) as run:
+            stages.warm_start(run, now, 0)
+        told = str(error.value)
+        assert f"another run:\n  rows: {others} when it began, {now.filtered_directory} now\nPut back what made" in told
+        assert "--fork mine@2" in told
+
+    same = artifacts_root / "filtered" / "same-rows"
+    shutil.copytree(now.filtered_directory, same)
+    for known in (now.filtered_directory, same, artifacts_root / "filtered" / "deleted"):
+        replace(now, filtered_directory=known).write(layout)
+        require_same_rows(config, layout, now)
+    shutil.rmtree(layout.checkpoints)
+    replace(now, filtered_directory=others).write(layout)
+    require_same_rows(config, layout, now)
 
 
 def test_what_is_heard_of_a_trainer_is_passed_on_inside_the_block_alone(config: RunConfig) -> None:
