@@ -127,7 +127,7 @@ def code_diff(folder: Path = SOURCE_FOLDER) -> str:
     if index is None:
         return ""
     with suppress(OSError), TemporaryDirectory() as scratch:  # git brings the index up to date before it compares
-        copied = shutil.copy(index.rstrip("\n"), scratch)
+        copied = shutil.copy2(index.rstrip("\n"), scratch)  # with its time: git looks into files that are as young
         return _git(folder, "diff", "HEAD", environment=os.environ | {"GIT_INDEX_FILE": copied}) or ""
     return ""
 

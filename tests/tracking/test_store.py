@@ -277,6 +277,16 @@ def test_the_code_revision_is_gits(tmp_path: Path):
     source.write_text("two\n")
     assert code_revision(tmp_path) == (commit, True)
     assert "+two" in code_diff(tmp_path)
+    # An edit in the second of the commit, of the same length: git looks into a file that is as young as its index.
+    second = (1_700_000_000, 1_700_000_000)
+    source.write_text("one\n")
+    os.utime(source, second)
+    for command in (["config", "core.trustctime", "false"], ["add", "rlcore"]):
+        subprocess.run([*git, *command], check=True)
+    source.write_text("six\n")
+    for file in (source, tmp_path / ".git" / "index"):
+        os.utime(file, second)
+    assert "+six" in code_diff(tmp_path)
     installed = tmp_path / ".venv" / "site-packages"
     (installed / "rlcore").mkdir(parents=True)
     (installed / "rlcore" / "a.py").write_text("one\n")
