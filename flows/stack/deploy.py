@@ -37,11 +37,11 @@ from flows import SOURCE_FOLDER, maintain, pipeline
 from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
 from flows.stack.control import NOTIFY_BLOCK, NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.services import POOL
+from flows.stack.state import FLOW_RUN
 from flows.sweep import flow as sweep
 from flows.work.slots import Slots
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
-from rlcore.storage.locks import BIRTH_TOLERANCE_S
 
 DEPLOYMENTS = Path(__file__).with_name("deployments.yaml")
 FLOWS: Mapping[str, tuple[str, Flow[..., Any]]] = {
@@ -388,13 +388,13 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     """
     crashed = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
     given_up = [run for run in crashed if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
-    lost = [run for run in given_up if _has_lost_its_process(client, run)]
+    lost = [run for run in given_up if _has_lost_its_process(run)]
     for run in _flow_runs(client, StateType.PENDING, *ALIVE):
         if run.state_name == SUSPENDED:
             continue
         # A pending one may still say the process of its last attempt: it is lost only with the worker that had it.
         is_pending = run.state_type == StateType.PENDING
-        if workers_are_up if is_pending else not _has_lost_its_process(client, run):
+        if workers_are_up if is_pending else not _has_lost_its_process(run):
             continue
         if run.state_type == StateType.CANCELLING:
             client.set_flow_run_state(run.id, Cancelled(message=LOST), force=True)
@@ -406,24 +406,16 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     return [run.name for run in lost]
 
 
-def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """Whether the process `<host>:<pid>` that a worker noted is gone; one born after the run last began is another."""
+def _has_lost_its_process(run: FlowRun) -> bool:
+    """Whether the process `<host>:<pid>` that a worker noted is gone. Another one may have its id by now: that was not
+    started for this flow run."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
     try:
-        process = psutil.Process(int(pid))
-        began = _last_began(client, run)
-        is_older = began is None or process.create_time() <= began.timestamp() + BIRTH_TOLERANCE_S
-        return not is_older or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return psutil.Process(int(pid)).environ().get(FLOW_RUN) != str(run.id)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's
         return True
-
-
-def _last_began(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
-    """When the last attempt of a run began, each in a process of its own; `start_time` is that of the first attempt."""
-    times = [state.timestamp for state in client.read_flow_run_states(run.id) if state.is_running()]
-    return max(times, default=run.start_time)
 
 
 def _flow_runs(client: SyncPrefectClient, *kinds: StateType, **more: object) -> list[FlowRun]:

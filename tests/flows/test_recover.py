@@ -1,9 +1,9 @@
 """Which flow runs `millrace up` starts again: those whose process is gone, and no others."""
 
+import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from uuid import UUID
 
@@ -18,7 +18,7 @@ from flows.server.api import LocalServer
 from flows.server.watch import CONSOLE_GONE
 from flows.stack.deploy import recover_lost_runs
 from flows.stack.services import POOL
-from rlcore.storage.locks import BIRTH_TOLERANCE_S
+from flows.stack.state import FLOW_RUN
 
 pytestmark = pytest.mark.prefect
 
@@ -62,8 +62,8 @@ def test_a_run_is_started_again_only_if_its_process_is_gone_and_nobody_has_suspe
     now_in(client, suspended, Suspended(timeout_seconds=3600))
     now_in(client, aborted, Crashed(message=CONSOLE_GONE))
     now_in(client, failed, Crashed(message="Flow run was terminated by signal 9."))
-    time.sleep(BIRTH_TOLERANCE_S + 1)  # the next process is younger than all of them
-    with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as process:
+    environment = os.environ | {FLOW_RUN: str(again.id)}
+    with subprocess.Popen(WAITING, stdin=subprocess.PIPE, env=environment) as process:
         for run in (reused, again):
             client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{process.pid}")
         now_in(client, again, Scheduled(name="AwaitingRetry"))
