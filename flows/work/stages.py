@@ -126,13 +126,8 @@ def inputs_of(
 
 
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
-    """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end.
-
-    Raises:
-        CheckpointError: the run has begun with other rows.
-    """
-    require_same_rows(run.config, run.layout, inputs)
-    inputs.write(run.layout)
+    """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end."""
+    _write_inputs(run, inputs)
     if (known := known_start_model(run.config, inputs)) is not None:
         keep_base(run.config, inputs.filtered_directory)
         return known
@@ -183,7 +178,8 @@ def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Jud
 def evaluate(run: OpenRun, inputs: RunInputs) -> list[ValidationResult]:
     """Judge a model on its suites, or find the results: one for each suite, in their order."""
     if (known := results.known_suites(run.config, run.layout, inputs, "before", 0)) is None:
-        _call(run, inputs, "evaluate")
+        inputs.write(run.layout)  # its suites may be others than those of its last start
+        run.trainer.call("evaluate")
         known = results.known_suites(run.config, run.layout, inputs, "before", 0)
     if known is None:
         raise DataError(f"{run.layout.suites}: the results are not there, or not those of these suites; evaluate again")
@@ -211,8 +207,18 @@ def export_best(run: OpenRun, inputs: RunInputs, last: Export) -> Export:
 
 
 def _call(run: OpenRun, inputs: RunInputs, command: str, **arguments: str | int) -> Mapping[str, Any]:
-    inputs.write(run.layout)  # where the trainer process reads them
+    _write_inputs(run, inputs)
     return run.trainer.call(command, **arguments)
+
+
+def _write_inputs(run: OpenRun, inputs: RunInputs) -> None:
+    """Write them where the trainer process reads them.
+
+    Raises:
+        CheckpointError: the run has begun with other rows.
+    """
+    require_same_rows(run.config, run.layout, inputs)
+    inputs.write(run.layout)
 
 
 def record_lineage(run: OpenRun, inputs: RunInputs) -> None:

@@ -112,8 +112,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def birth_of(process: psutil.Process) -> float:
     """A number by which a process is known from a later one with its id.
 
-    Linux: the seconds from the boot to its start, after a number of that boot. Elsewhere it is the time of day at its
-    start, which changes where the clock is set, as after a laptop's sleep.
+    Linux: the seconds from the boot to its start, plus a number made of the boot's id. Elsewhere it is the time of day
+    at its start, which changes where the clock is set, as after a laptop's sleep.
     """
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
@@ -124,9 +124,9 @@ def birth_of(process: psutil.Process) -> float:
 
 
 def process_of(pid: int, born: float) -> psutil.Process | None:
-    """The process of this host with that id, while it lives; `born`: its `birth_of`, or its start since the epoch.
+    """The process of this host with that id, while it lives. Another process may have the id by now: that is not it.
 
-    Another process may have the id by now: that is not it.
+    `born`: its `birth_of`, or as earlier records have it, its start in seconds since the epoch.
     """
     try:
         process = psutil.Process(pid)
@@ -138,7 +138,7 @@ def process_of(pid: int, born: float) -> psutil.Process | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock. `since`: UTC, ISO 8601. `born`: see `birth_of`; before, its start since the epoch."""
+    """Who holds a lock. `since`: UTC, ISO 8601. `born`: see `process_of`."""
 
     pid: int
     host: str

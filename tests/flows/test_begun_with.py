@@ -5,6 +5,7 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -246,9 +247,9 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
     layout = begin(config)
     now = RunInputs.read(layout)
     replace(now, filtered_directory=others).write(layout)
-    for _ in range(2):
+    for go_on in (partial(stages.validate, checkpoint="last", name="after"), partial(stages.warm_start, to_step=0)):
         with pytest.raises(CheckpointError) as error, open_run(config) as run:
-            stages.warm_start(run, now, 0)
+            go_on(run, now)
         told = str(error.value)
         assert f"another run:\n  rows: {others} when it began, {now.filtered_directory} now\nPut back what made" in told
         assert "--fork mine@2" in told
