@@ -36,6 +36,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import SHARED_STAGES
 from tests.checked_types import check_types
+from tests.programs import skip_tests_without_programs
 
 gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
 
@@ -60,6 +61,7 @@ TAKE_LONG = ("slow", "prefect", "needs_ray", "multiprocess")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: at the end none of two workers is left with a long one."""
+    skip_tests_without_programs(items)
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in TAKE_LONG)}
     items.sort(key=lambda item: item.path not in long)
 

@@ -128,8 +128,13 @@ def _require_functions(config: RunConfig) -> None:
         require_environment(config.data.environment)
     if config.episode.tools:
         tool_schemas(config.episode.tools)
-        if "data.code:run_python" in config.episode.tools:
-            sandbox.require_sandbox(config.sandbox)
+    scorers = {
+        part.data.scorer
+        for data in (config.data, *(s.data for s in config.validation.suites))
+        for part in parts_of(data)
+    }
+    if {"data.code:run_python", "data.code:score"} & {*config.episode.tools, *scorers}:
+        sandbox.require_sandbox(config.sandbox)
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)

@@ -17,7 +17,7 @@ from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
 from rlcore.config import AnswersConfig
 from tests.answers.made import Made
-from tests.report.chromium import PROGRAM, open_tab
+from tests.report.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 RUN = "made-s1"
@@ -108,7 +108,7 @@ def served(root: Path) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not clicked through")
+@pytest.mark.program("chromium")
 def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
     with served(root) as url, open_tab(tmp_path / "profile") as tab:
         tab.call("Page.navigate", url=url)

@@ -17,7 +17,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
 from tests.answers.made import Made
 from tests.flows.test_answers_page import HOSTILE, elsewhere, served
-from tests.report.chromium import PROGRAM, open_tab
+from tests.report.chromium import open_tab
 
 RUN = "made-s1"
 
@@ -94,7 +94,7 @@ def test_large_figures_at_the_axis_are_short() -> None:
     assert ">9800<" in found
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the picture is not looked at")
+@pytest.mark.program("chromium")
 def test_no_figure_at_the_axis_is_cut(tmp_path: Path) -> None:
     pairs = [(-123_456.0, 1_234_567.0), (-0.123456, -0.0123456), (-9_876.5, 9_876.5), (2.34e-4, 1.0), (1.0, 16_934.0)]
     with open_tab(tmp_path / "profile") as tab:
@@ -158,7 +158,7 @@ def test_a_root_without_runs(tmp_path: Path) -> None:
     assert client.get("/answers/now").json() == {"runs": []}
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not looked at")
+@pytest.mark.program("chromium")
 def test_the_page_of_an_unknown_run_offers_those_that_there_are(layout: RunLayout, tmp_path: Path) -> None:
     add_steps(layout, 1)
     with served(layout.root) as url, open_tab(tmp_path / "profile") as tab:
@@ -170,7 +170,7 @@ def test_the_page_of_an_unknown_run_offers_those_that_there_are(layout: RunLayou
         tab.wait("document.querySelector('#state')?.innerText.includes('step 1 of')")
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not looked at")
+@pytest.mark.program("chromium")
 def test_the_page_follows_the_run_without_a_reload(layout: RunLayout, tmp_path: Path) -> None:
     add_steps(layout, 1)
     with served(layout.root) as url, open_tab(tmp_path / "profile") as tab:

@@ -36,7 +36,7 @@ from tests.flows.attempts import Attempt, told_to_a_page
 from tests.flows.conftest import REPOSITORY, WAIT_S, numbers, wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
-from tests.report.chromium import PROGRAM, open_tab
+from tests.report.chromium import open_tab
 from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
 
@@ -340,7 +340,7 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
 
 @pytest.mark.prefect
 @pytest.mark.slow
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the attack is not tried from a page")
+@pytest.mark.program("chromium")
 def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
     """A page of a stranger, and one whose own name resolves to this machine meanwhile (DNS rebinding)."""
 
@@ -374,7 +374,7 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
 @pytest.mark.lengthy  # without a browser: the two tests below that start such runs
 @pytest.mark.prefect
 @pytest.mark.slow
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the form is not filled in")
+@pytest.mark.program("chromium")
 def test_the_form_refuses_a_negative_learning_rate_and_runs_a_file_of_ones_own(stack: Stack, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("defaults: [debug, _self_]\nname: own\n")

@@ -19,20 +19,16 @@ from flows.stack.state import MLFLOW_DATABASE, read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
 from tests.flows.stack import Stack, stack_up
+from tests.programs import POSTGRES
 
 PASSWORD = "not-to-be-shown"
-FOLDERS = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
-FOLDERS += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-PROGRAMS = next(
-    (folder for folder in FOLDERS if {"initdb", "postgres"} <= {one.name for one in folder.iterdir()}), None
-)
 
 pytestmark = [
     pytest.mark.prefect,
     pytest.mark.needs_ray,
     pytest.mark.slow,
     pytest.mark.lengthy,
-    pytest.mark.skipif(PROGRAMS is None, reason="no PostgreSQL is installed: the stack is not tried on it"),
+    pytest.mark.program("postgres"),
 ]
 
 
@@ -63,7 +59,7 @@ def other_user() -> dict[str, int]:
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[Postgres]:
     """A database of its own, in a folder that its user can reach."""
-    assert PROGRAMS is not None
+    assert POSTGRES is not None
     user = other_user()
     folder = Path(subprocess.check_output(["mktemp", "-d", "/tmp/postgres-XXXXXX"], text=True).strip())
     if user:
@@ -71,12 +67,12 @@ def postgres() -> Iterator[Postgres]:
     (folder / "password").write_text(PASSWORD)
     (folder / "password").chmod(0o644)
     data = str(folder / "data")
-    made = [str(PROGRAMS / "initdb"), "-D", data, "-U", "millrace", "-A", "scram-sha-256", "--no-sync"]
+    made = [str(POSTGRES / "initdb"), "-D", data, "-U", "millrace", "-A", "scram-sha-256", "--no-sync"]
     subprocess.run([*made, f"--pwfile={folder / 'password'}"], check=True, stdout=subprocess.DEVNULL, cwd="/", **user)
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = [str(PROGRAMS / "postgres"), "-D", data, "-p", str(port), "-k", str(folder), "-h", "127.0.0.1", "-F"]
+    line = [str(POSTGRES / "postgres"), "-D", data, "-p", str(port), "-k", str(folder), "-h", "127.0.0.1", "-F"]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd="/", **user)
     try:

@@ -42,7 +42,7 @@ from rlcore.tracking.tracker import Tracker
 from tests.flows.attempts import Attempt
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
 from tests.flows.serving import serving
-from tests.report.chromium import PROGRAM, Tab, open_tab
+from tests.report.chromium import Tab, open_tab
 from tests.report.runs import write_run
 
 pytestmark = pytest.mark.prefect
@@ -402,7 +402,7 @@ def wait_for(tab: Tab, *texts: str) -> str:
         time.sleep(0.3)
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: MLflow's pages are not opened")
+@pytest.mark.program("chromium")
 def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: Reference, tmp_path: Path) -> None:
     first, second = run_of(synced, reference.run_dir.name), run_of(synced, SECOND)
     server = started(synced, "ui")

@@ -1,7 +1,6 @@
 """A real browser, driven over its DevTools protocol: it clicks where the page shows a thing, and types."""
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,9 +10,8 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-PROGRAM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
+from tests.programs import CHROMIUM
+
 START_TIMEOUT_S = 60.0
 KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39}
 
@@ -119,10 +117,10 @@ class Tab:
 @contextmanager
 def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
     """A headless browser with one tab, started with more options; its end is the end of the block."""
-    assert PROGRAM is not None
+    assert CHROMIUM is not None
     arguments = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
     arguments += " --remote-debugging-port=0 --window-size=1280,900"
-    command = [PROGRAM, *arguments.split(), *options, f"--user-data-dir={profile}", "about:blank"]
+    command = [CHROMIUM, *arguments.split(), *options, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
             with connect(_address(profile, browser), max_size=None) as root:
@@ -144,7 +142,7 @@ def _page(root: ClientConnection) -> str:
             if target["type"] == "page":
                 return target["targetId"]
         time.sleep(0.05)
-    raise AssertionError(f"{PROGRAM} opens no tab")
+    raise AssertionError(f"{CHROMIUM} opens no tab")
 
 
 def _command(socket: ClientConnection, number: int, method: str) -> Any:
@@ -160,8 +158,8 @@ def _address(profile: Path, browser: subprocess.Popen) -> str:
     file = profile / "DevToolsActivePort"
     end = time.monotonic() + START_TIMEOUT_S
     while not (file.is_file() and len(file.read_text().split()) == 2):
-        assert browser.poll() is None, f"{PROGRAM} ended with {browser.returncode}"
-        assert time.monotonic() < end, f"{PROGRAM} does not listen"
+        assert browser.poll() is None, f"{CHROMIUM} ended with {browser.returncode}"
+        assert time.monotonic() < end, f"{CHROMIUM} does not listen"
         time.sleep(0.05)
     port, path = file.read_text().split()
     return f"ws://127.0.0.1:{port}{path}"

@@ -10,7 +10,7 @@ import pytest
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.report.samples import at_each_step, build_sample_browser
-from tests.report.chromium import PROGRAM, open_tab
+from tests.report.chromium import open_tab
 from tests.report.pages import parse
 from tests.report.runs import validation, write_run
 
@@ -120,7 +120,7 @@ def test_embedded_json_cannot_end_its_element(page):
     assert HOSTILE in data_of(page)["texts"]
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not clicked through")
+@pytest.mark.program("chromium")
 def test_clicking_through_it(run_dir, page, tmp_path):
     first, last = result_at(run_dir, 0), result_at(run_dir, 40)
     gains = {a.prompt_id: b.mean_score - a.mean_score for a, b in zip(first.problems, last.problems, strict=True)}
@@ -225,7 +225,7 @@ def test_where_the_scorer_failed_nothing_has_changed(run_dir, unscored_page):
     assert {answer["score"] for answer in problems[9]["at"][2]["samples"]} == {None}
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not clicked through")
+@pytest.mark.program("chromium")
 def test_an_answer_without_a_score_is_neither_right_nor_wrong(unscored_page, tmp_path):
     with open_tab(tmp_path / "profile") as tab:
         tab.open(unscored_page)
@@ -242,7 +242,7 @@ def test_an_answer_without_a_score_is_neither_right_nor_wrong(unscored_page, tmp
         assert tab.problems == []
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the report is not opened")
+@pytest.mark.program("chromium")
 def test_a_report_opens_without_a_word_of_complaint(grpo_report, tmp_path):
     with open_tab(tmp_path / "profile") as tab:
         tab.open(grpo_report.html)

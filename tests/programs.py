@@ -1,0 +1,45 @@
+"""Programs of the system that some tests need and no install step brings.
+
+A test names them by `@pytest.mark.program("bwrap")`. It is skipped by name where one of them is missing, and
+`pytest -m program` runs all such tests.
+"""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+def _first(*names: str) -> str | None:
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+CHROMIUM = _first("chromium", "chromium-browser", "google-chrome")
+"""Path of the browser, or None."""
+
+_FOLDERS = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
+_FOLDERS += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+POSTGRES = next(
+    (folder for folder in _FOLDERS if all((folder / name).is_file() for name in ("initdb", "postgres"))), None
+)
+"""Folder with the programs of a PostgreSQL server, or None."""
+
+
+@cache
+def missing(name: str) -> str:
+    """What is missing of a program that a marker names, or ''."""
+    if name == "bwrap":
+        from rlcore import sandbox
+
+        return sandbox._missing()
+    found = {"chromium": CHROMIUM, "postgres": POSTGRES}[name]
+    return "" if found else f"{name} is not installed"
+
+
+def skip_tests_without_programs(items: list[pytest.Item]) -> None:
+    """Add a skip mark to each test that names a missing program."""
+    for item in items:
+        names = [name for mark in item.iter_markers("program") for name in mark.args]
+        if found := [reason for name in names if (reason := missing(name))]:
+            item.add_marker(pytest.mark.skip(reason="; ".join(found)))
