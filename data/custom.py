@@ -26,7 +26,15 @@ from typing import Any
 from data.rows import PromptForm, TaskRows
 from data.stage import SPLITS
 from rlcore.config.base import expanded
-from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ReasoningGymData, TaskData
+from rlcore.config.data import (
+    CountdownData,
+    CustomData,
+    Gsm8kData,
+    MappedData,
+    ParquetData,
+    ReasoningGymData,
+    TaskData,
+)
 from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
 from rlcore.start import import_path
 from rlcore.storage.documents import sha256_of
@@ -238,18 +246,25 @@ def require_sound_rows(
             counts[split] += 1
             first = seen.setdefault(hash(row.prompt), (split, number))
             if first[0] != split or (each_once and first[1] != number):
-                raise _again(split, _place(config, split, number), first[0], _place(config, *first))
+                raise _again(split, place_of(config, split, number), first[0], place_of(config, *first))
     return counts[splits[0]]
 
 
-def _place(config: TaskData, split: str, number: int) -> str:
-    """File and line of a row of local files, each of which is one record."""
+def place_of(config: TaskData, split: str, number: int) -> str:
+    """File and line of a row, or its number in the split where a row is no record of a file."""
     from data.sources import records
 
-    assert isinstance(config, Gsm8kData | MappedData | CustomData), "the rows of other tasks are in no such files"
     file = getattr(config, f"{split}_split", {"validation": "test"}.get(split, split))
-    source = config.options[0] if isinstance(config, CustomData) else config.source
-    return next(islice(records(source, file), number, None)).where
+    match config:
+        case ParquetData():
+            return f"{config.train_file if split == 'train' else config.validation_file}: row {number}"
+        case Gsm8kData() | MappedData():
+            found = records(config.source, file, getattr(config, "subset", "main"), config.revision)
+        case CustomData(build="data.code:build"):
+            found = records(config.options[0], file)
+        case _:
+            return f"row {number} of {split}"
+    return next(islice(found, number, None)).where
 
 
 def _again(split: str, place: str, first_split: str, first: str) -> DataError:

@@ -86,6 +86,11 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
         DataError: the scorer failed on some answers, and none of the others scored.
     """
     config, layout, _ = _kept(run, root)
+    if config.data.environment:
+        raise DataError(
+            f"audit: a run with an environment has no scorer to audit; got data.environment={config.data.environment}. "
+            "Its rewards come from its turns: try it in tests of its own"
+        )
     truth_of = truth_for(config, scorer)
     cases = cases_of(layout.answers, NUM_CASES)
     cases = [replace(case, ground_truth_json=truth_of(case.ground_truth_json)) for case in cases]
@@ -130,6 +135,8 @@ def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[
     if scorer is not None:
         require_scorer(scorer, "--scorer")
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
+    if scorer is not None:  # the run's weights name parts of its own scorer
+        reward = reward.model_copy(update={"weights": {}})
     code = working_by(layout.code) if scorer is None else nullcontext()
     with code, ScoringPool(scorer or config.data.scorer, reward) as pool:
         yield pool

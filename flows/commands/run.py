@@ -32,6 +32,7 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
     plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
+        check_before_start(config, plan)
         return
     if (known := finished(config, plan)) is not None:  # no server is started for that
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
@@ -55,8 +56,9 @@ def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool)
     plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
-        return
     check_before_start(settings.config, plan)
+    if dry_run:
+        return
     with chain.in_hand(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
         display().line(f"run {run.run_id} in {run.layout.run_dir}")
         chain.run_chain(run, chain.run_here, record, with_report=False)

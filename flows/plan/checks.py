@@ -30,6 +30,7 @@ from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, tokens_of
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
+from rlcore.rollout.scoring_worker import WRONG_WEIGHTS
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.given_models import model_paths
@@ -239,10 +240,24 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
         from data.demonstrations import try_demonstrations
 
         try_demonstrations(warm, model, NUM_TRIED, config.data.chat_template_kwargs)
+    unmet = _check_references(config)
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
-    return few
+    return "\n".join(filter(None, (few, unmet)))
+
+
+def _check_references(config: RunConfig) -> str:
+    """Score the references of all rows that are here, those of suites too. Returns what to report."""
+    from data.references import check_references
+
+    root, found = Path(config.paths.root).resolve(), list[str]()
+    sandbox.use(config.sandbox)
+    for part in parts_of(config.data):
+        found.append(check_references(part.data, config.seed, config.reward, root))
+    for seen in (suite_settings(config, suite) for suite in config.validation.suites):
+        found += [check_references(part.data, seen.seed, seen.reward, root, SPLITS[1:]) for part in parts_of(seen.data)]
+    return "\n".join(filter(None, found))
 
 
 def check_rows(config: RunConfig) -> int | None:
@@ -280,6 +295,9 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     scores = _tried(scorer, answers, row.ground_truth_json, settings, "reward")
     for answer, score in zip(answers, scores, strict=True):
         if score.failure:
+            _, wrong, parts = score.failure.partition(WRONG_WEIGHTS)
+            if wrong:
+                raise ConfigError(f"{wrong}{parts}")
             raise TrialError(
                 of_the_judge(score.failure)
                 or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
@@ -315,7 +333,7 @@ def _try_environment(row: "FirstRow", config: RunConfig) -> None:
 
 
 def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str) -> list[Score]:
-    with ScoringPool(scorer, settings, section=section) as pool:
+    with ScoringPool(scorer, settings, section=section, num_logged=0) as pool:
         job = pool.submit(answers, [truth_json] * len(answers))
         if not job.done.wait(len(answers) * settings.deadline_s + FIRST_CALL_S):
             return [Score(0.0, {}, failure="it did not come back")] * len(answers)

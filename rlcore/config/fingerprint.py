@@ -32,6 +32,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "reward.num_processes",
     "reward.deadline_s",
     "reward.audit",
+    "reward.max_unmet_references",
     "reward.judge.url",
     "reward.judge.key_variable",
     "reward.judge.tries",

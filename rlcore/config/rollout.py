@@ -114,6 +114,9 @@ class RewardConfig(Section):
     audit: bool = True
     """Whether the scorer is given some answers that must not score before the first step (nothing, junk, the prompt, a
     form without content, answers to other problems). An event tells of those that do. It changes no number."""
+    max_unmet_references: float = Field(default=0.01, ge=0, le=1)
+    """Share of rows whose own reference or solution may earn less than full marks by the scorer. Each is scored before
+    the run; above the share the dataset is refused, below it the rows are reported."""
 
 
 class SandboxConfig(Section):

@@ -186,13 +186,16 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Scores answers by `scorer`, a `module:function`; see `rlcore.score.Scorer`.
 
     With `num_processes` 0 it scores in this process, without a deadline: for scorers known to be bounded. `section`:
-    that of the settings, for messages.
+    that of the settings, for messages. `num_logged`: failures that are logged.
 
     Raises:
         ConfigError: there is no such function.
     """
 
-    def __init__(self, scorer: str, config: RewardConfig, *, section: str = "reward") -> None:
+    def __init__(
+        self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
+    ) -> None:
+        self._num_logged = num_logged
         self._function = require_scorer(scorer)
         self._scorer = scorer
         self._config = config
@@ -290,7 +293,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         """Count and log an error of the scorer; returns its answer's score."""
         self.errors += 1
         self._last_failure = what
-        if self.errors <= _MAX_LOGGED:
+        if self.errors <= self._num_logged:
             log.warning("scorer %s failed, the answer has no score: %s; answer %.200r", self._scorer, what, response)
         return _unscored(what)
 
@@ -380,7 +383,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             self.timeouts += 1
             limit = self._config.deadline_s
             self._last_failure = f"an answer took longer than {limit:g} s ({self._section}.deadline_s)"
-            if self.timeouts <= _MAX_LOGGED:
+            if self.timeouts <= self._num_logged:
                 text = "scorer %s overran %s.deadline_s=%g, the answer has no score: %.200r"
                 log.warning(text, self._scorer, self._section, limit, answer.response)
             answer.job.put(answer.index, _unscored(self._last_failure))

@@ -29,6 +29,10 @@ _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"
 """Environment variable of a scoring process with `reward.judge` as JSON."""
+LARGEST_SCORE = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which training holds scores."""
+WRONG_WEIGHTS = "reward.weights: must name parts of the score, got "
+"""Beginning of the failure of a score that lacks a part with a weight."""
 SCORER_KEY = "scorer"
 """Field of a mixture's ground truths that names the scorer; the run writes it from its settings, over the row's own."""
 
@@ -59,14 +63,22 @@ def score_one(
         raise TypeError(f"a scorer returns a number or rlcore.score.Score, got {type(found).__name__}")
     parts = {str(name): float(value) for name, value in found.parts.items()}
     total = float(found.total)
-    if not all(math.isfinite(value) for value in (total, *parts.values())):
-        raise ValueError(f"a score is a finite number, got {found}")
+    if not all(abs(value) <= LARGEST_SCORE for value in (total, *parts.values())):  # NaN is not either
+        raise ValueError(
+            f"a score and its parts are finite numbers of at most {LARGEST_SCORE:.4g} (float32), got {found}"
+        )
     if weights:
         parts["total"] = total
         if missing := [name for name in weights if name not in parts]:
-            raise ValueError(f"reward.weights names {', '.join(missing)}; this score has {', '.join(sorted(parts))}")
+            raise ValueError(
+                f"{WRONG_WEIGHTS}{', '.join(missing)}. Use the parts of this score: {', '.join(sorted(parts))}"
+            )
         parts.setdefault("correct", float(found.solved))  # weights make no answer right or wrong
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
+        if abs(total) > LARGEST_SCORE:
+            raise ValueError(
+                f"reward.weights: the weighted score must be at most {LARGEST_SCORE:.4g} (float32), got {total}"
+            )
     # A scorer that reads JSON or escapes finds lone surrogates in a model's text; they have no UTF-8.
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
 
