@@ -5,7 +5,7 @@ A row of the file (a line of .jsonl, a row of .parquet) is one of
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
     {"prompt": "plain text", "completion": "plain text"}
 
-Each turn of the assistant is learned, with the end token after it, and nothing else. A chat template may write a turn
+Each turn of the assistant is learned, with the token that ends it, and nothing else. A chat template may write a turn
 otherwise once another follows (some cut out what was thought): then what is learned is not what is sampled, so each
 prefix of a conversation must keep its tokens. The result has, for training and held out,
 
@@ -27,7 +27,7 @@ import pyarrow as pa
 from data.schema import ROWS_PER_GROUP, provenance_metadata
 from data.sources import Record, records_of
 from data.stage import StageResult, source_digest
-from data.tokenizer import ID_BYTES, PromptTokenizer, encode_whole, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, PromptTokenizer, UnwrittenError, encode_whole, tokenizer_fingerprint
 from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
@@ -228,8 +228,11 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
     for row in rows:
         for name in ("prompt", "completion"):
             _require_text(row.values.get(name), f"{row.where}: {name}")
-    prompts = tokenizer.encode_prompts([row.values["prompt"] for row in rows])
-    answers = tokenizer.encode_answers([row.values["completion"] for row in rows])
+    texts = [row.values["prompt"] for row in rows]
+    prompts = tokenizer.encode_prompts(texts)
+    answers, unwritten = tokenizer.encode_answers(texts, texts, prompts, [row.values["completion"] for row in rows])
+    for place, why in unwritten.items():
+        raise DataError(f"{rows[place].where}: completion: {why}; put white space between it and the prompt")
     return [
         Tokenized(prompt + answer, (len(prompt) // ID_BYTES, len(answer) // ID_BYTES)) if prompt and answer else None
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -270,34 +273,26 @@ class _Conversations:
         if not all(answers):
             return None
         lengths: list[int] = []
+        whole = ids[-1]
         for number, answer in enumerate(answers):
-            before, after, following = (2 * number, 2 * number + 1, 2 * number + 2)
-            written = texts[after][len(texts[before]) :]
-            if not texts[after].startswith(texts[before]) or answer not in written:
-                raise DataError(self._changed(where, number, "does not write it as it is"))
-            if not (ids[after].startswith(ids[before]) and ids[following].startswith(ids[after])):
-                raise DataError(self._changed(where, number, "writes what came before it otherwise afterwards"))
-            end = self._end_of_answer(ids[after], len(ids[before]), where)
-            lengths += [len(ids[before]) // ID_BYTES - sum(lengths), 0]
-            lengths[-1] = end // ID_BYTES - sum(lengths)
-        lengths.append(len(ids[-1]) // ID_BYTES - sum(lengths))
-        return Tokenized(ids[-1], tuple(lengths))
-
-    def _end_of_answer(self, ids: bytes, start: int, where: str) -> int:
-        """Right after the end token: what a template writes behind it is never sampled."""
-        tokens = np.frombuffer(ids[start:], dtype=np.int32)
-        ends = np.flatnonzero(tokens == self._tokenizer.end_of_text)
-        if not len(ends):
-            raise DataError(
-                f"{where}: the chat template of {self._name} ends the assistant's turn without the tokenizer's "
-                f"eos_token {self._tokenizer.end_of_text}, so nothing would teach the model to stop; set eos_token to "
-                "the token that ends a turn"
-            )
-        return start + (int(ends[-1]) + 1) * ID_BYTES
+            before, after = 2 * number, 2 * number + 1
+            try:
+                self._tokenizer.require_written(texts[before], texts[after], answer)
+                learned = self._tokenizer.answer_ids(ids[before], ids[after], texts[after][len(texts[before]) :])
+            except UnwrittenError as error:
+                raise DataError(self._changed(where, number, str(error))) from error
+            ended = ids[before] + learned
+            if texts[after + 1] == texts[after]:
+                whole = ended + self._tokenizer.after_end()
+            elif not ids[after + 1].startswith(ended):
+                raise DataError(self._changed(where, number, "writes it otherwise before the turns that follow"))
+            lengths += [len(ids[before]) // ID_BYTES - sum(lengths), len(learned) // ID_BYTES]
+        lengths.append(len(whole) // ID_BYTES - sum(lengths))
+        return Tokenized(whole, tuple(lengths))
 
     def _changed(self, where: str, number: int, how: str) -> str:
         return (
-            f"{where}: the chat template of {self._name} drops or changes answer {number} of the conversation (it "
-            f"{how}), so what is learned would not be what is sampled. Cut the conversation after that answer, or use "
+            f"{where}: the chat template of {self._name} drops or changes answer {number} of the conversation: it "
+            f"{how}. So what is learned would not be what is sampled. Cut the conversation before that answer, or use "
             "a template that keeps every turn"
         )

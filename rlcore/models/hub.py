@@ -13,6 +13,8 @@ from rlcore.errors import ModelError
 
 T = TypeVar("T")
 
+MODEL_FILES = ("generation_config.json", "config.json")
+"""Where a model names the tokens that end an answer: the first that names any."""
 _ANSWER_TIMEOUT_S = 10.0
 
 

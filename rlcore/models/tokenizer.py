@@ -18,15 +18,12 @@ from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models import library
-from rlcore.models.hub import attempt, hub_answers, located, read_stop_ids
+from rlcore.models.hub import MODEL_FILES, attempt, hub_answers, located, read_stop_ids
 from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFast, cached_file
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 """Token ids of many answers -> their texts."""
-
-MODEL_FILES = ("generation_config.json", "config.json")
-"""Where a model names the tokens that end an answer: the first that names any."""
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -79,15 +76,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, found)
 
 
-def end_of_text_ids(path: str | Path) -> frozenset[int]:
-    """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer.
+def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
+    """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer,
+    which is loaded unless given.
 
     Raises:
         ModelError: none of them names any, or a file is damaged.
     """
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else located(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _file_of(where, name)) is not None)
-    if ids is None and (own := load_tokenizer(path).eos_token_id) is not None:
+    if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
         ids = frozenset([own])
     if ids is None:
         raise ModelError(

@@ -225,7 +225,8 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     directory = planned_tokenizer(config)
     if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
         return directory
-    from rlcore.models.tokenizer import MODEL_FILES, build_scratch_tokenizer, end_of_text_ids, load_tokenizer
+    from rlcore.models.hub import MODEL_FILES
+    from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
 
     with published_directory(directory, {"kind": "tokenizer", "hub_id": path, FINGERPRINT: directory.name}) as folder:
         if path is None:
@@ -261,7 +262,8 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 
 def answers_payload(config: RunConfig) -> dict[str, object]:
     """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code,
-    `reward`, `sandbox` and the text that scorers see where they differ from the defaults, and the code of the rules beside a judge."""
+    `reward`, `sandbox` and `rollout.skip_special_tokens` where they differ from the defaults, and the code of the rules
+    beside a judge."""
     scorers = [part.data.scorer for part in parts_of(config.data)]
     return {
         "max_response_tokens": config.rollout.max_response_tokens,

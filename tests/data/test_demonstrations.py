@@ -139,7 +139,7 @@ SILENT = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else
     [
         (
             FORGETFUL,
-            r"line 2: the chat template of .* drops or changes answer 0 .*came before it otherwise",
+            r"line 2: the chat template of .* drops or changes answer 0 .*otherwise before the turns that follow",
         ),
         (SILENT, r"line 1: the chat template of .* drops or changes answer 0 .*does not write it as it is"),
     ],
@@ -241,7 +241,8 @@ def test_an_answer_without_the_end_token_or_changed_later_is_refused_by_its_numb
         (
             "endless",
             endless,
-            r"line 1: the chat template of .* ends the assistant's turn without the tokenizer's eos_token 2",
+            r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
+            r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
         ),
         ("later", later, r"line 2: the chat template of .* drops or changes answer 2 of the conversation"),
     ):
