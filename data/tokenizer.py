@@ -368,15 +368,15 @@ class PromptTokenizer:
         """Prompt and answer as one text, to the end of the answer's turn. Raises UnwrittenError as `require_written`"""
         if not self.chat:
             return text + answer
-        *before, last = _messages(prompt)
-        if last["role"] == "assistant":
-            answered = [*before, {**last, "content": last["content"] + answer}]
-        else:
-            answered = [*before, last, {"role": "assistant", "content": answer}]
         try:
             framed = self._framed_answer(prompt, answer)
             if framed is not None and not check:
                 return text + framed
+            *before, last = _messages(prompt)
+            if last["role"] == "assistant":
+                answered = [*before, {**last, "content": last["content"] + answer}]
+            else:
+                answered = [*before, last, {"role": "assistant", "content": answer}]
             whole = self.render(answered, opened=False)
             self.require_written(text, whole, answer)
         except DataError as error:
