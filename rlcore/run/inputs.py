@@ -233,7 +233,8 @@ def ensure_tokenizer(config: RunConfig) -> Path:
             build_scratch_tokenizer(config.model.scratch, folder)
         else:
             load_tokenizer(path).save_pretrained(folder)
-            write_json_atomically(folder / MODEL_FILES[0], {"eos_token_id": sorted(end_of_text_ids(path))})
+            stops: list[JsonValue] = [*sorted(end_of_text_ids(path))]
+            write_json_atomically(folder / MODEL_FILES[0], {"eos_token_id": stops})
     return directory
 
 

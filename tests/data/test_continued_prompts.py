@@ -12,9 +12,12 @@ from tokenizers import Tokenizer
 from data import build_dataset, filter_dataset
 from data.stage import StageResult
 from rlcore.config import FilterConfig
+from rlcore.config.compose import load_config
 from rlcore.config.data import ParquetData
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
+from rlcore.run.inputs import RunInputs
+from rlcore.run.supervised import Lessons
 from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.data.kinds import KINDS
 
@@ -102,3 +105,7 @@ def test_a_solution_that_the_template_does_not_write_is_told_and_left_out(
     assert pq.read_table(made.directory / "train.parquet")["solution_ids"].to_pylist() == [[], [], []]
     assert "a warm start cannot show 3 solutions, such as '<think> 0 </think> 9'" in caplog.text
     assert "does not write it behind '" in caplog.text
+    config = load_config(["experiment=debug", "warm_start.enabled=true"])
+    told = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
+    with pytest.raises(DataError, match=told):
+        Lessons.read(config, RunInputs(made.directory, folder))
