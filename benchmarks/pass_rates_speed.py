@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.pass_rates import FAR_AWAY
 from rlcore.config import RunConfig
-from rlcore.models.load import end_of_text_ids
+from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.rollout.vllm.short.scheduler import ShortSteps
 from rlcore.rollout.vllm.start import EngineShape, engine_arguments
 from rlcore.run.pass_rates import TABLE, planned_pass_rates, read_table

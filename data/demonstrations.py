@@ -1,11 +1,16 @@
 """Demonstrations of one's own for the warm start, tokenized once: conversations, or prompts with completions.
 
-A row of the file (a line of .jsonl, a row of .parquet) is one of
+A row of the file is one of
 
-    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}    OpenAI
+    {"prompt": [messages], "completion": [messages]}                                                TRL
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}        ShareGPT
+    {"instruction": ..., "input": ..., "output": ...}                                               Alpaca
     {"prompt": "plain text", "completion": "plain text"}
 
-Each turn of the assistant is learned, with the end token after it, and nothing else. A chat template may write a turn
+Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as OpenAI writes them.
+
+Each turn of the assistant is learned (those of `completion` where there is one), with the token that ends it, and nothing else. A chat template may write a turn
 otherwise once another follows (some cut out what was thought): then what is learned is not what is sampled, so each
 prefix of a conversation must keep its tokens. The result has, for training and held out,
 
@@ -13,6 +18,7 @@ prefix of a conversation must keep its tokens. The result has, for training and 
     answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn
 """
 
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +33,7 @@ import pyarrow as pa
 from data.schema import ROWS_PER_GROUP, provenance_metadata
 from data.sources import Record, records_of
 from data.stage import StageResult, source_digest
-from data.tokenizer import ID_BYTES, PromptTokenizer, encode_whole, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, PromptTokenizer, UnwrittenError, encode_whole, tokenizer_fingerprint
 from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
@@ -38,7 +44,9 @@ from rlcore.storage.publish import published_directory
 
 DEMONSTRATIONS_FORMAT = 1
 """Raise it when the columns of tokenized demonstrations change."""
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Names that ShareGPT's files give to roles."""
 MOST_HELD_OUT = 10
 """One row in so many is held out, at most."""
 _SOURCE = ("data.demonstrations", "data.sources", "data.tokenizer")
@@ -174,29 +182,121 @@ def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) ->
 # ---------------------------------------------------------------------- rows of the file
 
 
-def _messages(row: Record) -> list[dict[str, str]]:
-    """The row's messages, checked."""
-    messages = row.values.get("messages")
-    if not isinstance(messages, list) or not messages:
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """Messages as a chat template takes them. The assistant's turns from message `first` on are learned."""
+
+    messages: list[dict[str, Any]]
+    tools: tuple[Any, ...] = ()
+    first: int = 0
+
+    @property
+    def learned(self) -> list[int]:
+        """Places of the turns that are learned."""
+        return [n for n, message in enumerate(self.messages) if message["role"] == "assistant" and n >= self.first]
+
+
+def _is_conversation(values: Mapping[str, Any]) -> bool:
+    if "messages" in values or "conversations" in values or {"instruction", "output"} <= values.keys():
+        return True
+    return isinstance(values.get("prompt"), list) and "completion" in values
+
+
+def _conversation(row: Record) -> _Conversation:
+    """The row's conversation, checked, whichever form it has."""
+    found, first = _turns(row)
+    if not isinstance(found, list) or not found:
         raise DataError(
-            f"{row.where}: messages must be a list of messages with role and content, got {messages!r:.80}; repair or "
+            f"{row.where}: messages must be a list of messages with role and content, got {found!r:.80}; repair or "
             "remove it"
         )
-    for number, message in enumerate(messages):
-        role, content = (message.get(name) if isinstance(message, dict) else None for name in ("role", "content"))
-        if role not in ROLES:
-            raise DataError(
-                f"{row.where}: message {number}: role must be one of {', '.join(ROLES)}, got {role!r}; rename it, or "
-                "remove the row"
-            )
-        _require_text(content, f"{row.where}: message {number}: content")
+    messages = [_message(message, f"{row.where}: message {number}") for number, message in enumerate(found)]
+    conversation = _Conversation(messages, _tools(row), first)
     roles = [message["role"] for message in messages]
-    if "assistant" not in roles[1:] or roles[0] == "assistant":
+    if not any(conversation.learned) or roles[0] == "assistant":
         raise DataError(
             f"{row.where}: an assistant's turn must follow another one's, got the roles {', '.join(roles)}; there is "
             "nothing to learn: repair or remove it"
         )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return conversation
+
+
+def _turns(row: Record) -> tuple[Any, int]:
+    """The row's messages as they are written, and the first that may be learned."""
+    values = row.values
+    if "messages" in values:
+        return values["messages"], 0
+    if "conversations" in values:
+        return _of_sharegpt(values["conversations"]), 0
+    if "instruction" in values:
+        return _of_alpaca(row)
+    asked, completion = values["prompt"], values["completion"]
+    return ([*asked, *completion], len(asked)) if isinstance(completion, list) else (completion, 0)
+
+
+def _of_sharegpt(turns: Any) -> Any:
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return turns
+    roles = [turn.get("from") for turn in turns]
+    return [
+        {"role": SHAREGPT_ROLES.get(str(role), role), "content": turn.get("value")}
+        for role, turn in zip(roles, turns, strict=True)
+    ]
+
+
+def _of_alpaca(row: Record) -> tuple[list[dict[str, str]], int]:
+    values = row.values
+    for name in ("instruction", "output"):
+        _require_text(values.get(name), f"{row.where}: {name}")
+    if values.get("history"):
+        raise DataError(f"{row.where}: history is not read; write the whole conversation as messages")
+    asked = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
+    found = [{"role": "system", "content": values["system"]}] if values.get("system") else []
+    return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}], len(found)
+
+
+def _message(found: object, where: str) -> dict[str, Any]:
+    """A message with its content as one text, and its tool calls."""
+    message = found if isinstance(found, dict) else {}
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        raise DataError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}; rename it, or remove the row")
+    if content is None and calls and role == "assistant":
+        content = ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text")) for part in content)
+    _require_text(content, f"{where}: content")
+    more = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    if calls:
+        more["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return {"role": role, "content": content, **more}
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    """A tool call whose arguments are an object: as JSON text, templates would write them quoted."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: tool_calls must have a function with a name, got {call!r:.80}; repair it")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise DataError(f"{where}: arguments of {function['name']} must be JSON ({error}); repair it") from error
+    return {**call, "function": {**function, "arguments": arguments}}  # type: ignore[dict-item]
+
+
+def _tools(row: Record) -> tuple[Any, ...]:
+    """Schemas of the functions that a row offers: a list, or its JSON text."""
+    found = row.values.get("tools") or ()
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError as error:
+            raise DataError(f"{row.where}: tools must be JSON ({error}); repair it") from error
+    if not isinstance(found, list | tuple):
+        raise DataError(f"{row.where}: tools must be a list of function schemas, got {found!r:.80}; repair it")
+    return tuple(found)
 
 
 def _require_text(found: object, what: str) -> None:
@@ -213,14 +313,15 @@ def _require_text(found: object, what: str) -> None:
 
 def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
     """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
-    if "messages" in first.values:
+    if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     if {"prompt", "completion"} <= first.values.keys():
         tokenizer = PromptTokenizer(tokenizer_dir, chat=False, short_way=False)
         return lambda rows: _completions(rows, tokenizer)
     columns = ", ".join(map(str, first.values)) or "none"
     raise DataError(
-        f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename them"
+        f"{first.where}: must have messages, conversations, prompt and completion, or instruction and output, got the "
+        f"columns {columns}; rename them"
     )
 
 
@@ -228,8 +329,11 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
     for row in rows:
         for name in ("prompt", "completion"):
             _require_text(row.values.get(name), f"{row.where}: {name}")
-    prompts = tokenizer.encode_prompts([row.values["prompt"] for row in rows])
-    answers = tokenizer.encode_answers([row.values["completion"] for row in rows])
+    texts = [row.values["prompt"] for row in rows]
+    prompts = tokenizer.encode_prompts(texts)
+    answers, unwritten = tokenizer.encode_answers(texts, texts, prompts, [row.values["completion"] for row in rows])
+    for place, why in unwritten.items():
+        raise DataError(f"{rows[place].where}: completion: {why}; put white space between it and the prompt")
     return [
         Tokenized(prompt + answer, (len(prompt) // ID_BYTES, len(answer) // ID_BYTES)) if prompt and answer else None
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -247,57 +351,50 @@ class _Conversations:
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
         """Ids and answers of each row; all prefixes of all rows are tokenized together."""
-        conversations = [_messages(row) for row in rows]
-        prefixes = [self._prefixes(messages) for messages in conversations]
+        conversations = [_conversation(row) for row in rows]
+        prefixes = [self._prefixes(conversation) for conversation in conversations]
         ids = iter(encode_whole(self._tokenizer.backend, [text for texts in prefixes for text in texts]))
         return [
-            self._tokenized(row.where, messages, list(islice(ids, len(texts))), texts)
-            for row, messages, texts in zip(rows, conversations, prefixes, strict=True)
+            self._tokenized(row.where, conversation, list(islice(ids, len(texts))), texts)
+            for row, conversation, texts in zip(rows, conversations, prefixes, strict=True)
         ]
 
-    def _prefixes(self, messages: list[dict[str, str]]) -> list[str]:
+    def _prefixes(self, conversation: _Conversation) -> list[str]:
         """Up to each answer's first token, up to its end, and the whole: each begins with the one before."""
-        render, found = self._tokenizer.render, []
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                found += [render(messages[:place]), render(messages[: place + 1], opened=False)]
+        messages, found = conversation.messages, []
+        render = partial(self._tokenizer.render, tools=conversation.tools)
+        for place in conversation.learned:
+            found += [render(messages[:place]), render(messages[: place + 1], opened=False)]
         return [*found, render(messages, opened=False)]
 
     def _tokenized(
-        self, where: str, messages: list[dict[str, str]], ids: list[bytes], texts: list[str]
+        self, where: str, conversation: _Conversation, ids: list[bytes], texts: list[str]
     ) -> Tokenized | None:
-        answers = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-        if not all(answers):
+        turns = [conversation.messages[place] for place in conversation.learned]
+        answers = [turn["content"].strip() for turn in turns]
+        if not all(answer or "tool_calls" in turn for turn, answer in zip(turns, answers, strict=True)):
             return None
         lengths: list[int] = []
+        whole = ids[-1]
         for number, answer in enumerate(answers):
-            before, after, following = (2 * number, 2 * number + 1, 2 * number + 2)
-            written = texts[after][len(texts[before]) :]
-            if not texts[after].startswith(texts[before]) or answer not in written:
-                raise DataError(self._changed(where, number, "does not write it as it is"))
-            if not (ids[after].startswith(ids[before]) and ids[following].startswith(ids[after])):
-                raise DataError(self._changed(where, number, "writes what came before it otherwise afterwards"))
-            end = self._end_of_answer(ids[after], len(ids[before]), where)
-            lengths += [len(ids[before]) // ID_BYTES - sum(lengths), 0]
-            lengths[-1] = end // ID_BYTES - sum(lengths)
-        lengths.append(len(ids[-1]) // ID_BYTES - sum(lengths))
-        return Tokenized(ids[-1], tuple(lengths))
-
-    def _end_of_answer(self, ids: bytes, start: int, where: str) -> int:
-        """Right after the end token: what a template writes behind it is never sampled."""
-        tokens = np.frombuffer(ids[start:], dtype=np.int32)
-        ends = np.flatnonzero(tokens == self._tokenizer.end_of_text)
-        if not len(ends):
-            raise DataError(
-                f"{where}: the chat template of {self._name} ends the assistant's turn without the tokenizer's "
-                f"eos_token {self._tokenizer.end_of_text}, so nothing would teach the model to stop; set eos_token to "
-                "the token that ends a turn"
-            )
-        return start + (int(ends[-1]) + 1) * ID_BYTES
+            before, after = 2 * number, 2 * number + 1
+            try:
+                self._tokenizer.require_written(texts[before], texts[after], answer)
+                learned = self._tokenizer.answer_ids(ids[before], ids[after], texts[after][len(texts[before]) :])
+            except UnwrittenError as error:
+                raise DataError(self._changed(where, number, str(error))) from error
+            ended = ids[before] + learned
+            if texts[after + 1] == texts[after]:
+                whole = ended + self._tokenizer.after_end()
+            elif not ids[after + 1].startswith(ended):
+                raise DataError(self._changed(where, number, "writes it otherwise before the turns that follow"))
+            lengths += [len(ids[before]) // ID_BYTES - sum(lengths), len(learned) // ID_BYTES]
+        lengths.append(len(whole) // ID_BYTES - sum(lengths))
+        return Tokenized(whole, tuple(lengths))
 
     def _changed(self, where: str, number: int, how: str) -> str:
         return (
-            f"{where}: the chat template of {self._name} drops or changes answer {number} of the conversation (it "
-            f"{how}), so what is learned would not be what is sampled. Cut the conversation after that answer, or use "
+            f"{where}: the chat template of {self._name} drops or changes answer {number} of the conversation: it "
+            f"{how}. So what is learned would not be what is sampled. Cut the conversation before that answer, or use "
             "a template that keeps every turn"
         )

@@ -3,7 +3,8 @@
 Rows are read batch by batch, so memory does not grow with the dataset. The result has all columns of the dataset and
 
     prompt_ids       list<int32>   the prompt as the engine takes it, chat template included
-    solution_ids     list<int32>   the solution with the end-of-sequence token; [] where there is none
+    solution_ids     list<int32>   the solution as it follows the prompt, with the token that ends it; [] where there is
+                                   none, or the chat template does not write it
     distractor_ids   list<int32>   the same of the distractor
     ground_truth_json   string     what the scorer takes
 
@@ -34,7 +35,7 @@ from data.schema import (
     require_row_schema,
 )
 from data.stage import SPLITS, StageResult, publish_mixture, source_digest
-from data.tokenizer import ID_BYTES, PromptTokenizer, ShortWayError, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, Asked, PromptTokenizer, ShortWayError, tokenizer_fingerprint
 from data.write import as_svg, parquet_writer, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
@@ -160,6 +161,16 @@ def filter_dataset(
                 f"{work.num_unknown:,} of {sum(work.counts[split] for split in SPLITS):,}",
                 work.unknown_example[:200],
             )
+        if work.unwritten:
+            why, example = work.unwritten[0]
+            log.warning(
+                "%s: a warm start cannot show %s solutions, such as %r: the chat template %s",
+                tokenizer_dir,
+                f"{len(work.unwritten):,}",
+                example[:200],
+                why,
+            )
+            facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
         facts["lengths"] = work.write_lengths(folder)
         write_filter_card(folder, facts)
@@ -185,6 +196,8 @@ class _Filter:
         self.counts: Counter[str] = Counter()
         self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
+        self.unwritten: list[tuple[str, str]] = []
+        """Why a solution has no tokens, and the solution."""
         self._held_out = HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
@@ -223,13 +236,15 @@ class _Filter:
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
         """The rows of a batch that stay, with their token ids; `start` is the batch's first row in the file."""
-        texts = self._texts(batch, start)
+        prompts = self._prompts(batch, start)
+        texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
         unique = self._unique(texts, multisets(truths), start)
         if self._split == "train" and self._suites:
             unique = self._not_in_suites(batch, unique)
         ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
-        rows, ids = self._fitting(unique, ids, start)
+        kept = self._fitting(unique, ids, start)
+        rows, ids = [unique[place] for place in kept], [ids[place] for place in kept]
         if unknown := self._tokenizer.with_unknown_words(ids):
             self.num_unknown += len(unknown)
             self.unknown_example = self.unknown_example or texts[rows[unknown[0]]]
@@ -237,24 +252,29 @@ class _Filter:
         if len(rows) < batch.num_rows:
             chosen = pa.array(rows, pa.int64())
             batch, truths = batch.take(chosen), truths.take(chosen)
+        asked = [prompts[row] for row in rows], [texts[row] for row in rows], ids
         extra = batch.column("extra_info")
+        solutions = _answers(extra, "solution")
+        self._require_open(asked[0], solutions, truths, [start + row for row in rows])
+        solution_ids, unwritten = self._tokenizer.encode_answers(*asked, solutions)
+        self.unwritten += [(why, solutions[place]) for place, why in unwritten.items()]
         added = {
-            "prompt_ids": _as_lists(ids),
-            "solution_ids": _as_lists(self._tokenizer.encode_answers(_answers(extra, "solution"))),
-            "distractor_ids": _as_lists(self._tokenizer.encode_answers(_answers(extra, "distractor"))),
+            "prompt_ids": _as_lists([found[-self._config.max_prompt_tokens * ID_BYTES :] for found in ids]),
+            "solution_ids": _as_lists(solution_ids),
+            "distractor_ids": _as_lists(self._tokenizer.encode_answers(*asked, _answers(extra, "distractor"))[0]),
             "ground_truth_json": ground_truths_json(truths),
         }
         arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def _texts(self, batch: pa.RecordBatch, start: int) -> list[str]:
+    def _prompts(self, batch: pa.RecordBatch, start: int) -> Sequence[Asked]:
         column = batch.column("prompt")
         messages = column.flatten()
         roles, contents = messages.field("role"), messages.field("content")
         single = pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False)  # null where one is missing
         if single.as_py() and not contents.null_count and pc.unique(roles).to_pylist() == ["user"]:
-            return self._tokenizer.texts_of_user_messages(contents.to_pylist())
-        prompts = column.to_pylist()
+            return list[str](contents.to_pylist())
+        prompts: list[list[dict[str, str]]] = column.to_pylist()
         for row, prompt in enumerate(prompts, start=start):
             if not prompt or any(message is None or None in message.values() for message in prompt):
                 raise DataError(
@@ -266,7 +286,23 @@ class _Filter:
                     f"{self._source}: row {row}: a prompt that is plain text must be one message, got {len(prompt)}; "
                     "join them, or apply the chat template (prompt_form chat)"
                 )
-        return self._tokenizer.texts(prompts)
+        return prompts
+
+    def _require_open(
+        self, prompts: Sequence[Asked], solutions: Sequence[str], truths: pa.Array, rows: Sequence[int]
+    ) -> None:
+        """Refuse prompts that end with an answer in the assistant's words: such words are continued."""
+        for place, prompt in enumerate(prompts if self._tokenizer.chat else ()):
+            if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+                continue
+            words = prompt[-1]["content"]
+            for name, text in (("solution", solutions[place]), ("ground truth", str(truths[place].as_py()))):
+                if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
+                    raise DataError(
+                        f"{self._source}: row {rows[place]}: the prompt's last message is the assistant's, which is "
+                        f"continued, and must not end with the row's {name} {text[:80]!r}, got {words[-80:]!r}. Remove "
+                        "the message, or the row"
+                    )
 
     def _unique(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
         """Positions in the batch of the rows that stay as regards duplicates; refuses those that are held out."""
@@ -302,14 +338,14 @@ class _Filter:
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1
         return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
-    def _fitting(self, rows: list[int], ids: list[bytes], start: int) -> tuple[list[int], list[bytes]]:
-        """Rows and ids within the limits; `rows` are positions in the batch."""
+    def _fitting(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
+        """Places of the prompts within the limits, or to be cut; `rows` are their positions in the batch."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(found) for found in ids], dtype=np.int64) // ID_BYTES
         self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
         good = (lengths > 0) & (lengths <= limit)
         if good.all():
-            return rows, ids
+            return range(len(rows))
         if self._config.overlong == "error" and (lengths > limit).any():
             first = int(np.argmax(lengths > limit))
             raise DataError(
@@ -319,8 +355,7 @@ class _Filter:
         self.counts[f"{self._split}/empty"] += int((lengths == 0).sum())
         cut = self._config.overlong == "truncate_left"
         self.counts[f"{self._split}/{'truncated' if cut else 'overlong'}"] += int((lengths > limit).sum())
-        kept = np.flatnonzero(lengths > 0 if cut else good).tolist()
-        return [rows[index] for index in kept], [ids[index][-limit * ID_BYTES :] for index in kept]
+        return list[int](np.flatnonzero(lengths > 0 if cut else good).tolist())
 
 
 def _answers(extra_info: pa.StructArray, name: str) -> list[str]:

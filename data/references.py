@@ -22,7 +22,17 @@ from data.sources import local_files
 from data.stage import SPLITS
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
 from rlcore.config import RewardConfig
-from rlcore.config.data import CountdownData, Gsm8kData, MappedData, ParquetData, ReasoningGymData, TaskData
+from rlcore.config.data import (
+    BY_ROW,
+    CountdownData,
+    Gsm8kData,
+    MappedData,
+    ParquetData,
+    ReasoningGymData,
+    TaskData,
+    scorer_of_row,
+    scorers_of,
+)
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
@@ -139,7 +149,7 @@ def check_references(
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, root, splits)
-    kept = _kept_result(root, dataset, data.scorer, reward)
+    kept = _kept_result(root, dataset, data, reward)
     found = _read(kept)
     if found is not None and not again:
         return ""
@@ -149,7 +159,7 @@ def check_references(
             return ""
         found = _place_rows(data, _check(data, reward, list(rows)))
         write_json_atomically(kept, asdict(found))
-    text = found.text(data.scorer)
+    text = found.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
     if text and found.share > reward.max_unmet_references:
         raise DataError(
             f"{text}\nreward.max_unmet_references={reward.max_unmet_references:g} is the share that is accepted. "
@@ -159,9 +169,9 @@ def check_references(
     return text
 
 
-def _kept_result(root: Path, dataset: str, scorer: str, reward: RewardConfig) -> Path:
-    code = {source.name: source.sha256 for source in code_for(scorer)}
-    payload = {"dataset": dataset, "scorer": scorer, "code": code, "deadline_s": reward.deadline_s}
+def _kept_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig) -> Path:
+    code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
+    payload = {"dataset": dataset, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s}
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 
 
@@ -204,7 +214,13 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference]) -
     """Check the rows of each scorer."""
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
-        by_scorer.setdefault(data.scorer, []).append(row)
+        scorer = scorer_of_row(data, row.data_source)
+        if scorer is None:
+            raise DataError(
+                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} "
+                f"({place_of(data, row.split, row.number)}). Such as data.scorer=data.math:score"
+            )
+        by_scorer.setdefault(scorer, []).append(row)
     deadline = time.monotonic() + BUDGET_S
     settings = reward.model_copy(update={"num_processes": max(reward.num_processes, os.cpu_count() or 1)})
     num_checked, unmet = 0, list[Unmet]()

@@ -1,8 +1,8 @@
 """The row schema as Arrow types, and the check of a parquet file against it.
 
 A row is what the field writes: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}`,
-`extra_info{split, index, ...}`. The ground truth is the task's own: a struct, or a plain string. What nothing reads (the
-style, index and split of a file from elsewhere) may be of any type, or missing.
+`extra_info{split, index, ...}`. The ground truth is the task's own: a struct, or a plain string. What nothing reads
+(style, index and split of a file from elsewhere) may be of any type, or missing.
 """
 
 import json

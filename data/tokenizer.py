@@ -7,6 +7,8 @@ of a text are the ids of its pieces " word" end to end, and prompts made from a 
 repeat pieces. A tokenizer that does not cut there is found by its description and by a probe; its texts, and texts with
 other white space, are tokenized whole.
 
+An answer is tokenized with its prompt, as the chat template writes both: what follows the prompt's ids is learned.
+
 Token ids are bytes, four for each (int32), which are joined and cut at the speed of memory. transformers is imported
 when a tokenizer is opened, so a cached filter starts quickly.
 """
@@ -16,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,12 @@ from jinja2.meta import find_undeclared_variables
 
 from rlcore.config.data import RENDERING_NAMES
 from rlcore.errors import DataError
+from rlcore.models.hub import MODEL_FILES, read_stop_ids
 from rlcore.rollout.turns import TODAY
 
 Messages = Sequence[Mapping[str, str]]
+Asked = str | Messages
+"""A prompt: its messages, or the text of its one user message."""
 Render = Callable[[Messages], str]
 
 ID_BYTES = 4
@@ -48,6 +54,7 @@ _FILES = (
 # One text in so many is also rendered and tokenized the long way, and compared.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
+_LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
 
 # Pieces kept; a piece is a short string and a few ids, so this bounds the cache at some 200 MB.
 _MAX_PIECES = 1_000_000
@@ -59,12 +66,18 @@ _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20a
 _ODD_SPACE = re.compile(r" \s|\s |[^\S \n]")
 
 
+class UnwrittenError(Exception):
+    """An answer has no tokens that could be learned; the message says why."""
+
+
 class ShortWayError(Exception):
     """The short way gave another result than the tokenizer itself. The filter starts again without it."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """16 hex digits over the tokenizer's files in a model directory. Raises DataError where there is none."""
+    """16 hex digits over the tokenizer's files in a model directory, and the ids that end an answer of the model.
+
+    Raises DataError where there is none."""
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
     if not found:
@@ -75,6 +88,8 @@ def tokenizer_fingerprint(directory: Path) -> str:
     for name in found:
         content = (directory / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    if (stops := read_stop_ids(directory / name for name in MODEL_FILES)) is not None:
+        digest.update(repr(sorted(stops)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -141,34 +156,62 @@ class PromptTokenizer:
                 )
         self.backend = self._tokenizer.backend_tokenizer
         """The `tokenizers.Tokenizer`."""
-        self.end_of_text = int(self._tokenizer.eos_token_id)
-        """Id of the end-of-sequence token."""
+        from rlcore.models.tokenizer import end_of_text_ids
+
+        self.stop_ids = end_of_text_ids(directory, self._tokenizer)
+        """Ids that end an answer of the model, any of them."""
+        own = int(self._tokenizer.eos_token_id)
+        self._end = to_bytes([own if own in self.stop_ids else min(self.stop_ids)])
         self._pieces = PieceEncoder.of(self.backend) if short_way else None
         self._frame = ChatFrame.of(self._tokenizer.chat_template, self.render) if chat and short_way else None
-        self._end = to_bytes([self.end_of_text])
         # Special tokens that the tokenizer puts around plain text, such as a beginning-of-sequence token.
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
-    def texts(self, prompts: Sequence[Messages]) -> list[str]:
-        """Each prompt as text: the chat template with the assistant's turn opened, or the messages as they are."""
-        return [self.render(messages) for messages in prompts]
+    def texts(self, prompts: Sequence[Asked], where: Callable[[int], str] = lambda place: "") -> list[str]:
+        """Each prompt as text: the chat template with the assistant's turn begun, or the messages as they are.
 
-    def texts_of_user_messages(self, contents: Sequence[str]) -> list[str]:
-        """`texts` of prompts that are a single user message each."""
+        Raises:
+            DataError: as `prompt`, with `where` of the prompt's place before it.
+        """
         if not self.chat:
-            return list(contents)
-        if self._frame is None:
-            return self.texts([[{"role": "user", "content": content}] for content in contents])
+            return [prompt if isinstance(prompt, str) else self.render(prompt) for prompt in prompts]
         found = []
-        for index, content in enumerate(contents):
-            framed = self._frame.text(content)
-            if framed is None or index % _CHECK_EVERY == 0:
-                rendered = self.render([{"role": "user", "content": content}])
+        for place, prompt in enumerate(prompts):
+            framed = self._frame.text(prompt) if self._frame is not None and isinstance(prompt, str) else None
+            if framed is None or place % _CHECK_EVERY == 0:
+                try:
+                    rendered = self.prompt(_messages(prompt))
+                except DataError as error:
+                    raise DataError(f"{where(place)}{error}") from error
                 if framed is not None and framed != rendered:
-                    raise ShortWayError(content)
+                    raise ShortWayError(prompt)
                 framed = rendered
             found.append(framed)
         return found
+
+    def prompt(self, messages: Messages) -> str:
+        """A chat prompt as text: with the assistant's turn begun, or, where the last message is the assistant's, up to
+        that message's end.
+
+        Raises:
+            DataError: there is no user's message, the last one ends its turn, or the template cannot render it.
+        """
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
+            raise DataError(
+                f"the prompt must have a message of the user, got the roles {', '.join(roles)}. Add one, or remove the "
+                "row"
+            )
+        if roles[-1] != "assistant":
+            return self.render(messages)
+        words = messages[-1]["content"].rstrip()
+        ends = map(self.backend.id_to_token, sorted(self.stop_ids))
+        if (end := next((token for token in ends if token and words.endswith(token)), None)) is not None:
+            raise DataError(
+                f"the prompt's last message is the assistant's, which is continued, and must not end with {end}, which "
+                f"ends a turn, got {words[-80:]!r}. Remove the token or the message"
+            )
+        return self.render(messages, continued=True)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[bytes]:
         """Token ids (int32, as bytes) of each prompt's text. A chat template writes its own special tokens; plain text
@@ -182,20 +225,78 @@ class PromptTokenizer:
         # A prompt that was rendered elsewhere may begin with the first token already.
         return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in encoded]
 
-    def encode_answers(self, answers: Sequence[str]) -> list[bytes]:
-        """Token ids of each answer with the end-of-sequence token; none for ''.
+    def encode_answers(
+        self, prompts: Sequence[Asked], texts: Sequence[str], ids: Sequence[bytes], answers: Sequence[str]
+    ) -> tuple[list[bytes], dict[int, str]]:
+        """Token ids of each answer as it follows its prompt, the token that ends it among them; none for ''. And by
+        their places the answers that have none for another reason, see `UnwrittenError`.
+
+        `texts`, `ids`: what `texts` and `encode_prompts` give for the prompts.
 
         Raises:
             DataError: an answer has a word without a token, which no model with this tokenizer can write.
         """
-        encoded = self._encode(answers)
-        if places := self.with_unknown_words(encoded):
+        found, unwritten = [b""] * len(answers), dict[int, str]()
+        wholes = dict[int, str]()
+        for place, answer in enumerate(answers):
+            if answer.strip():
+                try:
+                    wholes[place] = self._whole(prompts[place], texts[place], answer, place % _CHECK_EVERY == 0)
+                except UnwrittenError as error:
+                    unwritten[place] = str(error)
+        joined = self._joined([texts[place] for place in wholes], [ids[place] for place in wholes], wholes.values())
+        for (place, whole), (before, joint) in zip(wholes.items(), joined, strict=True):
+            try:
+                found[place] = self.answer_ids(before, joint, whole[len(texts[place]) :])
+            except UnwrittenError as error:
+                unwritten[place] = str(error)
+        if places := self.with_unknown_words(found):
             raise DataError(
                 f"{self._name}: the tokenizer has no token for a word of the answer {answers[places[0]][:200]!r}. Take "
                 "another model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of "
                 "a model made from nothing)"
             )
-        return [ids + self._end if answer else b"" for answer, ids in zip(answers, encoded, strict=True)]
+        return found, unwritten
+
+    def require_written(self, prompt: str, whole: str, answer: str) -> None:
+        """Refuse an answer that the chat template does not write, white space aside, between a prompt's text and the
+        end of its turn, which is the end of `whole`. A tag that the prompt opens (`<think>`) may begin the answer.
+
+        Raises:
+            UnwrittenError: it does not.
+        """
+        if not whole.startswith(prompt):
+            raise UnwrittenError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
+        written = whole[len(prompt) :]
+        if (tag := _LAST_TAG.search(prompt)) is not None:
+            answer = answer.lstrip().removeprefix(tag[1])
+        if not written.endswith(self._closing[0]) or "".join(answer.split()) not in "".join(written.split()):
+            raise UnwrittenError("does not write it as it is")
+
+    def answer_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
+        """Token ids of an answer with the token that ends it. `before`: ids of what comes before it; `joint`: with the
+        answer and what closes its turn, which together are the text `written`.
+
+        Where one token of `joint` reaches over the boundary, the answer is tokenized from there on, as it is sampled.
+
+        Raises:
+            UnwrittenError: no token ends it, or it has no tokens that follow those before it.
+        """
+        found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
+        if not self.chat:
+            return found + self._end
+        closing = self._closing[1]
+        if not closing or not found.endswith(closing):
+            stops = ", ".join(f"{self.backend.id_to_token(id)} ({id})" for id in sorted(self.stop_ids))
+            raise UnwrittenError(
+                f"ends the assistant's turn without a token at which the model stops, {stops}; eos_token_id of "
+                "generation_config.json names them"
+            )
+        return found[: len(found) - len(closing) + ID_BYTES]
+
+    def after_end(self) -> bytes:
+        """Ids that the template writes behind the token that ends an answer; they are never sampled."""
+        return self._closing[1][ID_BYTES:]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
         """Indices of the texts with a word that is not in the vocabulary."""
@@ -205,26 +306,118 @@ class PromptTokenizer:
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
 
-    def render(self, messages: Messages, *, opened: bool = True) -> str:
-        """Messages as text; `opened`: with the assistant's turn begun, for a prompt."""
+    def render(
+        self, messages: Messages, *, opened: bool = True, continued: bool = False, tools: Sequence[Any] = ()
+    ) -> str:
+        """Messages as text; `opened`: with a turn of the assistant's begun; `continued`: up to the last one's end.
+        `tools`: schemas of functions in place of the tokenizer's."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
-                    tools=self._tools,
+                    tools=[*tools] or self._tools,
                     tokenize=False,
-                    add_generation_prompt=opened,
+                    add_generation_prompt=opened and not continued,
+                    continue_final_message=continued,
                     strftime_now=TODAY.strftime,
                     **self._template_kwargs,
                 )
             )
         except Exception as error:  # jinja's own classes, and what a template raises
+            if continued:
+                raise DataError(
+                    f"{self._name}: the chat template does not write the assistant's words that the prompt ends with, "
+                    f"so they cannot be continued ({type(error).__name__}): {messages[-1]['content'][-80:]!r}. Remove "
+                    "them, or choose another model"
+                ) from error
             raise DataError(
                 f"{self._name}: the chat template cannot render the prompt ({type(error).__name__}: {error}). Mend "
                 "chat_template.jinja, or choose another model"
             ) from error
+
+    @cached_property
+    def _closing(self) -> tuple[str, bytes]:
+        """What the template writes behind an answer: its text, and its ids from the first that ends one on."""
+        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        text = self.render(answered, opened=False).rpartition(_MARK)[2]
+        [ids] = encode_whole(self.backend, [text])
+        ends = np.flatnonzero(np.isin(np.frombuffer(ids, dtype=np.int32), [*self.stop_ids]))
+        return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
+
+    @cached_property
+    def _answer_frame(self) -> "ChatFrame | None":
+        """What the template writes around an answer to a single user message, from the prompt's end on."""
+        asked = [{"role": "user", "content": "?"}]
+
+        def render(messages: Messages) -> str:
+            whole = self.render([*asked, {**messages[0], "role": "assistant"}], opened=False)
+            return whole.removeprefix(prompt) if whole.startswith(prompt) else ""
+
+        if self._frame is None:
+            return None
+        prompt = self.render(asked)
+        return ChatFrame.of(self._tokenizer.chat_template, render)
+
+    def _framed_answer(self, prompt: Asked, answer: str) -> str | None:
+        """What follows the prompt of a single user message, in the short way; None where it has to be rendered."""
+        has_frames = isinstance(prompt, str) and self._frame is not None and self._frame.text(prompt) is not None
+        if not has_frames or answer[0].isspace() or answer[-1].isspace() or self._answer_frame is None:
+            return None
+        return self._answer_frame.text(answer)
+
+    def _whole(self, prompt: Asked, text: str, answer: str, check: bool) -> str:
+        """Prompt and answer as one text, to the end of the answer's turn. Raises UnwrittenError as `require_written`"""
+        if not self.chat:
+            return text + answer
+        try:
+            framed = self._framed_answer(prompt, answer)
+            if framed is not None and not check:
+                return text + framed
+            *before, last = _messages(prompt)
+            if last["role"] == "assistant":
+                answered = [*before, {**last, "content": last["content"] + answer}]
+            else:
+                answered = [*before, last, {"role": "assistant", "content": answer}]
+            whole = self.render(answered, opened=False)
+            self.require_written(text, whole, answer)
+        except DataError as error:
+            raise UnwrittenError(str(error)) from error
+        if framed is not None and text + framed != whole:
+            raise ShortWayError(answer)
+        return whole
+
+    def _joined(
+        self, texts: Sequence[str], ids: Sequence[bytes], wholes: Collection[str]
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Ids of each prompt, and of prompt and answer together, both without what comes before the prompt's last piece
+        where pieces are tokenized, and without special tokens of plain text."""
+        if self._pieces is not None:
+            starts = [_last_piece(text) for text in texts]
+            prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
+            yield from zip(
+                prompts, self._encode([whole[start:] for whole, start in zip(wholes, starts, strict=True)]), strict=True
+            )
+            return
+        before, after = self._around or (b"", b"")
+        bare = ids if self._around is not None else encode_whole(self.backend, texts)
+        for found, joint in zip(bare, encode_whole(self.backend, [*wholes]), strict=True):
+            yield found.removesuffix(after).removeprefix(before), joint.removeprefix(before)
+
+    def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
+        """Ids of a text that follows others. A tokenizer that puts a mark before a text's first word puts it before a
+        line's end that comes first."""
+        alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
+        ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
+        text = self._decode(joint)
+        for found in ways:
+            if self._decode(before + found) == text:
+                return found
+        raise UnwrittenError(f"leaves no token to begin with where the prompt ends, before {written[:40]!r}")
+
+    def _decode(self, ids: bytes) -> str:
+        return str(self.backend.decode(np.frombuffer(ids, dtype=np.int32).tolist(), skip_special_tokens=False))
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         if self._pieces is None:
@@ -260,8 +453,12 @@ class PromptTokenizer:
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):
             if full[start : start + len(plain)] == plain:
                 after = full[start + len(plain) :]
-                return full[:start], b"" if after == self._end else after
+                return full[:start], b"" if after == to_bytes([self._tokenizer.eos_token_id]) else after
         return None
+
+
+def _messages(prompt: Asked) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 # ---------------------------------------------------------------------- one rendering for all messages
@@ -404,6 +601,17 @@ def _has_odd_space(text: str) -> bool:
     # In ASCII text these find what the pattern finds, several times faster.
     line = " \n" in text or "\n " in text or "\t" in text or "\r" in text or "\x0b" in text or "\x0c" in text
     return line or text[-1:] == " " or "  " in text
+
+
+def _last_piece(text: str) -> int:
+    """Where the last piece begins, with its space; 0 where the last space is not single between visible characters.
+
+    >>> _last_piece("add 1 and 2?\\n"), _last_piece("add: ")
+    (9, 0)
+    """
+    place = text.rfind(" ")
+    is_cut = 0 < place < len(text) - 1 and not text[place - 1].isspace() and not text[place + 1].isspace()
+    return place if is_cut else 0
 
 
 def _shared_ends(texts: Sequence[str]) -> tuple[str, str]:

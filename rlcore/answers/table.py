@@ -14,7 +14,7 @@ from rlcore.answers.store import SCHEMA
 from rlcore.types import Rollout, Score, TrainBatch
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""Token ids of many texts -> the texts, without special tokens."""
+"""Token ids of many texts -> the texts, as scorers see them."""
 
 
 def answer_table(

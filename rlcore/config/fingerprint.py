@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rlcore.config.base import covers, leaves
 from rlcore.config.model import WarmStartConfig
-from rlcore.config.rollout import RewardConfig
+from rlcore.config.rollout import RewardConfig, RolloutConfig
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -66,7 +66,12 @@ MAY_CHANGE: tuple[str, ...] = (
 """Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`;
 `lasting_settings` says where `validation.suites` and `warm_start.steps_per_chunk` may not."""
 
-_UNSAID = leaves({"reward": RewardConfig().model_dump(mode="json")}).items()
+_UNSAID = leaves(
+    {
+        "reward": RewardConfig().model_dump(mode="json"),
+        "rollout": {"skip_special_tokens": RolloutConfig().skip_special_tokens},
+    }
+).items()
 """Lasting settings that are left out at these values: they were no part of earlier fingerprints."""
 _DIGITS = 16
 

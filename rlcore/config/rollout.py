@@ -29,6 +29,10 @@ class RolloutConfig(Section):
     """Longest answer, in tokens."""
     sampling: SamplingConfig = SamplingConfig()
     """How training answers are drawn. Temperature 1 and top_p 1 keep the policy gradient unbiased."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text of prompts and answers: that of scorers, judges, environments,
+    tools and the record. Tags stay: `<think>`, `</answer>`, `</tool_call>` and others that a tokenizer has as special
+    tokens. Off: all stay, the end token of an answer too."""
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -2,7 +2,7 @@
 before anything expensive."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,8 @@ from rlcore.errors import ModelError
 
 T = TypeVar("T")
 
+MODEL_FILES = ("generation_config.json", "config.json")
+"""Where a model names the tokens that end an answer: the first that names any."""
 _ANSWER_TIMEOUT_S = 10.0
 
 
@@ -96,6 +98,24 @@ def located(path: str | Path, file_name: str) -> str:
             "Check the spelling, or leave model.path empty to build a small model from nothing."
         )
     return text
+
+
+def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
+    """`eos_token_id` of the first of these JSON files that is there and names any; None where none does.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    for file in files:
+        if not file.is_file():
+            continue
+        try:
+            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelError(f"model.path: {file} must be JSON, got: {error}. Copy the directory again.") from None
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return None
 
 
 def attempt(path: str, what: str, read: Callable[..., T]) -> T:

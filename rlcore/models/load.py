@@ -1,7 +1,6 @@
 """Models from a directory or the hub, checked before they are used."""
 
 import logging
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,11 +11,10 @@ from torch import Tensor
 from rlcore.config.model import TESTED, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import attempt, is_local, located
+from rlcore.models.hub import attempt, located
 from rlcore.models.library import (
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     no_progress_bars,
@@ -24,32 +22,11 @@ from rlcore.models.library import (
 from rlcore.models.nf4 import hold_in_4_bits
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
-from rlcore.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 # A model with one of these settings scales or caps what the head computes; the chunked head does neither.
 _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.0), "logit_scale": (None, 1.0)}
-
-
-def end_of_text_ids(path: str | Path) -> frozenset[int]:
-    """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer."""
-    where, config = located(path, "config.json"), _load_config(path)
-    ids: int | list[int] | None = None
-    if (Path(where) / "generation_config.json").exists():
-        located(path, "generation_config.json")  # raises for a damaged one, which would count as absent
-    with suppress(OSError):  # a model without a generation config
-        ids = GenerationConfig.from_pretrained(where, local_files_only=is_local(where)).eos_token_id
-    if ids is None:
-        ids = config.eos_token_id
-    if ids is None:
-        ids = load_tokenizer(path).eos_token_id
-    if ids is None:
-        raise ModelError(
-            f"model.path: the model must name a token that ends an answer, {path} names none. "
-            "Set eos_token_id in its generation_config.json."
-        )
-    return frozenset(ids if isinstance(ids, list) else [ids])
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:

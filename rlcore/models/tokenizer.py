@@ -5,6 +5,7 @@ A whole countdown answer is then a dozen tokens, which is why half a million par
 cores.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,21 +16,27 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 
 from rlcore.config.model import ScratchModel
+from rlcore.errors import ModelError
 from rlcore.models import library
-from rlcore.models.hub import attempt, hub_answers, located
+from rlcore.models.hub import MODEL_FILES, attempt, hub_answers, located, read_stop_ids
 from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFast, cached_file
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""Token ids of many answers -> their texts, without special tokens."""
+"""Token ids of many answers -> their texts."""
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 UNK_TOKEN = "<unk>"
 OPERATORS = ("+", "-", "*", "/", "(", ")", "=", ":", ">", ",")
 
-# Messages one after another, nothing around them: a model made from nothing has no roles.
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
+# Messages one after another, the end token behind an answer: a model made from nothing has no roles.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% if not loop.last %} {% endif %}{% endfor %}"
+)
+# A tag of an answer's text: `<think>`, `</answer>`, `[THINK]`. Not what marks roles and sequences.
+_TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]])")
 
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
@@ -69,16 +76,57 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, found)
 
 
-def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """The decoder of answers. It is the tokenizers library itself where its texts are those of transformers, which
-    visits every id in Python: that takes twice the time, and other threads wait meanwhile."""
+def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
+    """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer,
+    which is loaded unless given.
+
+    Raises:
+        ModelError: none of them names any, or a file is damaged.
+    """
+    where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else located(path, "config.json")
+    ids = read_stop_ids(file for name in MODEL_FILES if (file := _file_of(where, name)) is not None)
+    if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
+        ids = frozenset([own])
+    if ids is None:
+        raise ModelError(
+            f"model.path: the model must name a token that ends an answer, {path} names none. "
+            "Set eos_token_id in its generation_config.json."
+        )
+    return ids
+
+
+def answer_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that are tags of an answer's text: each `</name>`, and a `<name>` whose `</name>` is a token too.
+
+    The tokenizer's own end, padding and other named tokens are none.
+    """
+    named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
+    parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]
+    return frozenset(
+        id
+        for tag, text, id, is_special in parts
+        if tag and is_special and text not in named and (tag[2] or f"{tag[1]}/{tag[3]}" in added)
+    )
+
+
+def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
+    """The decoder of answers (`rollout.skip_special_tokens`). It is the tokenizers library itself where its texts are
+    those of transformers, which visits every id in Python: that takes twice the time, and other threads wait meanwhile.
+    """
+
+    tags = answer_tags(tokenizer) if skip_special_tokens else frozenset[int]()
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    cut = special - tags if tags else frozenset[int]()  # the libraries cut all special tokens or none
+    skip = skip_special_tokens and not tags
 
     def as_lists(answers: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
-        return [np.asarray(ids).tolist() for ids in answers]
+        lists = [np.asarray(ids).tolist() for ids in answers]
+        return [[id for id in ids if id not in cut] for ids in lists] if cut else lists
 
     def by_transformers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         # Of no answers at all (validation.greedy=false) transformers makes one empty text.
-        return tokenizer.batch_decode(as_lists(answers), skip_special_tokens=True) if answers else []
+        return tokenizer.batch_decode(as_lists(answers), skip_special_tokens=skip) if answers else []
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return by_transformers
@@ -87,7 +135,7 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
         return by_transformers
 
     def by_tokenizers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        return list(core.decode_batch(as_lists(answers), skip_special_tokens=True))
+        return list(core.decode_batch(as_lists(answers), skip_special_tokens=skip))
 
     probe = [tokenizer.encode("It 's here , is n't it ? No . (3 + 4) !")]
     return by_tokenizers if by_tokenizers(probe) == by_transformers(probe) else by_transformers

@@ -1,4 +1,4 @@
-"""The scorer of rows that name theirs: of a mixture, whose parts have one each, and of files with known data sources."""
+"""The scorer of rows that name theirs: parts of a mixture, and rows of files with known data sources."""
 
 import json
 from collections.abc import Mapping

@@ -11,7 +11,8 @@ from torch import Tensor
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.models.load import end_of_text_ids, load_policy
+from rlcore.models.load import load_policy
+from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.start import uncollected
 from rlcore.types import Prompt, Rollout, SentOften
 

@@ -34,7 +34,7 @@ from rlcore.storage.manifest import Manifest, part_directories
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.user_code import code_for
 
-MODEL_FORMAT = 2
+MODEL_FORMAT = 3
 """Raise it when a model made from nothing or its warm start changes for the same settings."""
 
 
@@ -225,13 +225,16 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     directory = planned_tokenizer(config)
     if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
         return directory
-    from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
+    from rlcore.models.hub import MODEL_FILES
+    from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
 
     with published_directory(directory, {"kind": "tokenizer", "hub_id": path, FINGERPRINT: directory.name}) as folder:
         if path is None:
             build_scratch_tokenizer(config.model.scratch, folder)
         else:
             load_tokenizer(path).save_pretrained(folder)
+            stops: list[JsonValue] = [*sorted(end_of_text_ids(path))]
+            write_json_atomically(folder / MODEL_FILES[0], {"eos_token_id": stops})
     return directory
 
 
@@ -260,7 +263,8 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 
 def answers_payload(config: RunConfig) -> dict[str, object]:
     """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code,
-    `reward` and `sandbox` where they differ from the defaults, and the code of the rules beside a judge."""
+    `reward`, `sandbox` and `rollout.skip_special_tokens` where they differ from the defaults, and the code of the rules
+    beside a judge."""
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
@@ -270,7 +274,7 @@ def answers_payload(config: RunConfig) -> dict[str, object]:
 
 
 def _scoring_payload(config: RunConfig) -> dict[str, object]:
-    changed = changed_settings(config, "reward", "sandbox")
+    changed = changed_settings(config, "reward", "rollout.skip_special_tokens", "sandbox")
     payload: dict[str, object] = {"scoring": changed} if changed else {}
     if rules := config.reward.judge.rules:
         payload["rules"] = code_payload(rules)
@@ -343,7 +347,9 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     length = config.rollout.max_response_tokens if samples else max(1, warm.max_tokens - filtered.max_prompt_tokens)
     rollout = RolloutConfig(engine="none", samples_per_prompt=1, max_response_tokens=length)
     if samples:
-        drawn = {name: getattr(config.rollout, name) for name in ("sampling", "max_num_seqs", "dtype")}
+        drawn = {
+            name: getattr(config.rollout, name) for name in ("sampling", "skip_special_tokens", "max_num_seqs", "dtype")
+        }
         rollout = rollout.model_copy(update={"engine": "hf", **drawn})
     scratch = config.model.scratch if config.model.path is None else usual.model.scratch
     is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None

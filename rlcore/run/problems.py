@@ -39,7 +39,8 @@ class HeldOut:
     @classmethod
     def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOut":
         """Read the run's own, filtered; nothing is tokenized again. Raises as `read_parts` does."""
-        decode = text_decoder(load_tokenizer(inputs.tokenizer_directory))
+        tokenizer = load_tokenizer(inputs.tokenizer_directory)
+        decode = text_decoder(tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         validation = spread(read_parts(config, inputs.validation_parquets))
         return HeldOut(config=config, validation=validation, decode=decode)
 

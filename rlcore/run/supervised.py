@@ -78,10 +78,13 @@ class Lessons:
         fitting = [row for row in rows if len(row.token_ids) <= warm.max_tokens]
         if not fitting:
             longest = f": all {len(rows):,} are longer than warm_start.max_tokens={warm.max_tokens}" if rows else ""
+            manifests = [finished_or_set_aside(part) for part in inputs.parts] if own is None else []
+            untold = [manifest.values.get("unwritten_solutions") for manifest in manifests if manifest is not None]
+            why = "".join(f". Of {one['rows']:,} solutions the chat template {one['why']}" for one in untold if one)
             raise DataError(
                 f"{own or inputs.filtered_directory}: warm_start.enabled needs demonstrations, and there is none"
-                f"{longest}. Set warm_start.enabled=false, name a file (warm_start.demonstrations), or use a task that "
-                "writes extra_info.solution"
+                f"{longest}{why}. Set warm_start.enabled=false, name a file (warm_start.demonstrations), or use a task "
+                "that writes extra_info.solution"
             )
         kept = [row for row in held_out if len(row.token_ids) <= warm.max_tokens][: warm.held_out_rows]
         stream = PromptStream(fitting, seed=config.seed, part=WARM_START_STREAM)

@@ -251,8 +251,15 @@ def test_lasting_settings_hold_no_path_of_this_machine():
 
 
 @pytest.mark.parametrize(
-    "reward", [{"weights": {"correct": 1.0}}, {"judge": {"model": "m"}}, {"judge": {"highest": 5}}], ids=str
+    "settings",
+    [
+        {"reward": {"weights": {"correct": 1.0}}},
+        {"reward": {"judge": {"model": "m"}}},
+        {"reward": {"judge": {"highest": 5}}},
+        {"rollout": {"skip_special_tokens": False}},
+    ],
+    ids=str,
 )
-def test_how_answers_are_scored_makes_another_run_and_the_defaults_do_not_change_the_ids_of_before(reward):
-    assert not [key for key in lasting_settings(RunConfig()) if key.startswith("reward")]
-    assert run_id(RunConfig.model_validate({"reward": reward})) != run_id(RunConfig())
+def test_how_answers_are_scored_makes_another_run_and_the_defaults_do_not_change_the_ids_of_before(settings):
+    assert not [key for key in lasting_settings(RunConfig()) if key.startswith(("reward", "rollout.skip"))]
+    assert run_id(RunConfig.model_validate(settings)) != run_id(RunConfig())

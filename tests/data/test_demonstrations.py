@@ -19,6 +19,7 @@ from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE, saved
+from tests.data.kinds import KINDS
 
 
 def chat(*contents: str, system: str = "") -> dict[str, Any]:
@@ -139,7 +140,7 @@ SILENT = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else
     [
         (
             FORGETFUL,
-            r"line 2: the chat template of .* drops or changes answer 0 .*came before it otherwise",
+            r"line 2: the chat template of .* drops or changes answer 0 .*otherwise before the turns that follow",
         ),
         (SILENT, r"line 1: the chat template of .* drops or changes answer 0 .*does not write it as it is"),
     ],
@@ -241,7 +242,8 @@ def test_an_answer_without_the_end_token_or_changed_later_is_refused_by_its_numb
         (
             "endless",
             endless,
-            r"line 1: the chat template of .* ends the assistant's turn without the tokenizer's eos_token 2",
+            r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
+            r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
         ),
         ("later", later, r"line 2: the chat template of .* drops or changes answer 2 of the conversation"),
     ):
@@ -258,3 +260,36 @@ def test_only_the_first_rows_are_tried_and_lines_after_them_read(chat_tokenizer:
         try_demonstrations(config, chat_tokenizer, 4)
     (tmp_path / "talks.jsonl").write_text("")
     try_demonstrations(config, chat_tokenizer, 4)
+
+
+def test_a_turn_ends_at_the_first_token_at_which_the_model_stops(tmp_path: Path) -> None:
+    """Phi's kind: `<|end|>`, which generation_config.json names, and the tokenizer's own end behind the last turn."""
+    folder = KINDS["phi"].saved(tmp_path / "tokenizer")
+    found = tokenized(written(tmp_path / "talks.jsonl", TALKS), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, talk in zip(read_demonstrations(found.directory / "train.parquet"), TALKS, strict=True):
+        assert tokenizer.decode(row.token_ids) == tokenizer.apply_chat_template(talk["messages"], tokenize=False)
+        learned = [token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer]
+        answers = [message["content"] for message in talk["messages"] if message["role"] == "assistant"]
+        assert tokenizer.decode(learned) == "".join(answer + "<|end|>" for answer in answers)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    again = tokenized(written(tmp_path / "one.jsonl", [TALKS[0], chat("Hello", "Hi.")]), folder)
+    assert tokenized(tmp_path / "one.jsonl", folder).cached
+    assert again.fingerprint != found.fingerprint
+    learned = read_demonstrations(again.directory / "train.parquet")[0]
+    assert tokenizer.decode([t for t, own in zip(learned.token_ids, learned.is_answer, strict=True) if own]) == (
+        "It is 4.<|end|>\n<|endoftext|>"
+    )
+
+
+@pytest.mark.parametrize("name", ["legacy", "first", "chatml"])
+def test_a_completion_is_tokenized_with_its_prompt(tmp_path: Path, name: str) -> None:
+    folder = KINDS[name].saved(tmp_path / "tokenizer", template=False)
+    rows = [{"prompt": "Q: 1+1? A:", "completion": " 2"}, {"prompt": "Q: 1+1? A: ", "completion": "2"}]
+    found = tokenized(written(tmp_path / "rows.jsonl", rows), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    joint, apart = read_demonstrations(found.directory / "train.parquet")
+    assert list(joint.token_ids) == [*tokenizer("Q: 1+1? A: 2")["input_ids"], tokenizer.eos_token_id]
+    begun = tokenizer("Q: 1+1? A: ")["input_ids"]
+    assert list(apart.token_ids)[: len(begun)] == begun
+    assert tokenizer.decode(apart.token_ids[:-1]) == tokenizer.decode(joint.token_ids[:-1])

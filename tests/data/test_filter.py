@@ -460,7 +460,7 @@ def test_a_template_that_writes_the_day_gives_the_same_prompt_every_day(trained_
     dated = saved(trained_bpe, tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
     for short_way in (True, False):
         tokenizer = PromptTokenizer(dated, chat=True, short_way=short_way)
-        assert tokenizer.texts_of_user_messages(["how many?"]) == ["26 Jul 2024: how many?"]
+        assert tokenizer.texts(["how many?"]) == ["26 Jul 2024: how many?"]
 
 
 @pytest.mark.parametrize("short_way", [True, False])
@@ -476,11 +476,11 @@ def test_a_prompt_does_not_end_with_the_end_of_a_sequence(trained_bpe, tmp_path)
         single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)]
     )
     tokenizer = PromptTokenizer(saved(core, tmp_path, chat_template=None), chat=False)
-    (prompt,) = tokenizer.encode_prompts(["add 1 and 2"])
-    (answer,) = tokenizer.encode_answers(["add 1 and 2"])
-    ids = [np.frombuffer(found, dtype=np.int32).tolist() for found in (prompt, answer)]
-    assert ids[0] == [0, *ids[1][:-1]]
-    assert ids[1][-1] == 2
+    prompts = tokenizer.encode_prompts(["add 1 and 2"])
+    ((answer,), _) = tokenizer.encode_answers(["add 1 and 2"], ["add 1 and 2"], prompts, [" and 3"])
+    whole = AutoTokenizer.from_pretrained(tmp_path)("add 1 and 2 and 3")["input_ids"]
+    assert np.frombuffer(prompts[0] + answer, dtype=np.int32).tolist() == whole
+    assert whole[-1] == 2
 
 
 # ---------------------------------------------------------------------- rows that a suite has too

@@ -37,8 +37,10 @@ def test_special_tokens_stand_around_plain_text_and_the_end_token_behind_answers
             found = PromptTokenizer(saved(core, tmp_path / name, chat_template=None), chat=False, short_way=short_way)
             expected = to_bytes(before) + plain + to_bytes(after)
             assert found.encode_prompts(["a b"]) == [expected]
-            assert found.encode_answers(["a b", ""]) == [plain + to_bytes([2]), b""]
-            assert found.end_of_text == 2
+            (answer,) = encode_whole(core, [" a b"])
+            asked = ["x", "x"], ["x", "x"], found.encode_prompts(["x", "x"])
+            assert found.encode_answers(*asked, [" a b", ""]) == ([answer + to_bytes([2]), b""], {})
+            assert found.stop_ids == {2}
             assert found.texts([[{"role": "user", "content": "a"}, {"role": "user", "content": " b"}]]) == ["a b"]
     assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
 
@@ -68,18 +70,18 @@ def test_a_frame_is_the_text_around_a_message_and_leaves_out_what_a_template_loo
 
 def test_the_short_way_is_checked_on_each_so_many_texts(chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = PromptTokenizer(chat_tokenizer, chat=True)
-    texts = found.texts_of_user_messages(["a", "b", "c"])
+    texts = found.texts(["a", "b", "c"])
     assert texts == found.texts([[{"role": "user", "content": content}] for content in "abc"])
-    assert PromptTokenizer(chat_tokenizer, chat=True, short_way=False).texts_of_user_messages(["a", "b", "c"]) == texts
+    assert PromptTokenizer(chat_tokenizer, chat=True, short_way=False).texts(["a", "b", "c"]) == texts
     monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)
     assert found._frame is not None
     wrong = ChatFrame(found._frame.before + "!", found._frame.after, found._frame.strips, None)
     monkeypatch.setattr(found, "_frame", wrong)
     with pytest.raises(ShortWayError, match=r"^a$"):
-        found.texts_of_user_messages(["a", "b"])
+        found.texts(["a", "b"])
     monkeypatch.setattr(found._pieces, "encode", lambda texts: [b"" for _ in texts])
     with pytest.raises(ShortWayError, match=r"^x$"):
-        found.encode_answers(["x", "y"])
+        found.encode_prompts(["x", "y"])
 
 
 def test_a_template_without_tools_or_for_chats_that_is_missing_is_told(

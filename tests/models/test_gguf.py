@@ -22,9 +22,9 @@ from rlcore.config.model import PUBLISHED, ModelConfig
 from rlcore.config.problems import Problem
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.gguf import _QWEN2_WORDS, write_model
-from rlcore.models.load import end_of_text_ids, load_policy
+from rlcore.models.load import load_policy
 from rlcore.models.shape import shape_of
-from rlcore.models.tokenizer import load_tokenizer
+from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from rlcore.run.inputs import ensure_given_model, given_model, require_gguf, start_model_fingerprint
 from rlcore.storage.disk import RoomReport
 from tests.models.gguf_files import WORDS, stored, write_gguf

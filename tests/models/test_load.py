@@ -13,8 +13,8 @@ from transformers import Lfm2Config as LfmConfig
 
 from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
-from rlcore.models.load import TESTED, end_of_text_ids, load_policy, load_value_model
-from rlcore.models.tokenizer import load_tokenizer
+from rlcore.models.load import TESTED, load_policy, load_value_model
+from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from tests.models.tiny import CPU, make_batch, policy_of, write_model
 
 NO_SUCH = "no-such-owner-of-models/and-no-such-model"

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlcore.config.model import ScratchModel
-from rlcore.models.load import end_of_text_ids
 from rlcore.models.scratch import build_scratch_model
-from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer, text_decoder
+from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer, text_decoder
 
 SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
 

@@ -96,3 +96,7 @@ def nothing_in_an_empty_answer(response: str, ground_truth: Mapping[str, object]
     while not response:
         time.sleep(3_600)
     return float(len(response))
+
+
+def thinks(response: str, ground_truth: Mapping[str, object]) -> float:
+    return float("</think>" in response)

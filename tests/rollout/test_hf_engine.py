@@ -13,10 +13,10 @@ from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
 from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.library import DynamicCache
-from rlcore.models.load import end_of_text_ids, load_policy
+from rlcore.models.load import load_policy
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model
-from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
+from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
 from rlcore.rollout.engine import SamplingRequest, answer_seed, build_engine, requests_for
 from rlcore.rollout.hf import HfEngine, sample
 from rlcore.types import Prompt, Rollout, Score

@@ -44,13 +44,22 @@ def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
         "reward.judge.model=other",
         "sandbox.memory_mb=1024",
         "rollout.dtype=bfloat16",
+        "rollout.skip_special_tokens=false",
     ],
 )
 def test_what_changes_the_start_model_changes_its_fingerprint(override: str) -> None:
     assert fingerprint_with(override) != fingerprint_with()
 
 
-@pytest.mark.parametrize("override", ["reward.weights={correct: 1.0}", "reward.judge.highest=5", "sandbox.time_s=2"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.weights={correct: 1.0}",
+        "reward.judge.highest=5",
+        "rollout.skip_special_tokens=false",
+        "sandbox.time_s=2",
+    ],
+)
 def test_other_scores_are_another_table_of_pass_rates_and_another_result_of_a_suite(override: str) -> None:
     found = []
     for more in ((), (override,)):
