@@ -368,7 +368,7 @@ class PromptTokenizer:
         return self._answer_frame.text(answer)
 
     def _whole(self, prompt: Asked, text: str, answer: str, check: bool) -> str:
-        """Prompt and answer as one text, to the end of the answer's turn. Raises UnwrittenError as `require_written`"""
+        """Prompt and answer as one text, to the end of its turn. Raises UnwrittenError as `require_written`."""
         if not self.chat:
             return text + answer
         try:
