@@ -10,9 +10,10 @@ A row of the file is one of
 
 Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as OpenAI writes them.
 
-Each turn of the assistant is learned (those of `completion` where there is one), with the token that ends it, and nothing else. A chat template may write a turn
-otherwise once another follows (some cut out what was thought): then what is learned is not what is sampled, so each
-prefix of a conversation must keep its tokens. The result has, for training and held out,
+Each turn of the assistant is learned (those of `completion` where there is one), with the token that ends it, and
+nothing else. A chat template may write a turn otherwise once another follows (some cut out what was thought): then what
+is learned is not what is sampled, so each prefix of a conversation must keep its tokens. The result has, for training
+and held out,
 
     token_ids        list<int32>   the whole conversation
     answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn

@@ -310,7 +310,12 @@ def _of_arrow(path: Path) -> Iterator[pa.RecordBatch]:
         with pa.memory_map(str(path)) as file:
             is_indexed = file.read(6) == b"ARROW1"
             file.seek(0)
-            for batch in pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file):
+            if is_indexed:
+                reader = pa.ipc.open_file(file)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                batches = iter(pa.ipc.open_stream(file))
+            for batch in batches:
                 yield from (batch.slice(start, ROWS_PER_GROUP) for start in range(0, batch.num_rows, ROWS_PER_GROUP))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as Arrow ({error}); it is damaged or cut short") from error

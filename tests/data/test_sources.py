@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from data import sources
 from data.rows import Message, Row
@@ -23,25 +24,51 @@ from data.schema import (
 from data.sources import Record, digests, local_files, mapped_rows, parquet_rows, records, records_of
 from data.stage import StageResult, publish_mixture
 from rlcore.config import MappedData
-from rlcore.config.data import ParquetData
+from rlcore.config.data import KINDS_OF_FILES, ParquetData
 from rlcore.errors import DataError
 
 
 def test_a_column_is_a_text_or_a_number_and_may_be_a_field_of_another() -> None:
     record = Record("x: line 1", {"a": {"b": " one "}, "n": 3, "f": 2.5, "t": True, "e": "  ", "z": 0})
     assert [record.text(name) for name in ("a.b", "n", "f", "z")] == [" one ", "3", "2.5", "0"]
-    for name, got in (("t", "True"), ("e", "'  '"), ("a", "{'b': ' one '}"), ("a.b.c", "None"), ("g", "None")):
+    for name, got, remedy in (
+        ("t", "True", "repair or remove it, or name another column"),
+        ("e", "'  '", "repair or remove it, or name another column"),
+        ("a", "{'b': ' one '}", "name a part of it, such as a.b"),
+    ):
         told = (
-            f"x: line 1: column {name}: must be a text that is not empty, got {got} (columns: a, n, f, t, e, z); "
-            "repair or remove it, or name another column"
+            f"x: line 1: column {name}: must be a text that is not empty or a number, got {got} "
+            f"(columns: a, n, f, t, e, z); {remedy}"
         )
         with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
             record.text(name)
+    for name, has in (("a.b.c", "a.b is ' one '"), ("a.c", "a has b"), ("g", "columns: a, n, f, t, e, z")):
+        with pytest.raises(DataError, match=rf"^x: line 1: there is no column {name} \({has}\); name another"):
+            record.text(name)
+
+
+def test_numbers_are_written_as_people_write_them_and_nan_is_none() -> None:
+    numbers = {"a": 1e-05, "b": 1e16, "c": 76.0, "d": -0.1, "e": 1e22, "f": 12345678.9}
+    record = Record("x: line 1", {**numbers, "nan": float("nan"), "inf": float("-inf")})
+    assert [record.text(name) for name in numbers] == [
+        "0.00001", "10000000000000000", "76", "-0.1", "1" + "0" * 22, "12345678.9",
+    ]  # fmt: skip
+    for name in ("nan", "inf"):
+        with pytest.raises(DataError, match=rf"x: line 1: column {name}: must be .* a number, got -?(nan|inf) "):
+            record.text(name)
+
+
+def test_a_column_may_be_an_entry_of_a_list() -> None:
+    record = Record("x: line 1", {"messages": [{"content": "a"}, {"content": "b"}], "a.b": "whole"})
+    columns = ("messages.0.content", "messages.1.content", "messages.-1.content", "a.b")
+    assert [record.text(column) for column in columns] == ["a", "b", "b", "whole"]
+    with pytest.raises(DataError, match=r"there is no column messages\.2\.content \(messages has 2 entries\)"):
+        record.text("messages.2.content")
 
 
 def test_a_folder_has_a_split_as_lines_or_as_parquet_files_in_their_order(tmp_path: Path) -> None:
     assert local_files("owner/name", ["train"]) is None
-    for name in ("b.jsonl", "b.parquet", "a-00001-of-00002.parquet", "a-00000-of-00002.parquet", "ab.jsonl"):
+    for name in ("b.jsonl", "a-00001-of-00002.parquet", "a-00000-of-00002.parquet", "ab.jsonl"):
         (tmp_path / name).write_text(name)
     found = local_files(str(tmp_path), ["a", "b"])
     assert found == {
@@ -54,15 +81,75 @@ def test_a_folder_has_a_split_as_lines_or_as_parquet_files_in_their_order(tmp_pa
     with pytest.raises(DataError) as error:
         local_files(str(tmp_path), ["c", "a", "d"])
     assert str(error.value) == (
-        f"data.source: {tmp_path} lacks c.jsonl or c.parquet and d.jsonl or d.parquet. Put the files there, or give "
-        "the folder that has them"
+        f"data.source: {tmp_path} lacks c and d, as {KINDS_OF_FILES}. Its data files: a-00000-of-00002.parquet, "
+        "a-00001-of-00002.parquet, ab.jsonl, b.jsonl. Put the files there, "
+        "rename them, or give the folder that has them"
     )
     with pytest.raises(DataError) as error:
         local_files("no/such/folder", ["c", "d"])
     assert str(error.value) == (
         "data.source: must be a folder or a hub id (owner/name), got 'no/such/folder', which is neither. Give the "
-        "folder that holds c and d as .jsonl or .parquet"
+        f"folder that holds c and d as {KINDS_OF_FILES}"
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a-00000-of-00005.parquet"], r"holds 1 of the 5 shards of a; missing: a-00001-of-00005\.parquet, .*Fetch"),
+        (["a-00000-of-00003.parquet", "a-00002-of-00003.parquet"], r"holds 2 of the 3 .*missing: a-00001-of-00003\."),
+        (["a-00000-of-00001.parquet", "a-00000-of-00002.parquet", "a-00001-of-00002.parquet"], r"of one count"),
+        (["a.jsonl", "a.parquet"], r"got a\.jsonl, a\.parquet\. Move elsewhere what does not count"),
+        (["a.csv", "a-00000-of-00001.csv"], r"must be one file or folder, or all shards"),
+        (["a.jsonl", "a_1.jsonl"], r"got a\.jsonl, a_1\.jsonl"),
+        (["data/a-00000-of-00001.parquet"], r"lacks a, .* Its data files: data/a-00000-of-00001\.parquet\."),
+    ],
+)
+def test_a_split_that_is_not_whole_or_not_alone_is_refused(tmp_path: Path, names: list[str], told: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=told):
+        local_files(str(tmp_path), ["a"])
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"q": f'a, "b" {n}\u00e9\nc', "a": f"0{n}.10"} for n in range(20)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = Dataset.from_list(rows)
+    wanted = [row["a"] for row in rows]
+    found = {}
+    for kind in ("jsonl", "json", "jsonl.gz", "jsonl.zst", "json.gz", "csv", "csv.gz", "parquet", "arrow", "saved"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        file, raw = folder / f"train.{kind}", lines
+        if kind == "saved":
+            table.save_to_disk(folder / "train", num_shards=2)
+        elif kind == "parquet":
+            table.to_parquet(file)
+        elif kind == "arrow":
+            with pa.OSFile(str(file), "wb") as out, pa.ipc.new_file(out, table.data.table.schema) as writer:
+                writer.write_table(table.data.table)
+        else:
+            if kind.startswith("json.") or kind == "json":
+                raw = json.dumps(rows, indent=2).encode()
+            if kind.startswith("csv"):
+                raw = table.to_pandas().to_csv(index=False).encode()
+            if kind.endswith(("gz", "zst")):
+                raw = pa.compress(raw, "gzip" if kind.endswith("gz") else "zstd", asbytes=True)
+            file.write_bytes(raw)
+        found[kind] = [record.text("a") for record in records(str(folder), "train")]
+    assert found == dict.fromkeys(found, wanted)
+
+
+def test_a_compressed_file_under_a_plain_name_is_read_and_a_cut_one_refused(tmp_path: Path) -> None:
+    raw = pa.compress(b'{"a": "1"}\n' * 1000, "gzip", asbytes=True)
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(raw)
+    assert len(list(records(str(tmp_path), "train"))) == 1000
+    file.write_bytes(raw[:-20])
+    with pytest.raises(DataError, match=r"train\.jsonl: .*(damaged|cut short|no JSON)"):
+        list(records(str(tmp_path), "train"))
 
 
 def test_lines_are_counted_with_the_empty_ones_and_rows_through_all_batches(
@@ -74,7 +161,7 @@ def test_lines_are_counted_with_the_empty_ones_and_rows_through_all_batches(
     assert [record.where for record in found] == [f"{lines}: line {number}" for number in (1, 4, 5)]
     assert [record.values["a"] for record in found[:2]] == [1, "\ud83d"]
     lines.write_text('{"a": 1}\n[1]\n')
-    with pytest.raises(DataError, match=rf"^{lines}: line 2: must be a JSON object, got '\[1\]'; repair or remove the"):
+    with pytest.raises(DataError, match=rf"^{lines}: line 2: must be a JSON object, got '\[1\]'; repair or remove it"):
         list(records_of(lines))
     lines.write_text('\n{"a": }\n')
     with pytest.raises(DataError, match=rf"^{lines}: line 2: is no JSON \(.*\); repair or remove the line$"):
@@ -147,7 +234,7 @@ def test_rows_of_parquet_files_are_as_they_are_and_broken_ones_told_by_their_num
         ({"prompt": [{"role": "user", "content": None}]}, "row 1: prompt must be messages with role and content, got"),
         (
             {"reward_model": None},
-            "row 1: reward_model.ground_truth must have a value, got nothing; repair or remove the",
+            "row 1: reward_model.ground_truth must have a value, got nothing; repair or remove the row",
         ),
     ):
         parquet(train, [ROW, ROW | broken], pa.int64(), prompt_form="text")
