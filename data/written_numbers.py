@@ -66,7 +66,7 @@ def typeset(text: str) -> str:
     found = _SPACES.sub(" ", found).strip()
     while found.startswith("{") and closing(found, 0) == len(found) - 1:
         found = found[1:-1].strip()
-    return found.removesuffix(".").rstrip()
+    return found.rstrip(" .,;")
 
 
 def _quoted(text: re.Match[str]) -> str:
@@ -136,10 +136,12 @@ class Number(NamedTuple):
     def says(self, other: "Number") -> bool:
         """Whether both are the same number: exactly, or to six places where no decimal writes one of them.
 
-        A percentage is its number (50% is 50), and its hundredth where that is no whole number (50% is 0.5).
+        A percentage is its number (50% is 50), but for one below 1%, and its hundredth where that is no whole number
+        (50% is 0.5).
         """
-        if self.percent == other.percent or _same(self.value, other.value):
-            return _same(self.value, other.value)
+        is_same = _same(self.value, other.value)
+        if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):
+            return is_same
         plain, percentage = (other, self) if self.percent else (self, other)
         return plain.value.denominator > 1 and _same(plain.value, percentage.value / 100)
 
