@@ -57,8 +57,9 @@ def reference_problem(reference: str) -> str | None:
     return _reference(reference).problem
 
 
-# An equation, such as x + y = 5, has no name on its left.
-_NAME = re.compile(r"(?:[^-+*/^<>!,;|]|\^\{?-1\}?)*[a-zA-Z](?:[^-+*/^<>!,;|])*")
+# A name and what it is of: `f(-1)`, `\angle ABC`. An equation, such as x + y = 5, has none on its left.
+_OF = re.compile(r"(?<=[a-zA-Z])(?: ?\( ?-?[a-zA-Z0-9., ]*\)|\^\{?-1\}?)")
+_NAME = re.compile(r"[^-+*/^<>!,;|]*[a-zA-Z][^-+*/^<>!,;|]*")
 
 
 @lru_cache(maxsize=65_536)
@@ -67,7 +68,7 @@ def _reference(answer: str) -> Said:
     if stated is None:
         return Said(answer, problem="its box is not closed")
     said = read(stated)
-    if all(map(_NAME.fullmatch, said.left)):
+    if all(_NAME.fullmatch(_OF.sub("", side)) for side in said.left):
         return said
     return Said(said.plain, problem=expression_problem(said.plain))
 
@@ -77,7 +78,7 @@ def _reference(answer: str) -> Said:
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 # A box, with or without braces (`\boxed 5`), or what opens and closes others.
 _BRACE = re.compile(
-    rf"{_BOX.pattern}\s*(?:(\{{)|([-0-9.\\A-Z][^$\n]*?)(?=\$|\n|\\[)\]]|[.,;!?](?:\s|$)|$))|\\.|[{{}}]", re.DOTALL
+    rf"{_BOX.pattern}\s*(?:(\{{)|([-0-9.\\A-Z](?:[^${{}}\n]|\{{[^{{}}]*\}}){{0,60}}?)(?=[$\n}}]|\\[)\]]|[.,;!?](?:\s|$)|$))|\\.|[{{}}]", re.DOTALL
 )
 _JOINT = re.compile(r"[\s$\\()\[\]]*(?:[,;]|,?\s*(?:\\text\{)?\s*\b(?:and|or)\b\s*\}?)[\s$\\()\[\]]*")
 _LONGEST_JOINT = 30
@@ -212,13 +213,15 @@ _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
 def _vote(answer: Said, gold: Said) -> str | None:
-    """The same text for equal answers: 1/2 for 0.5. A number of thousands of digits stays as it was written."""
+    """The same text for equal answers: 1/2 for 0.5. A huge expression stays as it was written."""
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)
-    if answer.problem is not None or answer.words is not None or gold.number is not None:
-        return None if answer.problem else " ".join(answer.words or (answer.plain,)).strip()
+    if answer.problem is not None:
+        return None
+    if answer.words or gold.words or gold.number or gold.based:
+        return " ".join(answer.words or (answer.plain,)).strip()
     found = _parsed(answer.plain)
     try:
         return str(found[0]) if found else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return str(found[-1])

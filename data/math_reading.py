@@ -40,9 +40,11 @@ def read(stated: str) -> Said:
     >>> read(r"x = \$36").number, read(r"\textbf{(B)}\ 36").words, read("1011_2").based, read(r"x \approx 3").problem
     (Number(value=Fraction(36, 1), percent=False), ('(b)', '36'), ('1011', '2'), 'the command \\approx is not known')
     """
+    if len(stated) > LONGEST_CHARS:
+        return Said("", problem=f"it has more than {LONGEST_CHARS:,} characters")
     plain = typeset(stated)
-    if not plain or len(plain) > LONGEST_CHARS:
-        return Said(plain[:LONGEST_CHARS], problem=f"it has {len(plain):,} characters")
+    if not plain:
+        return Said("", problem="it is empty")
     *left, last = plain.split("=")
     number = read_number(last.strip())
     if number is not None and _are_sides(left):
@@ -72,23 +74,25 @@ def _are_sides(left: list[str]) -> bool:
 
 # What makes an approximation or a bound of the number that follows, beside the words that make another one of any.
 _BOUND = re.compile(r"than|least|most|about|approximately|approx|around|nearly|almost|roughly|under|above|below|between|to")
-_INTRODUCTION = re.compile(r"""(?:(?:"[^"()]*[a-zA-Z]{2}[^"()]*"|[a-zA-Z']{2,}):?\ ?)+(?=[-+0-9.\\])""")
+_INTRODUCTION = re.compile(r"""(?:(?:"[^"()]*[a-zA-Z]{2}[^"()]*"|[a-zA-Z']{2,}(?![a-zA-Z'])):?\ ?)+(?=[-+0-9.\\])""")
 _LETTER_UNIT = re.compile(r"(?<=[0-9}]) ?[mghsl]$")
+_SHORT_WORD = re.compile("(?<= )[a-zA-Z]{2,3}(?![a-zA-Z])")
 
 
 def number_in_words(plain: str) -> Number | None:
-    """The number of an answer whose reference is a number: `It is 18`, `18 m`."""
+    """The number of an answer whose reference is a number, with words before it or after it: `It is 18`, `18 m`."""
     text = plain.rpartition("=")[2].strip()
     if introduction := _INTRODUCTION.match(text):
         if any(makes_another(word) or _BOUND.fullmatch(word.lower()) for word in _WORD.findall(introduction[0])):
             return None
         text = text[introduction.end() :]
-    return read_number(_LETTER_UNIT.sub("", text)) if _are_sides(plain.split("=")[:-1]) else None
+    text = _SHORT_WORD.sub(r'"\g<0>"', _LETTER_UNIT.sub("", text))
+    return read_number(text) if _are_sides(plain.split("=")[:-1]) else None
 
 
 _CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$)) ?(.*)")
 _ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
-_IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[A-J]$)')
+_IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[A-J]$|[yY]es$|[nN]o$|odd$)')
 _TOKEN = re.compile(r"[a-z']+|[0-9]+(?:\.[0-9]+)?|:|(?<![a-z])-|-(?![a-z])")
 
 
@@ -113,10 +117,11 @@ def _without_unit(plain: str) -> str:
     """A text without the unit behind it, if what is left has no letters: `4\\pi cm`, but not `2ab`."""
     unit = _UNIT.search(plain)
     rest = plain[: unit.start()].rstrip() if unit else ""
-    has_letters = re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
-    return rest if unit and rest and not has_letters and is_unit(unit[0]) else plain
+    is_constant = _DIGIT_OR_PI.search(rest) and not re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
+    return rest if unit and is_constant and is_unit(unit[0]) else plain
 
 
+_DIGIT_OR_PI = re.compile(r"[0-9]|\\pi(?![a-zA-Z])")
 _UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
 
 # ---------------------------------------------------------------------- expressions
@@ -135,6 +140,7 @@ _UNREAD = (
     (re.compile(r"[0-9})\]] ?_"), "is a base or an index of a number"),
     (re.compile(r"(?<![_0-9.])[0-9.]+ [0-9.]"), "has two numbers side by side"),
     (re.compile(r'"[^"]*" ?[0-9]'), "has words between numbers"),
+    (re.compile(r"[({\[]{9}"), "is nested too deep"),
     (re.compile(r"\.\.|^[*/^_=,;&!]|[-+*/^_=<>,;&\\]$"), "is not whole"),
 )
 

@@ -36,6 +36,7 @@ _UNICODE = str.maketrans(
 # Marks of mathematics and currencies, spaces, sizes of brackets, styles: none is a part of what is said.
 _BLANK = re.compile(
     r"\\?[$\u20ac\u00a3]|(?<!\\)\\[()\[\],;:> \n]|[~\s]+|\\(?:q?quad|(?:thin|med|thick)?space|pounds|euro)(?![a-zA-Z])"
+    r"|\\(?:boxed|fbox)(?![a-zA-Z])(?!\s*\{)"
 )
 _NOTHING = re.compile(
     r"(?<!\\)\\!|\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\(?:(?:display|text|script)style|rm|bf|it|limits)(?![a-zA-Z])"
@@ -48,6 +49,7 @@ _SPACES = re.compile(r" {2,}")
 _HAS_LETTER = re.compile("[a-zA-Z]")
 _HAS_DIGIT = re.compile("[0-9]")
 _PLAIN = re.compile(r"-?[0-9]{1,15}")
+_MOST_BRACES = 8
 
 
 def typeset(text: str) -> str:
@@ -64,9 +66,11 @@ def typeset(text: str) -> str:
     if "\\" in found:
         found = _FONT.sub("", _TEXT.sub(_quoted, found))
     found = _SPACES.sub(" ", found).strip()
-    while found.startswith("{") and closing(found, 0) == len(found) - 1:
+    for _ in range(_MOST_BRACES):
+        if not found.startswith("{") or closing(found, 0) != len(found) - 1:
+            break
         found = found[1:-1].strip()
-    return found.rstrip(" .,;")
+    return found if found.endswith("..") else found.rstrip(" .,;")
 
 
 def _quoted(text: re.Match[str]) -> str:
@@ -101,7 +105,7 @@ _POWER = r"(?:\^\ ?(?:[1-3]|\{\ ?-?[1-3]\ ?\})|[\u00b2\u00b3])?"
 # A word of two letters or more, or a text in quotes; a single letter is a variable, unless it follows a slash.
 _NAME = rf'(?:"[^"=<>+*^_]*"|[a-zA-Z]{{2,}}(?![a-zA-Z])\.?|(?<=/)[a-zA-Z](?![a-zA-Z])){_POWER}'
 _DEGREE = r"\ ?(?:\^\ ?(?:\\circ(?![a-zA-Z])|\{\ ?\\circ\ ?\})|\\degree(?![a-zA-Z]))(?:\ ?[CF](?![a-zA-Z]))?"
-UNIT = rf"(?:{_DEGREE})?(?:\ ?(?:/|\\cdot)?\ ?{_NAME})*"
+UNIT = rf"(?:{_DEGREE})?(?:\ ?(?:(?:/|\\cdot)\ ?)?{_NAME})*"
 _PERCENT = r'\ ?(?:\\?%|"?\ ?(?:per\ ?cent|percentage|pct)\b\ ?"?)'
 _NUMBER = re.compile(
     rf"""
@@ -121,6 +125,12 @@ _NUMBER = re.compile(
 _LETTER_UNITS = frozenset("mghslLtdNJWVAKCF")
 _ONE_LETTER = re.compile(r'" ?([a-zA-Z]) ?"')
 _WORD = re.compile("[a-zA-Z]+")
+# Without quotes two or three letters may be variables, and so may more that touch the number.
+_BARE = re.compile(r"( ?)(?<![\\a-zA-Z])([a-zA-Z]{2,})")
+_SHORT_UNITS = frozenset(
+    "mm cm dm km mg kg ml mL in ft yd mi sq cu oz lb lbs pt qt gal hr hrs min mins sec day days men way ways cup cups"
+    " mph kph km kmh deg per rad cents USD".split()
+)
 
 
 class Number(NamedTuple):
@@ -180,9 +190,11 @@ def read_number(plain: str) -> Number | None:
 
 
 def is_unit(unit: str) -> bool:
-    """Whether the words behind a number leave it the number that it is."""
-    letters = _ONE_LETTER.findall(unit)
-    return _LETTER_UNITS.issuperset(letters) and not any(map(makes_another, _WORD.findall(unit)))
+    """Whether what follows a number is a unit, so not `xy`, and leaves it the number that it is."""
+    if not _LETTER_UNITS.issuperset(_ONE_LETTER.findall(unit)) or any(map(makes_another, _WORD.findall(unit))):
+        return False
+    bare = _BARE.finditer(re.sub('"[^"]*"', '"', unit))
+    return all(word[2] in _SHORT_UNITS or (word[1] and len(word[2]) > 3) for word in bare)
 
 
 def _fraction(found: re.Match[str]) -> Fraction | None:
