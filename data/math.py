@@ -30,7 +30,9 @@ from data.written_numbers import Number, read_number
 from rlcore.score import Score
 
 # Units are read here: math-verify takes 6m for 6.
-_LATEX = LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
+_LATEX = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its time limit is off
 
@@ -42,7 +44,8 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     has_box = _BOX.search(response) is not None
     stated = _boxed(response) if has_box else _statement(response[-LONGEST_CHARS:])
     answer = None if stated is None else read(stated)
-    correct = answer is not None and gold.problem is None and _equal(gold, answer)
+    # The reference itself may be a whole solution with a box.
+    correct = answer is not None and gold.problem is None and (stated == wanted or _equal(gold, answer))
     # All correct answers have the vote of the reference.
     said = wanted if correct else None if answer is None else _vote(answer, gold)
     return Score(float(correct), {"correct": float(correct), "format": float(has_box)}, said)
@@ -78,7 +81,8 @@ def _reference(answer: str) -> Said:
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 # A box, with or without braces (`\boxed 5`), or what opens and closes others.
 _BRACE = re.compile(
-    rf"{_BOX.pattern}\s*(?:(\{{)|([-0-9.\\A-Z](?:[^${{}}\n]|\{{[^{{}}]*\}}){{0,60}}?)(?=[$\n}}]|\\[)\]]|[.,;!?](?:\s|$)|$))|\\.|[{{}}]", re.DOTALL
+    rf"{_BOX.pattern}\s*(?:(\{{)|([-0-9.\\A-Z](?:[^${{}}\n]|\{{[^{{}}]*\}}){{0,60}}?)(?=[$\n}}]|\\[)\]]|[.,;!?](?:\s|$)|$))|\\.|[{{}}]",
+    re.DOTALL,
 )
 _JOINT = re.compile(r"[\s$\\()\[\]]*(?:[,;]|,?\s*(?:\\text\{)?\s*\b(?:and|or)\b\s*\}?)[\s$\\()\[\]]*")
 _LONGEST_JOINT = 30

@@ -73,7 +73,9 @@ def _are_sides(left: list[str]) -> bool:
 
 
 # What makes an approximation or a bound of the number that follows, beside the words that make another one of any.
-_BOUND = re.compile(r"than|least|most|about|approximately|approx|around|nearly|almost|roughly|under|above|below|between|to")
+_BOUND = re.compile(
+    r"than|least|most|about|approximately|approx|around|nearly|almost|roughly|under|above|below|between|to"
+)
 _INTRODUCTION = re.compile(r"""(?:(?:"[^"()]*[a-zA-Z]{2}[^"()]*"|[a-zA-Z']{2,}(?![a-zA-Z'])):?\ ?)+(?=[-+0-9.\\])""")
 _LETTER_UNIT = re.compile(r"(?<=[0-9}]) ?[mghsl]$")
 _SHORT_WORD = re.compile("(?<= )[a-zA-Z]{2,3}(?![a-zA-Z])")
@@ -90,7 +92,7 @@ def number_in_words(plain: str) -> Number | None:
     return read_number(text) if _are_sides(plain.split("=")[:-1]) else None
 
 
-_CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$)) ?(.*)")
+_CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$))(?! ?[-+*/^=,;<>&]) ?(.*)")
 _ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
 _IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[A-J]$|[yY]es$|[nN]o$|odd$)')
 _TOKEN = re.compile(r"[a-z']+|[0-9]+(?:\.[0-9]+)?|:|(?<![a-z])-|-(?![a-z])")
@@ -103,14 +105,15 @@ def read_words(plain: str) -> tuple[str, ...] | None:
     (('5', 'ft', '2', 'in'), None, None, None)
     """
     bare = plain.replace('"', " ").strip()
-    if choice := _CHOICE.fullmatch(bare):
+    if (choice := _CHOICE.fullmatch(bare)) and not _AND.search(choice[3]):
         return (f"({choice[1] or choice[2]})".lower(), choice[3].replace(" ", ""))
     if not _ONLY_WORDS.fullmatch(bare) or not _IS_WORDS.search(plain) or _FUNCTION.fullmatch(bare):
         return None
     tokens = tuple(token for token in _TOKEN.findall(bare.lower()) if token != "and")
     if len(tokens) == 1 and len(tokens[0]) == 1 and tokens[0].isalpha():
         return (f"({tokens[0]})", "")
-    return tokens if '"' in plain or any(len(token) > 1 and token[0].isalpha() and token != "or" for token in tokens) else None
+    has_word = any(len(token) > 1 and token[0].isalpha() and token != "or" for token in tokens)
+    return tokens if tokens and (has_word or '"' in plain) else None
 
 
 def _without_unit(plain: str) -> str:
@@ -128,7 +131,7 @@ _UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
 
 # Commands that math-verify reads. It ignores some others, whatever they mean.
 _KNOWN = re.compile(
-    r"[dtc]?frac|sqrt|cdot|times|div|pm|mp|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|math(?:bb|cal)"
+    r"frac|sqrt|cdot|times|div|pm|mp|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|math(?:bb|cal)"
     r"|begin|end|leq?|geq?|lt|gt|neq?|[dt]?binom|choose|over|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|log|ln"
     r"|exp|[lr]floor|[lr]ceil|[lr]?vert|[lr]angle|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega"
     r"|Delta|Gamma|Omega|sum|prod|int|lim|to|overline|overrightarrow|vec|hat|bar|angle|triangle|max|min|gcd|operatorname"

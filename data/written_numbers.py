@@ -41,9 +41,10 @@ _BLANK = re.compile(
 _NOTHING = re.compile(
     r"(?<!\\)\\!|\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\(?:(?:display|text|script)style|rm|bf|it|limits)(?![a-zA-Z])"
 )
-_FONTS = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|[mhf]box|boxed|boldsymbol|bm)"
-_FONT = re.compile(_FONTS + r"\s*(?=\{)")
-_TEXT = re.compile(_FONTS + r"\s*\{([^{}\\\"]*)\}")
+_WORDS = r"text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|sf|tt)|[mh]box"
+_TEXT = re.compile(rf"\\(?:{_WORDS})\s*\{{([^{{}}\\\"]*)\}}")
+_FONT = re.compile(rf"\\(?:{_WORDS}|math(?:it|normal)|boldsymbol|bm|boxed|fbox)\s*(?=\{{)")
+_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _AND = re.compile(r"[\s,]*\b(and|or)[\s,]*")
 _SPACES = re.compile(r" {2,}")
 _HAS_LETTER = re.compile("[a-zA-Z]")
@@ -64,7 +65,7 @@ def typeset(text: str) -> str:
         return text
     found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")
     if "\\" in found:
-        found = _FONT.sub("", _TEXT.sub(_quoted, found))
+        found = _FRAC.sub(r"\\frac", _FONT.sub("", _TEXT.sub(_quoted, found)))
     found = _SPACES.sub(" ", found).strip()
     for _ in range(_MOST_BRACES):
         if not found.startswith("{") or closing(found, 0) != len(found) - 1:
@@ -99,7 +100,7 @@ WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _WHOLE = rf"(?:[0-9]{{1,3}}(?:\ [0-9]{{3}})+|{WHOLE})"
 _SIGNED = rf"\{{\ ?([-+]?)\ ?({_WHOLE})\ ?\}}"
 _FRACTION = rf"""(?:
-    \\[dtc]?frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:\{{\ ?({_WHOLE})\ ?\}}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?({_WHOLE})
+    \\frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:\{{\ ?({_WHOLE})\ ?\}}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?({_WHOLE})
 )"""
 _POWER = r"(?:\^\ ?(?:[1-3]|\{\ ?-?[1-3]\ ?\})|[\u00b2\u00b3])?"
 # A word of two letters or more, or a text in quotes; a single letter is a variable, unless it follows a slash.
