@@ -88,7 +88,8 @@ def _question(reference: str, rng: random.Random) -> Answer:
         return Answer("question", rng.choice((f"{plain} + 0", f"1 \\cdot {plain}", f"\\frac{{{plain}}}{{1}}")), False)
     value = number.value.numerator
     forms = (
-        "{v} + 0", "{p} + 1", "{v} \\times 1", "1 \\cdot {v}", "{d} \\div 2", "{d}/2", "\\frac{{{d}}}{{2}}", "({d})/(2)",
+        "{v} + 0", "{p} + 1", "{v} \\times 1", "1 \\cdot {v}", "{d} \\div 2", "{d}/2", "\\frac{{{d}}}{{2}}",
+        "({d})/(2)",
         "-(-{v})", "--{v}", "({v})(1)", "{v}^1", "\\binom{{{v}}}{{1}}", "{{{v} \\choose 1}}", "\\sqrt{{{s}}}", "{v}e^0",
         "|{v}|", "\\max({v}, {p})", "\\log_2 2^{{{v}}}", "{v}\\cdot 10^0", "\\text{{{d}/2}}", "\\mathbf{{{p} + 1}}",
     )  # fmt: skip
@@ -165,7 +166,7 @@ def _paid_by(reference: str, answer: str) -> str | None:
         and not re.search(r",|\bor\b", answer)
     ):
         return "the letter of a choice stands alone or with its text"
-    return "a letter is a variable, no unit" if re.fullmatch("[0-9]+[a-z]", reference) else None
+    return "a letter is a variable, no unit" if re.fullmatch("[0-9]*[a-z]+", reference) else None
 
 
 def _naive_number(answer: str) -> Fraction | None:

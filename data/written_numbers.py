@@ -128,9 +128,8 @@ _ONE_LETTER = re.compile(r'" ?([a-zA-Z]) ?"')
 _WORD = re.compile("[a-zA-Z]+")
 # Without quotes two or three letters may be variables, and so may more that touch the number.
 _BARE = re.compile(r"( ?)(?<![\\a-zA-Z])([a-zA-Z]{2,})")
-_SHORT_UNITS = frozenset(
-    "mm cm dm km mg kg ml mL in ft yd mi sq cu oz lb lbs pt qt gal hr hrs min mins sec day days men way ways cup cups"
-    " mph kph km kmh deg per rad cents USD".split()
+_SHORT_UNIT = re.compile(
+    "mm|cm|dm|km|mg|kg|m[lL]|in|ft|yd|mi|sq|cu|oz|lbs?|pt|qt|gal|hrs?|mins?|sec|day|men|way|cup|mph|kph|kmh|deg|per|rad"
 )
 
 
@@ -195,7 +194,7 @@ def is_unit(unit: str) -> bool:
     if not _LETTER_UNITS.issuperset(_ONE_LETTER.findall(unit)) or any(map(makes_another, _WORD.findall(unit))):
         return False
     bare = _BARE.finditer(re.sub('"[^"]*"', '"', unit))
-    return all(word[2] in _SHORT_UNITS or (word[1] and len(word[2]) > 3) for word in bare)
+    return all(_SHORT_UNIT.fullmatch(word[2]) or (word[1] and len(word[2]) > 3) for word in bare)
 
 
 def _fraction(found: re.Match[str]) -> Fraction | None:
@@ -212,7 +211,7 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """A decimal with its recurring digits, or one from 1 to 10 (to 1,000 for thousands, millions, ...) and its power."""
+    """A decimal with its recurring digits, or one below 10 (1,000 for thousands, millions, ...) and its power."""
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
     if cycle := found["bar"] or found["digit"] or found["cycle"]:
