@@ -94,7 +94,7 @@ def number_in_words(plain: str) -> Number | None:
 
 _CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$))(?! ?[-+*/^=,;<>&]) ?(.*)")
 _ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
-_IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[A-J]$|[yY]es$|[nN]o$|odd$)')
+_IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[yY]es$|[nN]o$|odd$|[aApP]\.?[mM]$)|^[A-J]$')
 _TOKEN = re.compile(r"[a-z']+|[0-9]+(?:\.[0-9]+)?|:|(?<![a-z])-|-(?![a-z])")
 
 
@@ -112,19 +112,18 @@ def read_words(plain: str) -> tuple[str, ...] | None:
     tokens = tuple(token for token in _TOKEN.findall(bare.lower()) if token != "and")
     if len(tokens) == 1 and len(tokens[0]) == 1 and tokens[0].isalpha():
         return (f"({tokens[0]})", "")
-    has_word = any(len(token) > 1 and token[0].isalpha() and token != "or" for token in tokens)
-    return tokens if tokens and (has_word or '"' in plain) else None
+    return tokens or None
 
 
 def _without_unit(plain: str) -> str:
-    """A text without the unit behind it, if what is left has no letters: `4\\pi cm`, but not `2ab`."""
+    """A constant without the unit behind it: `4\\pi cm`, but not `2ab`."""
     unit = _UNIT.search(plain)
     rest = plain[: unit.start()].rstrip() if unit else ""
-    is_constant = _DIGIT_OR_PI.search(rest) and not re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
+    is_constant = _CONSTANT.search(rest) and not re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
     return rest if unit and is_constant and is_unit(unit[0]) else plain
 
 
-_DIGIT_OR_PI = re.compile(r"[0-9]|\\pi(?![a-zA-Z])")
+_CONSTANT = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])")
 _UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
 
 # ---------------------------------------------------------------------- expressions
@@ -143,6 +142,8 @@ _UNREAD = (
     (re.compile(r"[0-9})\]] ?_"), "is a base or an index of a number"),
     (re.compile(r"(?<![_0-9.])[0-9.]+ [0-9.]"), "has two numbers side by side"),
     (re.compile(r'"[^"]*" ?[0-9]'), "has words between numbers"),
+    (re.compile(r"[0-9.] ?\\(?:overline|bar|dot)"), "is a recurring decimal among others"),
+    (re.compile(r"[0-9] ?\\frac ?\{[0-9]+\} ?\{[0-9]+\} ?[a-zA-Z\"\\(]"), "is a mixed number as a factor"),
     (re.compile(r"[({\[]{9}"), "is nested too deep"),
     (re.compile(r"\.\.|^[*/^_=,;&!]|[-+*/^_=<>,;&\\]$"), "is not whole"),
 )

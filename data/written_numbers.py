@@ -66,6 +66,7 @@ def typeset(text: str) -> str:
     found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")
     if "\\" in found:
         found = _FRAC.sub(r"\\frac", _FONT.sub("", _TEXT.sub(_quoted, found)))
+        found = found.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"{^\circ}", r"^\circ")
     found = _SPACES.sub(" ", found).strip()
     for _ in range(_MOST_BRACES):
         if not found.startswith("{") or closing(found, 0) != len(found) - 1:
