@@ -95,6 +95,7 @@ def number_in_words(plain: str) -> Number | None:
 _CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$))(?! ?[-+*/^=,;<>&]) ?(.*)")
 _ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
 _IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[yY]es$|[nN]o$|odd$|[aApP]\.?[mM]$)|^[A-J]$')
+_DOT = re.compile(r"(?<=[a-z])\.")
 _TOKEN = re.compile(r"[a-z']+|[0-9]+(?:\.[0-9]+)?|:|(?<![a-z])-|-(?![a-z])")
 
 
@@ -109,7 +110,7 @@ def read_words(plain: str) -> tuple[str, ...] | None:
         return (f"({choice[1] or choice[2]})".lower(), choice[3].replace(" ", ""))
     if not _ONLY_WORDS.fullmatch(bare) or not _IS_WORDS.search(plain) or _FUNCTION.fullmatch(bare):
         return None
-    tokens = tuple(token for token in _TOKEN.findall(bare.lower()) if token != "and")
+    tokens = tuple(token for token in _TOKEN.findall(_DOT.sub("", bare.lower())) if token != "and")
     if len(tokens) == 1 and len(tokens[0]) == 1 and tokens[0].isalpha():
         return (f"({tokens[0]})", "")
     return tokens or None
