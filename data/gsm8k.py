@@ -2,7 +2,8 @@
 
 Rows from the published jsonl files, with the field's prompt and ground truth. Two readings of an answer:
 
-    strict    `#### <number>` in the last 300 characters, the same digits as the reference: what the field reports
+    strict    `#### <number>` in the last 300 characters, the same digits as the reference: what the field reports.
+              Of the reference a thousands separator, a currency, a unit and `.0` do not count
     numeric   the number after the last `####`, else the last number of the text; equal as a number (18.0 = 18)
 
 Both need a line that states one number, with or without brackets, emphasis, a currency or a unit. A second number (`18
@@ -14,9 +15,11 @@ another one. The field's regular expressions stop at the first digits, so they t
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from data.rows import Message, Row, TaskRows
+from data.written_numbers import makes_another
 from rlcore.errors import DataError
 from rlcore.score import Score
 
@@ -85,16 +88,31 @@ def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> Score:
-    wanted = str(ground_truth["answer"])
+    wanted, digits = _wanted(str(ground_truth["answer"]))
     _, mark, tail = response[-_STRICT_CHARS:].rpartition("####")
     marked = _STRICT.match(tail) if mark else None
     number = last_number(response)
-    numeric = number is not None and number == only_number(wanted)
-    strict = numeric and marked is not None and marked.group(1).replace(",", "") == wanted
+    numeric = number is not None and number == wanted
+    strict = numeric and marked is not None and marked.group(1).replace(",", "") in digits
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
     # The vote is the number, however it is written; without the mark there is none in the strict reading.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
+
+
+@lru_cache(maxsize=16_384)
+def _wanted(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
+    """Number and digits of a reference, which is a number or GSM8K's whole `answer`; 76.0 may be written 76 too.
+
+    >>> _wanted(" $1,234"), _wanted("9 * 2 = 18\\n#### 18")[1], _wanted("76.0")[1], _wanted("18 or 19")
+    ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'), (None, ()))
+    """
+    stated = reference.rpartition("####")[2].strip()
+    number = only_number(stated)
+    if number is None:
+        return None, ()
+    digits = "-" * (number < 0) + re.findall(r"[0-9][0-9.,]*", stated)[0].replace(",", "").removesuffix(".")
+    return number, (digits, str(number) if number.denominator == 1 else digits.rstrip("0"))
 
 
 def last_number(response: str) -> Fraction | None:
@@ -120,12 +138,6 @@ _LEADING, _TRAILING = "([{*_'\\$\u20ac\u00a3+", ")]}*_'\\$\u20ac\u00a3%\u00b0.,;
 _OPERATORS = "-+*/^\u00d7\u00f7\u00b7\u2212\u2013\u2014"
 _MAGNITUDE = re.compile(r"[kmbtex]|mm|mn|mil|bn|bil|tn", re.IGNORECASE)
 _MAKES_THE_NEXT_ANOTHER = re.compile(r"not|minus|negative|n?or|plus|times|over|under|than|point")
-_MAKES_ANOTHER = re.compile(
-    r"not|n?or|minus|negative|plus|point|over|squared|cubed|factorial|wrong|incorrect|half|halves|thirds?|quarter|tenths?"
-    r"|(?:dozen|hundred|thousand|million|billion|trillion)s?|(?:hundred|thousand)ths?"
-    r"|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-)
 
 
 def only_number(line: str) -> Fraction | None:
@@ -156,11 +168,6 @@ def final_number(text: str, within: int) -> Fraction | None:
     sentence = words[place:]
     ends = (number for number, word in enumerate(sentence, start=1) if word[-1] in ".!?")
     return _stated(words, place, sentence[: next(ends, None)])
-
-
-def makes_another(word: str) -> bool:
-    """Whether a word beside a number makes it another one, or no answer: `million`, `half`, `or`, `nineteen`, `not`."""
-    return _MAKES_ANOTHER.fullmatch(word.strip("()[]{}.,;!?*'").lower()) is not None
 
 
 def _words(text: str) -> list[str]:

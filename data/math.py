@@ -1,9 +1,15 @@
-r"""Scorer for mathematics of any kind: the math-verify library decides whether two expressions are equal.
+r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the field's graders of MATH; without one the
+text after the last "answer is" or "answer:", or the last line, if nothing mathematical comes after it.
 
-What is compared is chosen here: the last `\boxed{}`, as in the field's graders of MATH; without one the text after the
-last "answer is" or "answer:", or the last line, if nothing mathematical comes after it. math-verify alone takes the
-first of `The answer is 18. No, 19.`, and ignores unknown commands (`\neg 18`, `\approx 18`), words (`18 million`) and
-the first side of `19 = 18`. Where the reference is a number the answer must be one: `12 * 12` is no answer to 12 * 12.
+Reference and answer are read by the same rules, each wholly or not at all:
+
+    a number      as it is written (`data.written_numbers`): equal as a number, whatever its form, unit or currency
+    words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}`: the same words in the same order
+    a base        `1011_2`: the same digits; the answer may leave the base out
+    expressions   all else that the math-verify library reads wholly: equal for the library
+
+math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units), reads `1 234` as 235, and takes
+`36 \div 2` or `\binom{5}{2}` for the number, so it sees no numbers and no text with a part that it ignores.
 
 The library computes the answer, which for some never ends (`9^{9^{9}}`), so it needs scoring processes with a deadline:
 `reward.num_processes` of 1 or more. Its own time limit is off, since it uses signals, which do not work in a thread.
@@ -11,39 +17,21 @@ The library computes the answer, which for some never ends (`9^{9^{9}}`), so it 
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Rational
 
-from data.gsm8k import makes_another
+from data.math_reading import COMMAND, LIST, LONGEST_CHARS, Said, expression_problem, number_in_words, read, read_words
+from data.written_numbers import Number, read_number
 from rlcore.score import Score
 
-# The answer stands near the end; a long text costs the parser minutes.
-_LONGEST_CHARS = 2_000
-
-_BOX = "\\boxed{"
-_ANCHOR = re.compile(r"(?i)\banswer(?:\s+is\b)?\s*:?")
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|\n")
-_MATHEMATICAL = re.compile(r"[\d$\\]")
-_INLINE = re.compile(r"\\?\$\$?([^$]+)\$\$?|\\[(\[](.+?)\\[)\]]")
-_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
-_COMMAND = re.compile(r"\\([a-zA-Z]+)")
-_COMMAND_OR_TEXT = re.compile(rf"{_TEXT.pattern}|{_COMMAND.pattern}")
-_LETTER = re.compile("[a-zA-Z]")
-_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z']{2,}(?:[ -]+[a-zA-Z']{2,})*")
-_INTRODUCTION = re.compile(r"^(?:[a-zA-Z']{2,}\s+)+(?=[-0-9])")
-# A base (18_8), minutes (18'); in a number also a relation (> 18) and one of several equations (x=19, x=18).
-_MARKED_DIGITS = re.compile(r"[0-9}]\s*[_']")
-_ODD_IN_A_NUMBER = re.compile(rf"{_MARKED_DIGITS.pattern}|[<>;]|\\(?:[lg]eq?|[lg]t|neq?|in)\b|=[^=]*,[^=]*=")
-# Commands that math-verify reads or that only set type. It ignores all others, whatever they mean.
-_KNOWN = re.compile(
-    r"[dtc]?frac|sqrt|cdot|times|div|pm|mp|left|right|big|Big|text(?:bf)?|math(?:rm|bf|bb|cal|it)|mbox|boldsymbol|boxed"
-    r"|operatorname|displaystyle|q?quad|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|subset|begin|end"
-    r"|leq?|geq?|lt|gt|neq?|d?binom|choose|over|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|log|ln|exp|[lr]floor"
-    r"|[lr]ceil|[lr]?vert|[lr]angle|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|sum|prod|int"
-    r"|lim|to|overline|vec|hat|bar|angle|triangle|p?mod"
+# Units are read here: math-verify takes 6m for 6.
+_LATEX = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 )
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its time limit is off
@@ -53,28 +41,85 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     """1 where the answer equals the reference, else 0. `format` is 1 for an answer in `\\boxed{}`, else 0."""
     wanted = str(ground_truth["answer"])
     gold = _reference(wanted)
-    end = response[-_LONGEST_CHARS:]
-    stated = _last_box(end) if _BOX in end else _statement(end)
-    content = None if stated is None else _readable(stated, wanted, is_number=_is_number(gold))
-    correct = content is not None and _equal(content, gold, wanted)
-    # All correct answers have the vote of the reference, others that of the parsed expression.
-    said = wanted if correct else _written(_parsed(content)) if content is not None else None
-    return Score(float(correct), {"correct": float(correct), "format": float(_BOX in response)}, said)
+    has_box = _BOX.search(response) is not None
+    stated = _boxed(response) if has_box else _statement(response[-LONGEST_CHARS:])
+    answer = None if stated is None else read(stated)
+    # The reference itself may be a whole solution with a box.
+    correct = answer is not None and gold.problem is None and (stated == wanted or _equal(gold, answer))
+    # All correct answers have the vote of the reference.
+    said = wanted if correct else None if answer is None else _vote(answer, gold)
+    return Score(float(correct), {"correct": float(correct), "format": float(has_box)}, said)
 
 
-def _last_box(text: str) -> str | None:
-    r"""Content of the last `\boxed{}`; None where it is not closed.
+def reference_problem(reference: str) -> str | None:
+    r"""Why a reference cannot be read wholly; None where it can, and then the same text in a box scores 1.
 
-    >>> _last_box(r"\boxed{1} or \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
+    >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
+    (None, 'the command \\approx is not known')
     """
-    start = text.rfind(_BOX) + len(_BOX)
-    depth = 1
-    for place in range(start, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if depth == 0:
-            return text[start:place]
-    return None
+    return _reference(reference).problem
+
+
+# A name and what it is of: `f(-1)`, `\angle ABC`. An equation, such as x + y = 5, has none on its left.
+_OF = re.compile(r"(?<=[a-zA-Z])(?: ?\( ?-?[a-zA-Z0-9., ]*\)|\^\{?-1\}?)")
+_NAME = re.compile(r"[^-+*/^<>!,;|]*[a-zA-Z][^-+*/^<>!,;|]*")
+
+
+@lru_cache(maxsize=65_536)
+def _reference(answer: str) -> Said:
+    stated = _boxed(answer) if _BOX.search(answer) else answer
+    if stated is None:
+        return Said(answer, problem="its box is not closed")
+    said = read(stated)
+    if all(_NAME.fullmatch(_OF.sub("", side)) for side in said.left):
+        return said
+    return Said(said.plain, problem=expression_problem(said.plain))
+
+
+# ---------------------------------------------------------------------- what a response states
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+# A box, with or without braces (`\boxed 5`), or what opens and closes others.
+_BRACE = re.compile(
+    rf"{_BOX.pattern}\s*(?:(\{{)|([-0-9.\\A-Z](?:[^${{}}\n]|\{{[^{{}}]*\}}){{0,60}}?)(?=[$\n}}]|\\[)\]]|[.,;!?](?:\s|$)|$))|\\.|[{{}}]",
+    re.DOTALL,
+)
+_JOINT = re.compile(r"[\s$\\()\[\]]*(?:[,;]|,?\s*(?:\\text\{)?\s*\b(?:and|or)\b\s*\}?)[\s$\\()\[\]]*")
+_LONGEST_JOINT = 30
+
+
+def _boxed(text: str) -> str | None:
+    r"""Content of the last box, or of the last ones where only a comma, `and` or `or` is between; None if it is open.
+
+    >>> _boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), _boxed(r"$\fbox{3}$ or $\boxed 5$"), _boxed(r"\boxed{18")
+    ('\\frac{1}{2}', '3, 5', None)
+    """
+    opened: list[tuple[int, int] | None] = []
+    closed: list[tuple[int, int, str]] = []  # boxes in no other one: start, end, content
+    for found in _BRACE.finditer(text):
+        if found[2] is not None:
+            closed.append((found.start(), found.end(), found[2]))
+        elif found[0].endswith("{") and found[0] != "\\{":
+            opened.append((found.start(), found.end()) if found[1] else None)
+        elif found[0] == "}" and opened and (box := opened.pop()) is not None:
+            while closed and closed[-1][0] > box[0]:
+                closed.pop()
+            closed.append((box[0], found.end(), text[box[1] : found.start()]))
+    if not closed or any(box is not None and box[0] > closed[-1][0] for box in opened):
+        return None
+    contents = [closed[-1][2]]
+    for (_, end, content), (start, _, _) in zip(closed[-2::-1], closed[:0:-1], strict=True):
+        if start - end > _LONGEST_JOINT or not _JOINT.fullmatch(text, end, start):
+            break
+        if content not in contents:
+            contents.insert(0, content)
+    return ", ".join(contents)
+
+
+_ANCHOR = re.compile(r"(?i)\banswer(?:\s+is\b)?\s*:?")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|\n")
+_MATHEMATICAL = re.compile(r"[\d$\\]")
+_INLINE = re.compile(r"\\?\$\$?([^$]+)\$\$?|\\[(\[](.+?)\\[)\]]")
 
 
 def _statement(text: str) -> str | None:
@@ -98,62 +143,89 @@ def _statement(text: str) -> str | None:
     return inline[0] if len(inline) == 1 else None if inline else said.strip(" *:")
 
 
-def _readable(stated: str, wanted: str, *, is_number: bool) -> str | None:
-    """The stated text as LaTeX that math-verify reads completely; None where it would ignore a part of it.
-
-    Parts that the reference has too are allowed.
-    """
-    content = stated.strip().rstrip(".").replace("\\$", "").replace("\n", " ")
-    own = _COMMAND.findall(wanted)
-    if any(command not in own and not _KNOWN.fullmatch(command) for command in _COMMAND.findall(content)):
-        return None
-    words = " ".join(_TEXT.findall(content)) if not is_number else _COMMAND.sub(" ", content)
-    if any(makes_another(word) and word not in wanted.lower() for word in re.findall(r"[a-z]+", words.lower())):
-        return None
-    odd = _ODD_IN_A_NUMBER if is_number else _MARKED_DIGITS
-    if odd.search(content) and not odd.search(wanted):
-        return None
-    if is_number:
-        content = re.sub(r"\s*\\?%$", "", content)  # 18% of something is 18, as in the references
-    if is_number and not _TEXT.search(content):  # plain words are an introduction or a unit, no variables
-        content = _WORDS.sub(lambda words: rf"\text{{ {words[0]} }}", _INTRODUCTION.sub("", content))
-    return content or None
+# ---------------------------------------------------------------------- equal or not
 
 
-def _equal(content: str, gold: list[Any], wanted: str) -> bool:
-    """Whether the stated text is the reference, and so is every number in a chain of equations (`x = 9 + 9 = 18`)."""
-    *others, last = [content] if "=" in wanted else content.split("=")
-    found = _parsed(last)
-    if _is_number(gold) and not _is_number(found):
+def _equal(gold: Said, answer: Said) -> bool:
+    if gold.plain.replace(" ", "") == answer.plain.replace(" ", ""):
+        return True
+    if gold.number is not None:
+        return _states_number(gold.number, gold.left, answer)
+    if gold.based is not None:
+        return gold.based == answer.based or answer.plain == gold.based[0]
+    if gold.words is not None:
+        return _same_words(gold.words, answer.words or read_words(f'"{answer.plain}"'))
+    return (answer.problem or answer.words or answer.based) is None and _equal_expressions(gold, answer)
+
+
+def _states_number(wanted: Number, names: tuple[str, ...], answer: Said) -> bool:
+    """Whether the answer is the number, under no other name, and so is every number in a chain (`x = 9 + 9 = 18`)."""
+    number = answer.number or number_in_words(answer.plain)
+    if number is None or not wanted.says(number):
         return False
-    if _is_number(gold) and gold[0].is_Integer and "frac" in found[-1]:
-        return False  # 36/2 is the question, not the answer
-    numbers = [
-        side for side in others if _MATHEMATICAL.search(side) and not _LETTER.search(_COMMAND_OR_TEXT.sub("", side))
-    ]
-    return all(verify(gold, one, timeout_seconds=None) for one in (found, *map(_parsed, numbers)))
+    left = answer.plain.split("=")[:-1]
+    own, said = _name(names), _name(left)
+    if own and said and own != said:
+        return False
+    gold = [Rational(wanted.value.numerator, wanted.value.denominator)]
+    return all(
+        wanted.says(step) if (step := read_number(side.strip())) else _verified(gold, side)
+        for side in left
+        if not _has_letters(side)
+    )
 
 
-def _is_number(parsed: list[Any]) -> bool:
-    """Whether the first reading is a plain number, not arithmetic that is still to be done."""
-    return bool(parsed) and getattr(parsed[0], "is_Number", False) is True
+def _name(left: Sequence[str]) -> str:
+    """What stands left of the first `=`, if that is a name: `x`, `f(2)`, `\\angle ABC`."""
+    return re.sub(r"[\s{}\"]", "", left[0]) if left and _has_letters(left[0]) else ""
 
 
-def _parsed(content: str) -> list[Any]:
-    found: list[Any] = parse(f"${content}$", [LatexExtractionConfig()], parsing_timeout=None)
+def _has_letters(side: str) -> bool:
+    return re.search(r'[a-zA-Z"]', COMMAND.sub("", side)) is not None
+
+
+def _same_words(wanted: tuple[str, ...], said: tuple[str, ...] | None) -> bool:
+    """Whether the words are the same; a choice's letter may stand alone, in the reference or the answer."""
+    if said is None or not wanted[0].startswith("("):
+        return wanted == said
+    return wanted[0] == said[0] and (wanted[1] == said[1] or not (wanted[1] and said[1]))
+
+
+def _equal_expressions(gold: Said, answer: Said) -> bool:
+    """Whether math-verify finds the answer equal, and every number in a chain of equations too."""
+    text = answer.plain
+    if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
+        text = str(answer.number)
+    chain = "=" not in gold.plain and not LIST.search(text)
+    *left, last = text.split("=") if chain else [text]
+    sides = [last, *(side for side in left if re.search("[0-9]", side) and not _has_letters(side))]
+    return all(_verified(_parsed_reference(gold.plain), side) for side in sides)
+
+
+def _verified(gold: list[Any], text: str) -> bool:
+    plain = text.strip()
+    return expression_problem(plain) is None and bool(verify(gold, _parsed(plain), timeout_seconds=None))
+
+
+def _parsed(plain: str) -> list[Any]:
+    latex = re.sub('"([^"]*)"', r"\\text{\1}", plain)
+    found: list[Any] = parse(f"${latex}$", [_LATEX], extraction_mode="first_match", parsing_timeout=None)
     return found
 
 
-def _written(found: list[Any]) -> str | None:
-    """The parsed answer as text: 1/2 for 0.5. A number of thousands of digits stays as it was written."""
+_parsed_reference = lru_cache(maxsize=4_096)(_parsed)
+
+
+def _vote(answer: Said, gold: Said) -> str | None:
+    """The same text for equal answers: 1/2 for 0.5. A huge expression stays as it was written."""
+    if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
+        return str(number)
+    if answer.problem is not None:
+        return None
+    if answer.words or gold.words or gold.number or gold.based:
+        return " ".join(answer.words or (answer.plain,)).strip()
+    found = _parsed(answer.plain)
     try:
         return str(found[0]) if found else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return str(found[-1])
-
-
-@lru_cache(maxsize=4_096)
-def _reference(answer: str) -> Any:
-    """The reference parsed; a bare expression is taken as LaTeX mathematics."""
-    marked = answer if _BOX in answer or "$" in answer else f"${answer}$"
-    return parse(marked, parsing_timeout=None)

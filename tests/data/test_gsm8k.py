@@ -218,3 +218,39 @@ def test_a_word_that_the_limit_cuts_is_no_number():
 )
 def test_a_number_stands_alone_or_is_none(line, number):
     assert only_number(line) == number
+
+
+@pytest.mark.parametrize(
+    ("reference", "strict", "numeric", "wrong"),
+    [
+        ("1,234", ["1,234", "1234"], ["$1,234", "1234.0"], ["1", "234", "12345"]),
+        (" 76", ["76"], ["76.", "76.0"], ["7", "-76"]),
+        ("76\n", ["76"], [], ["75"]),
+        ("76.0", ["76", "76.0"], ["76."], ["760"]),
+        ("2.50", ["2.5", "2.50"], ["2.500"], ["25", "2"]),
+        ("$76", ["76"], ["$76"], ["77"]),
+        ("-5", ["-5"], ["-5.0"], ["5"]),
+        ("025", ["25"], ["25.0"], ["5"]),
+        ("76 dollars", ["76"], [], ["67"]),
+        ("#### 76", ["76"], [], ["6"]),
+        ("He has 4 * 19 = <<4*19=76>>76 eggs.\n#### 76", ["76"], ["76 eggs."], ["4", "19"]),
+        ("18 or 19", [], [], ["18", "19"]),
+        ("18/19", [], [], ["18", "19", "18/19"]),
+    ],
+)
+def test_a_reference_is_cleaned_as_an_answer_is(reference, strict, numeric, wrong):
+    truth = {"answer": reference}
+    for answer in strict:
+        assert score(f"#### {answer}", truth).total == score_numeric(f"#### {answer}", truth).total == 1.0, answer
+    for answer in numeric:
+        assert score_numeric(f"#### {answer}", truth).total == 1.0, answer
+    for answer in wrong:
+        assert score(f"#### {answer}", truth).total == score_numeric(f"#### {answer}", truth).total == 0.0, answer
+
+
+@pytest.mark.slow
+def test_the_published_answer_column_as_reference_earns_full_marks_against_itself(gsm8k_folder):
+    for split in ("train", "test"):
+        for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
+            answer = json.loads(line)["answer"]
+            assert score(answer, {"answer": answer}).total == score_numeric(answer, {"answer": answer}).total == 1.0

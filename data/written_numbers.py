@@ -1,0 +1,248 @@
+r"""Written numbers: what a text or its LaTeX states as one number, read exactly and without computing anything.
+
+    whole      36   1,234   1{,}234   1\,234        fraction     1/2   \frac12   \dfrac{-1}{2}
+    decimal    2.5   .5   5.                        mixed        12\frac12   12 1/2
+    recurring  0.\overline{3}   0.\bar{3}   0.(3)   scientific   2.5 \times 10^3   1e-05
+
+Each with one sign, a currency, a percent sign or a unit. All else is arithmetic to be done, or no number: `36/2` (18),
+`9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
+"""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+# ---------------------------------------------------------------------- typesetting
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u00a0": " ",
+        "\u202f": " ",
+        "\u2009": " ",
+        "\u00d7": r"\times ",
+        "\u00b7": r"\cdot ",
+        "\u00f7": r"\div ",
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u00b1": r"\pm ",
+        "\u222a": r"\cup ",
+        "\u00b0": r"^\circ",
+    }
+)
+# Marks of mathematics and currencies, spaces, sizes of brackets, styles: none is a part of what is said.
+_BLANK = re.compile(
+    r"\\?[$\u20ac\u00a3]|(?<!\\)\\[()\[\],;:> \n]|[~\s]+|\\(?:q?quad|(?:thin|med|thick)?space|pounds|euro)(?![a-zA-Z])"
+    r"|\\(?:boxed|fbox)(?![a-zA-Z])(?!\s*\{)"
+)
+_NOTHING = re.compile(
+    r"(?<!\\)\\!|\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\(?:(?:display|text|script)style|rm|bf|it|limits)(?![a-zA-Z])"
+)
+_WORDS = r"text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|sf|tt)|[mh]box"
+_TEXT = re.compile(rf"\\(?:{_WORDS})\s*\{{([^{{}}\\\"]*)\}}")
+_FONT = re.compile(rf"\\(?:{_WORDS}|math(?:it|normal)|boldsymbol|bm|boxed|fbox)\s*(?=\{{)")
+_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_AND = re.compile(r"[\s,]*\b(and|or)[\s,]*")
+_SPACES = re.compile(r" {2,}")
+_HAS_LETTER = re.compile("[a-zA-Z]")
+_HAS_DIGIT = re.compile("[0-9]")
+_PLAIN = re.compile(r"-?[0-9]{1,15}")
+_MOST_BRACES = 8
+
+
+def typeset(text: str) -> str:
+    r"""A text without its typesetting: spaces, fonts, brackets' sizes, currencies, `$`, braces and boxes around it all.
+
+    Words that stood in `\text{}` stand in quotes.
+
+    >>> typeset(r"$\left( -\$32,\!348\text{ dollars} \right)$"), typeset(r"\textbf{42}"), typeset(r"{1{,}234}")
+    ('( - 32,348" dollars" )', '42', '1,234')
+    """
+    if _PLAIN.fullmatch(text):
+        return text
+    found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")
+    if "\\" in found:
+        found = _FRAC.sub(r"\\frac", _FONT.sub("", _TEXT.sub(_quoted, found)))
+        found = found.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"{^\circ}", r"^\circ")
+    found = _SPACES.sub(" ", found).strip()
+    for _ in range(_MOST_BRACES):
+        if not found.startswith("{") or closing(found, 0) != len(found) - 1:
+            break
+        found = found[1:-1].strip()
+    return found if found.endswith("..") else found.rstrip(" .,;")
+
+
+def _quoted(text: re.Match[str]) -> str:
+    words = text[1]
+    if _AND.fullmatch(words) or not _HAS_LETTER.search(words):
+        return f" {words} "
+    return f"{{{words}}}" if _HAS_DIGIT.search(words) else f'"{words}"'
+
+
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def closing(text: str, start: int) -> int | None:
+    r"""Place of the brace that closes the one at `start`; `\{` and `\}` are no braces. None where it stays open."""
+    depth = 0
+    for brace in _BRACES.finditer(text, start):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+# ---------------------------------------------------------------------- the grammar
+
+WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_WHOLE = rf"(?:[0-9]{{1,3}}(?:\ [0-9]{{3}})+|{WHOLE})"
+_SIGNED = rf"\{{\ ?([-+]?)\ ?({_WHOLE})\ ?\}}"
+_FRACTION = rf"""(?:
+    \\frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:\{{\ ?({_WHOLE})\ ?\}}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?({_WHOLE})
+)"""
+_POWER = r"(?:\^\ ?(?:[1-3]|\{\ ?-?[1-3]\ ?\})|[\u00b2\u00b3])?"
+# A word of two letters or more, or a text in quotes; a single letter is a variable, unless it follows a slash.
+_NAME = rf'(?:"[^"=<>+*^_]*"|[a-zA-Z]{{2,}}(?![a-zA-Z])\.?|(?<=/)[a-zA-Z](?![a-zA-Z])){_POWER}'
+_DEGREE = r"\ ?(?:\^\ ?(?:\\circ(?![a-zA-Z])|\{\ ?\\circ\ ?\})|\\degree(?![a-zA-Z]))(?:\ ?[CF](?![a-zA-Z]))?"
+UNIT = rf"(?:{_DEGREE})?(?:\ ?(?:(?:/|\\cdot)\ ?)?{_NAME})*"
+_PERCENT = r'\ ?(?:\\?%|"?\ ?(?:per\ ?cent|percentage|pct)\b\ ?"?)'
+_NUMBER = re.compile(
+    rf"""
+    (?P<sign>[-+]?)\ ?
+    (?:
+        (?:(?P<whole>{_WHOLE})(?:\ ?(?=\\)|\ ))?(?P<fraction>{_FRACTION})
+      | (?=\.?[0-9]) (?P<int>{_WHOLE})? (?:\.(?P<places>[0-9]*) (?:
+            (?:\\(?:overline|bar|dot)\ ?(?:\{{\ ?(?P<bar>[0-9]+)\ ?\}}|(?P<digit>[0-9]))|\((?P<cycle>[0-9]+)\)) )? )?
+        (?: \ ?(?:\\times|\\cdot|[*x])\ ?10\ ?\^\ ?[{{(]?\ ?(?P<power>[-+]?[0-9]{{1,3}})\ ?[)}}]?
+          | [eE](?P<exponent>[-+]?[0-9]{{1,3}}) )?
+    )
+    (?: (?P<percent>{_PERCENT}) | (?P<unit>{UNIT}) )
+    """,
+    re.VERBOSE,
+)
+# Units of one letter; another one in \text{} is a variable in another font.
+_LETTER_UNITS = frozenset("mghslLtdNJWVAKCF")
+_ONE_LETTER = re.compile(r'" ?([a-zA-Z]) ?"')
+_WORD = re.compile("[a-zA-Z]+")
+# Without quotes two or three letters may be variables, and so may more that touch the number.
+_BARE = re.compile(r"( ?)(?<![\\a-zA-Z])([a-zA-Z]{2,})")
+_SHORT_UNIT = re.compile(
+    "mm|cm|dm|km|mg|kg|m[lL]|in|ft|yd|mi|sq|cu|oz|lbs?|pt|qt|gal|hrs?|mins?|sec|day|men|way|cup|mph|kph|kmh|deg|per|rad"
+)
+
+
+class Number(NamedTuple):
+    """A written number. A percentage has the number before the sign as its value."""
+
+    value: Fraction
+    percent: bool = False
+
+    def __str__(self) -> str:
+        """As few characters as say it, the same for equal numbers."""
+        return f"{self.value}{'%' * self.percent}"
+
+    def says(self, other: "Number") -> bool:
+        """Whether both are the same number: exactly, or to six places where no decimal writes one of them.
+
+        A percentage is its number (50% is 50), but for one below 1%, and its hundredth where that is no whole number
+        (50% is 0.5).
+        """
+        is_same = _same(self.value, other.value)
+        if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):
+            return is_same
+        plain, percentage = (other, self) if self.percent else (self, other)
+        return plain.value.denominator > 1 and _same(plain.value, percentage.value / 100)
+
+
+def _same(one: Fraction, other: Fraction) -> bool:
+    if one == other or _ends(one) == _ends(other):
+        return one == other
+    rounded = round(one, 6)
+    return rounded != 0 and rounded == round(other, 6)
+
+
+def _ends(value: Fraction) -> bool:
+    """Whether a decimal writes the value exactly."""
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0
+
+
+def read_number(plain: str) -> Number | None:
+    r"""The number that a text says once its typesetting is gone (`typeset`); None where it says anything else.
+
+    >>> [str(read_number(typeset(text))) for text in (r"\$36", r"0.1\overline{6}", r"12\frac12\%", "2.5e3", "5 cm")]
+    ['36', '1/6', '25/2%', '2500', '5']
+    >>> [read_number(text) for text in ("36/2", "(3)(6)", "--18", "e^0", "18 million", "5 ft 2 in", "18x", "25*10^2")]
+    [None, None, None, None, None, None, None, None]
+    """
+    if _PLAIN.fullmatch(plain):
+        return Number(Fraction(int(plain)))
+    while plain[:1] == "(" and plain[-1:] == ")":
+        plain = plain[1:-1].strip()
+    found = _NUMBER.fullmatch(plain)
+    if found is None or not is_unit(found["unit"] or ""):
+        return None
+    size = _fraction(found) if found["fraction"] else _decimal(found)
+    if size is None:
+        return None
+    return Number(-size if found["sign"] == "-" else size, found["percent"] is not None)
+
+
+def is_unit(unit: str) -> bool:
+    """Whether what follows a number is a unit, so not `xy`, and leaves it the number that it is."""
+    if not _LETTER_UNITS.issuperset(_ONE_LETTER.findall(unit)) or any(map(makes_another, _WORD.findall(unit))):
+        return False
+    bare = _BARE.finditer(re.sub('"[^"]*"', '"', unit))
+    return all(_SHORT_UNIT.fullmatch(word[2]) or (word[1] and len(word[2]) > 3) for word in bare)
+
+
+def _fraction(found: re.Match[str]) -> Fraction | None:
+    """A fraction that is none of a whole number, or a whole number and a part of one."""
+    start = found.re.groupindex["fraction"]
+    sign, top, digit, bottom, other_digit, over, under = found.groups()[start : start + 7]
+    above, below = _int(top or digit or over), _int(bottom or other_digit or under)
+    if below == 0 or above % below == 0 or (sign and (found["sign"] or found["whole"])):
+        return None
+    part = Fraction(-above if sign == "-" else above, below)
+    if found["whole"] is None:
+        return part
+    return _int(found["whole"]) + part if above < below else None
+
+
+def _decimal(found: re.Match[str]) -> Fraction | None:
+    """A decimal with its recurring digits, or one below 10 (1,000 for thousands, millions, ...) and its power."""
+    places = found["places"] or ""
+    size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
+    if cycle := found["bar"] or found["digit"] or found["cycle"]:
+        size += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(places))
+    if (exponent := found["power"] or found["exponent"]) is None:
+        return size
+    power = int(exponent)
+    if power == 0 or not 1 <= size < (1_000 if power % 3 == 0 else 10):
+        return None
+    return size * Fraction(10) ** power
+
+
+def _digits(written: str) -> str:
+    return written.replace(",", "").replace(" ", "")
+
+
+def _int(written: str) -> int:
+    return int(_digits(written))
+
+
+# ---------------------------------------------------------------------- words
+
+_MAKES_ANOTHER = re.compile(
+    r"not|n?or|minus|negative|plus|point|over|squared|cubed|factorial|wrong|incorrect|half|halves|thirds?|quarter|tenths?"
+    r"|(?:dozen|hundred|thousand|million|billion|trillion)s?|(?:hundred|thousand)ths?"
+    r"|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+)
+
+
+def makes_another(word: str) -> bool:
+    """Whether a word beside a number makes it another one, or no answer: `million`, `half`, `or`, `nineteen`, `not`."""
+    return _MAKES_ANOTHER.fullmatch(word.strip("()[]{}.,;!?*'").lower()) is not None

@@ -1,0 +1,196 @@
+"""Mathematics: what references and answers are read as, and that nothing but the right answer is paid."""
+
+import json
+import random
+from fractions import Fraction
+
+import pytest
+
+from benchmarks.math_answers import compared, readings
+from data.math import _parsed, _reference, reference_problem, score
+from data.written_numbers import read_number, typeset
+
+
+def paid(answer: str, reference: str) -> bool:
+    return score(f"\\boxed{{{answer}}}", {"answer": reference}).total == 1.0
+
+
+def test_every_reference_of_the_file_is_read_as_it_says_and_earns_full_marks_against_itself_or_is_refused():
+    assert len(readings()) >= 300
+    for reference, expected in readings().items():
+        said = _reference(reference)
+        kinds = {"number": said.number, "words": said.words and " ".join(said.words).strip()}
+        kinds["base"] = said.based and " ".join(said.based)
+        found = [f"{kind} {value}" for kind, value in kinds.items() if value is not None]
+        refused = reference_problem(reference) is not None
+        assert (["refused"] if refused else found or ["expression"]) == [expected], reference
+        assert paid(reference, reference) is not refused, reference
+
+
+@pytest.mark.slow
+def test_math_verify_reads_every_expression_that_counts_as_read():
+    for reference, expected in readings().items():
+        if expected == "expression":
+            found = _parsed(_reference(reference).plain)
+            assert found and not isinstance(found[0], str), reference
+
+
+@pytest.mark.slow
+def test_every_answer_of_gsm8k_earns_full_marks_as_mathematics(gsm8k_folder):
+    for split in ("train", "test"):
+        for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
+            number = json.loads(line)["answer"].rpartition("#### ")[2]
+            assert paid(number, number) and not paid(f"{number}1", number), number
+
+
+# fmt: off
+RIGHT_AND_WRONG = [
+    # reference, right answers, wrong answers
+    (r"\$36", ["36", r"\$36", "$36", r"36\text{ dollars}", "36.00"], ["-36", "3.6", r"\$35"]),
+    (r"\$32,\!348", ["32348", "32,348", r"\$32{,}348"], ["32", "348"]),
+    ("-$5", ["-5", r"-\$5", r"\$-5"], ["5"]),
+    (r"0.\overline{3}", [r"\frac13", "1/3", "0.(3)", "0.333333"], ["0", "0.3", "0.33", "3"]),
+    (r"1.2\overline{34}", [r"\frac{611}{495}"], ["1.2", "1.234"]),
+    (r"12\frac12", ["12.5", "25/2", r"12 \tfrac{1}{2}", "12 1/2"], ["12", "6", "13/2", r"12\frac13"]),
+    (r"-3\frac{1}{4}", ["-3.25", r"-\frac{13}{4}"], ["-2.75", "3.25", "-3"]),
+    (r"12\frac12\%", ["12.5", r"12.5\%", "0.125", "12.5 percent"], ["12", r"12\%", "1.25"]),
+    (r"\frac12\%", ["0.005", "0.5%"], ["0.5", "50"]),
+    ("0.5", [r"50\%", r"\frac12", ".5"], [r"0.5\%", "5", r"5\%"]),
+    ("50%", ["50", "0.5"], ["5", "500"]),
+    (r"2.5 \times 10^3", ["2500", "2.5e3", r"2.5\cdot 10^{3}", "2,500"], ["2.5", r"2.5\times 10^4", "7.5"]),
+    ("2500", [r"2.5 \times 10^3"], [r"25 \times 10^2", r"250 \times 10", r"2.5 \times 1000", "50^2", "2.5"]),
+    ("1e-05", ["0.00001", r"10^{-5} = 0.00001"], ["1", "-5"]),
+    (r"36\text{ cm}", ["36", "36 cm", r"36\,\mathrm{cm}"], ["3.6", r"35\text{ cm}"]),
+    (r"5\text{ ft }2\text{ in}", ["5 ft 2 in", r"5\text{ ft}, 2\text{ in}"], ["5", "2", r"2\text{ ft }5\text{ in}", "62"]),
+    ("A", ["(A)", r"\text{A}", r"\textbf{(A)}", "A. 36", r"\textbf{(A)}\ 36"], ["B", "A, B", "A or B", "(A) or 36", "B. 36"]),
+    ("A. 36", ["A", r"\textbf{(A)} 36"], ["36", "B. 36", "A. 37", "B"]),
+    ("$36 and $48", ["36, 48", r"\$48\text{ and }\$36"], ["36", "48", "36, 49", "84"]),
+    (r"\$1,234 and \$5,678", ["1234, 5678"], ["1, 234, 5, 678", "1234"]),
+    ("1,2,3", ["3, 2, 1", r"\{1,2,3\}", "1, 2 and 3"], ["1,2", "123", "1,2,4"]),
+    ("(1,2)", ["(1, 2)", r"\left(1,2\right)"], ["(2,1)", "1", "[1,2]"]),
+    ("[1,2)", ["[1, 2)"], ["(1,2)", "[1,2]", "(1,2]"]),
+    ("42", [r"\text{42}", r"\textbf{42}", r"\mathbf{42}", "{42}", r"\fbox{42}", r"\text{42 apples}", "x = 42"], ["4{2}", "24"]),
+    (r"\text{42}", ["42"], ["4", "2"]),
+    ("1,234", [r"1\,234", "1{,}234", "1 234"], ["1", "234", "235", "1,235"]),
+    ("235", ["235"], ["1 234"]),
+    ("x = 5", ["5", "x=5", "x = 2 + 3 = 5"], ["y = 5", "x = 6", "x"]),
+    ("f(-1) = 0", ["0"], ["-1", "f(1) = 0"]),
+    (r"\angle ABC = 30^\circ", ["30", "30^{\\circ}"], [r"\angle ABD = 30^\circ", "60"]),
+    ("y = 2x + 3", ["y=3+2x"], ["y = 3x + 2", "3"]),
+    ("x = 1 \\text{ or } x = 2", ["x=2, x=1", "1, 2"], ["2", "x = 1"]),
+    ("1011_2", ["1011", "1011_{2}"], ["1011_3", "11", "1"]),
+    ("025", ["25", "025"], ["250", "0"]),
+    (r"\text{Sunday}", ["Sunday", "sunday", r"\textbf{Sunday}"], ["Monday", r"\text{not Sunday}", "Sun"]),
+    ("even", [r"\text{even}", "Even"], ["odd", "neve"]),
+    ("3:45", ["3:45"], ["4:45", "3"]),
+    (r"3:45\text{ p.m.}", ["3:45 p.m."], ["3:45", r"3:45\text{ a.m.}"]),
+    ("6m", ["6m", "m6"], ["6", "6n"]),
+    ("3xy", ["3yx", r"3 \cdot x \cdot y"], ["3", "3x"]),
+    (r"4\pi\text{ cm}^2", [r"4\pi", r"4\pi\text{ cm}^2", r"4 \pi cm^2"], ["4", r"2\pi"]),
+    ("2^{10}", ["1024", "2^{10}", "4^5"], ["20", "210"]),
+    (r"\pm 2", ["2, -2"], ["2", "-2"]),
+    ("January 5", ["January 5"], ["5", "March 5"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("reference", "right", "wrong"), RIGHT_AND_WRONG)
+def test_forms_and_their_near_misses(reference, right, wrong):
+    assert [answer for answer in [reference, *right] if not paid(answer, reference)] == []
+    assert [answer for answer in wrong if paid(answer, reference)] == []
+
+
+# fmt: off
+QUESTIONS = [
+    "36 \\div 2", "36\\div 2\\div 1", "(36)/(2)", "36/2", "\\frac{36}{2}", "\\dfrac{18}{1}", "18/1", "18:1", "9+9", "20-2",
+    "--18", "-(-18)", "18 + 0", "18 \\cdot 1", "2 \\times 9", "2\u00d79", "36 \u00f7 2", "(3)(6)", "2(9)", "{2}{9}",
+    "1.8 \\times 10", "18 \\times 10^0", "0.18 \\times 10^2", "180 \\times 10^{-1}", "18e0", "\\binom{18}{1}",
+    "\\dbinom{18}{17}", "\\tbinom{18}{1}", "{18 \\choose 1}", "18e^0", "18^1", "\\sqrt{324}", "\\sqrt[3]{5832}",
+    "\\log_2 2^{18}", "\\ln e^{18}", "18 x^0", "\\frac{18!}{17!}", "18!/17!", "\\sum_{i=1}^{18} 1", "\\prod_{i=18}^{18} i",
+    "\\max(18, 3)", "\\min\\{18, 30\\}", "\\gcd(36, 54)", "|{-18}|", "\\lfloor 18.5 \\rfloor", "118 \\bmod 100",
+    "50\\% of 36", "50\\% \\times 36", "\\{36 \\div 2\\}", "{36 \\div 2}", "\\text{36/2}", "\\mathbf{9 + 9}",
+    "\\left(36 \\div 2\\right)", "\\boxed{36 \\div 2}", "\\boxed{36} \\div 2", "36 \\div \\boxed{2}", "17\\frac{2}{2}",
+    "17\\frac33", "16\\frac{4}{2}", "\\int_0^{18} 1 dx", "\\lim_{x \\to 18} x", "18\\sin 90^\\circ", "-18i^2",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("answer", QUESTIONS)
+def test_what_only_repeats_the_question_is_not_paid(answer):
+    assert not paid(answer, "18")
+    assert not paid(answer, "18.0")
+
+
+@pytest.mark.parametrize(
+    ("response", "total"),
+    [
+        ("\\boxed{42}" + " and so on" * 1_000, 1.0),
+        ("\\boxed{42}" + "\n" * 100_000, 1.0),
+        ("\\boxed{7} then \\boxed{42}", 1.0),
+        ("\\boxed{42} then \\boxed{7}", 0.0),
+        ("\\boxed{42} or \\boxed{7}", 0.0),
+        ("$\\boxed{7}$, $\\boxed{42}$", 0.0),
+        ("\\boxed{42}, \\boxed{42}", 1.0),
+        ("\\fbox{42}", 1.0),
+        ("\\boxed {42}", 1.0),
+        ("$\\boxed 42$ is it", 1.0),
+        ("\\boxed42", 1.0),
+        ("\\boxed{\\boxed{42}}", 1.0),
+        ("\\boxed{4\\boxed{2}}", 0.0),
+        ("\\boxed{x \\boxed{42}", 1.0),
+        ("\\boxed{42} \\boxed{7", 0.0),
+        ("\\boxed{}", 0.0),
+        ("\\boxedness 42", 0.0),
+    ],
+)
+def test_the_last_box_counts_wherever_it_is(response, total):
+    assert score(response, {"answer": "42"}).total == total
+    assert score(response, {"answer": "42"}).parts["format"] == float("\\boxedness" not in response)
+
+
+# fmt: off
+HOSTILE = [
+    "\\boxed{" * 20_000, "{" * 20_000 + "\\boxed{7}", "\\boxed 1 " * 10_000 + "{", "\\fbox" * 20_000, "\\boxed{" + "{" * 40_000 + "}" * 40_000 + "}",
+    "\\boxed{18 " + "aa " * 600 + "!}", "\\boxed{18 " + "cm/" * 600 + "!}", "\\boxed{" + "aa" * 900 + "!18}", "\\boxed{" + "aa " * 600 + "!18}",
+    "\\boxed{" + "f(x)" * 400 + "+=7}", "\\boxed{" + "(" * 900 + "7" + ")" * 900 + "}", "\\boxed{" + "\\text{a " * 250 + "18}", "\\boxed{" + "1 234 " * 300 + "}",
+    "\\boxed{" + "9" * 1_900 + "}", "\\boxed{1e999999999}", "\\boxed{1.5e999}", "\\boxed{0.(" + "9" * 1_900 + "1)}", "\\boxed{7}, " * 10_000,
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("response", HOSTILE)
+def test_hostile_answers_to_a_number_end(response):
+    assert score(response, {"answer": "18"}).total == 0.0
+    reference_problem(response)
+
+
+def test_a_number_is_what_a_naive_reading_of_its_parts_makes_of_it():
+    rng = random.Random(1)
+    for _ in range(500):
+        whole, top = rng.randrange(2_000_000), rng.randrange(1, 50)
+        bottom = top + rng.randrange(1, 50)
+        sign, spot = rng.choice((1, -1)), "".join(rng.choices("0123456789", k=rng.randrange(1, 5)))
+        mark = "-" if sign < 0 else ""
+        tail = rng.choice(("", r"\text{ cm}^2", r"^\circ", " dollars"))
+        value = sign * Fraction(whole)
+        part = sign * Fraction(top, bottom)
+        cases = {
+            f"{mark}\\${whole:,}{tail}": value,
+            f"{mark}{whole:,}".replace(",", "\\,") + tail: value,
+            f"{mark}{whole}.{spot}{tail}": sign * Fraction(f"{whole}.{spot}"),
+            f"{mark}\\frac{{{top}}}{{{bottom}}}{tail}": part,
+            f"{mark}{whole}\\dfrac{{{top}}}{{{bottom}}}{tail}": value + part,
+            f"{mark}{whole} {top}/{bottom}{tail}": value + part,
+            f"{mark}{whole}.\\overline{{{spot}}}{tail}": value + sign * Fraction(int(spot), 10 ** len(spot) - 1),
+            f"{mark}{top / 10 + 1} \\times 10^{{{len(spot)}}}": sign * (Fraction(top, 10) + 1) * 10 ** len(spot),
+        }
+        for text, expected in cases.items():
+            found = read_number(typeset(text))
+            assert found is not None and found.value == expected, text
+
+
+@pytest.mark.slow
+def test_edited_references_are_paid_and_refused_as_by_math_verify_but_for_the_rules():
+    figures, unexplained = compared(800, seed=7)
+    assert unexplained == []
+    assert min(sum(n for name, n in figures.items() if name.startswith(edit)) for edit in ("again", "part")) > 100
