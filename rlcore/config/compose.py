@@ -13,6 +13,7 @@ without `+`, and the files in `conf/` hold differences alone. Overrides are Hydr
 """
 
 import json
+import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -34,12 +35,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import FILE_ENDINGS, leaves
+from rlcore.config.base import FILE_ENDINGS, covers, leaves
 from rlcore.config.check import Written, as_plain, filled_in, put, validate
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Findings, Problem, did_you_mean, settings_error, shown
+from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
 from rlcore.config.rules.effects import without_effect
-from rlcore.config.run import RunConfig
+from rlcore.config.run import RunConfig, all_keys
 from rlcore.config.suite import put_suites
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -155,8 +156,7 @@ def idle_settings(
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file: set[str] = set()
     if (named := request.experiment) is not None:  # its own file, without those that it builds on
-        content = _content(_OUTSIDE if named.endswith(FILE_ENDINGS) else named, named)
-        in_file = leaves(content).keys() - given - {"defaults"}
+        in_file = leaves(_content(named, named)).keys() - given - {"defaults"}
     return without_effect(config, given | request.choices.keys(), in_file, swept)
 
 
@@ -238,6 +238,10 @@ def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
     if override.is_sweep_override():
         rule = "is a sweep over several values, and this is one run"
         return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
+    groups = (*GROUPS, "experiment")
+    if key not in (*groups, *RunConfig.model_fields) and nearest(key, [*groups, *all_keys()]) in groups:
+        remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
+        return Problem(key, "there is no such setting", repr(text), remedy)
     if key == "data.task":
         task = "countdown" if override.is_delete() else shown(override.value())
         return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")
@@ -302,18 +306,56 @@ def _composed(
     _store_defaults()
     try:
         with _hydra():
-            return _choices_composed(experiment, dict(choices), files), findings
+            settings = _choices_composed(experiment, dict(choices), files)
+            if experiment is not None and (lost := _lost_keys(experiment)) is not None:
+                findings.add(lost, *RunConfig.model_fields)
+                return _with_own_keys(settings, experiment), findings
+            return settings, findings
     except MissingConfigException as error:
         findings.add(_missing_default(error, experiment or "none"), *RunConfig.model_fields)
-        return RunConfig().model_dump(mode="json"), findings
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
         named = experiment or "none"
+        reason = " ".join(str(error).split()).replace(f"experiment/{_OUTSIDE}", named)
         remedy = "Mend the file; conf/experiment/debug.yaml shows the form"
+        if unknown := re.search(r"Could not override '([^']+)'\. No match", reason):
+            groups = [f"/{group}" for group in GROUPS]
+            remedy = f"{did_you_mean(f'/{unknown[1]}', groups)}There are {', '.join(groups)}"
         place = "" if named.endswith(FILE_ENDINGS) else " in conf/"
         problem = Problem("experiment", f"its files{place} cannot be read ({reason})", named, remedy)
         findings.add(problem, *RunConfig.model_fields)
-        return RunConfig().model_dump(mode="json"), findings
+    settings = RunConfig().model_dump(mode="json")
+    try:
+        return _with_own_keys(settings, experiment) if experiment is not None else settings, findings
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError):
+        return settings, findings
+
+
+def _with_own_keys(settings: dict[str, Any], experiment: str) -> dict[str, Any]:
+    """Settings with the keys of the experiment's own file over them, so that mistakes in these are found.
+
+    Without exclusive sections: which member they are written for is not known.
+    """
+    own = _content(experiment, experiment)
+    known = {key: value for key, value in own.items() if key not in ("defaults", *EXCLUSIVE_GROUPS)}
+    return as_plain(OmegaConf.merge(settings, known))
+
+
+def _lost_keys(experiment: str) -> Problem | None:
+    """The keys of an experiment's own file that a file which it builds on overrides, since that one is merged later."""
+    own = _member_of(experiment)
+    files = _layers(f"{_EXPERIMENT}={own}")[0]
+    later = files[files.index(own) + 1 :]
+    over = leaves(as_plain(OmegaConf.merge(*(_content(file, experiment) for file in later)))) if later else {}
+    lost = [
+        key
+        for key, value in leaves(_content(own, experiment)).items()
+        if key != "defaults"
+        if any((covers(key, name) or covers(name, key)) and (key, value) != (name, over[name]) for name in over)
+    ]
+    if not lost:
+        return None
+    rule = f"_self_ must be the last of its defaults, or {' and '.join(later)} overrides its {', '.join(lost)}"
+    return Problem("experiment", rule, f"_self_ first in {experiment}", f"Write defaults: [{', '.join(later)}, _self_]")
 
 
 def _missing_default(error: MissingConfigException, named: str) -> Problem:
@@ -368,7 +410,8 @@ def _layers(named: str) -> tuple[list[str], Mapping[str, str]]:
 
 def _content(file: str, experiment: str) -> dict[str, Any]:
     """Content of one file of `conf/experiment`, or of the experiment's own file from elsewhere."""
-    path = Path(experiment) if file == _OUTSIDE else CONF_DIR / "experiment" / f"{file}.yaml"
+    is_own = file == _OUTSIDE or file.endswith(FILE_ENDINGS)
+    path = Path(experiment) if is_own else CONF_DIR / "experiment" / f"{file}.yaml"
     return as_plain(OmegaConf.load(path))
 
 
