@@ -118,7 +118,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend the file"]),
     ("train experiment=first.yaml", [
         "3 problems", "_self_ must be the last of its defaults, or debug overrides its name, trainer; "
-        "got _self_ first in first.yaml. Write defaults: [debug, _self_]", "trainer: is a section", "Did you mean optim.lr?"]),
+        "got _self_ first in first.yaml. Write defaults: [debug, _self_]", "trainer: is a section", "optim.lr?"]),
     ("train experiment=group.yaml", [
         "3 problems", "Could not override 'daata'", "Did you mean /data?", "trainer: is a section", "optim.lr?"]),
     ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_calculator"]),
