@@ -9,7 +9,8 @@ without `+`, and the files in `conf/` hold differences alone. Overrides are Hydr
     tags.owner=me           any name below tags
     ~tags.owner             back to the default
 
-`experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml.
+`experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml. Such a file
+may build on others of its kind, by paths from its folder: `defaults: [mine.yaml, _self_]`.
 """
 
 import json
@@ -30,7 +31,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
@@ -175,7 +176,8 @@ def composed_of(overrides: Sequence[str], *, experiment: str | None = None) -> t
             else:
                 named = f"{_EXPERIMENT}={_member_of(request.experiment)}"
                 files, members = _layers(named)[0], _compose([named, *chosen])[1]
-    shown_files = [request.experiment or "" if file == _OUTSIDE else f"experiment/{file}.yaml" for file in files]
+    own = _own_files(request.experiment)
+    shown_files = [str(own.get(file, f"experiment/{file}.yaml")) for file in files]
     return shown_files, {group: members[group] for group in GROUPS}
 
 
@@ -290,8 +292,8 @@ def _why_unreadable(file: Path) -> str:
 def _state_of_files(experiment: str | None) -> tuple[Hashable, ...]:
     """What differs once a file is changed that a composition reads: in `conf/`, or one's own elsewhere."""
     known = [file.stat() for file in sorted(CONF_DIR.glob("*/*.yaml"))]
-    own = Path(experiment).read_bytes() if experiment is not None and experiment.endswith(FILE_ENDINGS) else b""
-    return str(CONF_DIR), own, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in known)
+    own = [(str(file), file.read_bytes() if file.is_file() else b"") for file in _own_files(experiment).values()]
+    return str(CONF_DIR), *own, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in known)
 
 
 @lru_cache(maxsize=64)
@@ -307,15 +309,17 @@ def _composed(
     try:
         with _hydra():
             settings = _choices_composed(experiment, dict(choices), files)
-            if experiment is not None and (lost := _lost_keys(experiment)) is not None:
-                findings.add(lost, *RunConfig.model_fields)
-                return _with_own_keys(settings, experiment), findings
-            return settings, findings
+            lost = [] if experiment is None else list(_lost_keys(experiment))
+            for problem in lost:
+                findings.add(problem, *RunConfig.model_fields)
+            return _with_own_keys(settings, experiment) if lost else settings, findings
     except MissingConfigException as error:
         findings.add(_missing_default(error, experiment or "none"), *RunConfig.model_fields)
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         named = experiment or "none"
         reason = " ".join(str(error).split()).replace(f"experiment/{_OUTSIDE}", named)
+        if isinstance(error, RecursionError):
+            reason = "one of them builds on itself"
         remedy = "Mend the file; conf/experiment/debug.yaml shows the form"
         if unknown := re.search(r"Could not override '([^']+)'\. No match", reason):
             groups = [f"/{group}" for group in GROUPS]
@@ -325,37 +329,42 @@ def _composed(
         findings.add(problem, *RunConfig.model_fields)
     settings = RunConfig().model_dump(mode="json")
     try:
-        return _with_own_keys(settings, experiment) if experiment is not None else settings, findings
+        return _with_own_keys(settings, experiment), findings
     except (OmegaConfBaseException, YAMLError, OSError, ValueError):
         return settings, findings
 
 
-def _with_own_keys(settings: dict[str, Any], experiment: str) -> dict[str, Any]:
+def _with_own_keys(settings: dict[str, Any], experiment: str | None) -> dict[str, Any]:
     """Settings with the keys of the experiment's own file over them, so that mistakes in these are found.
 
     Without exclusive sections: which member they are written for is not known.
     """
+    if experiment is None:
+        return settings
     own = _content(experiment, experiment)
     known = {key: value for key, value in own.items() if key not in ("defaults", *EXCLUSIVE_GROUPS)}
     return as_plain(OmegaConf.merge(settings, known))
 
 
-def _lost_keys(experiment: str) -> Problem | None:
-    """The keys of an experiment's own file that a file which it builds on overrides, since that one is merged later."""
-    own = _member_of(experiment)
-    files = _layers(f"{_EXPERIMENT}={own}")[0]
-    later = files[files.index(own) + 1 :]
-    over = leaves(as_plain(OmegaConf.merge(*(_content(file, experiment) for file in later)))) if later else {}
-    lost = [
-        key
-        for key, value in leaves(_content(own, experiment)).items()
-        if key != "defaults"
-        if any((covers(key, name) or covers(name, key)) and (key, value) != (name, over[name]) for name in over)
-    ]
-    if not lost:
-        return None
-    rule = f"_self_ must be the last of its defaults, or {' and '.join(later)} overrides its {', '.join(lost)}"
-    return Problem("experiment", rule, f"_self_ first in {experiment}", f"Write defaults: [{', '.join(later)}, _self_]")
+def _lost_keys(experiment: str) -> Iterator[Problem]:
+    """A problem for each file whose keys are overridden by files that it builds on, since these are merged later."""
+    own_files = _own_files(experiment)
+    for own, path in (own_files or {experiment: Path(experiment)}).items():
+        content = _content(own, experiment)
+        if "_self_" not in content.pop("defaults", [])[:-1]:
+            continue
+        files = _layers(f"{_EXPERIMENT}={own}")[0]
+        later = files[files.index(own) + 1 :]
+        over = leaves(as_plain(OmegaConf.merge(*(_content(file, experiment) for file in later)))) if later else {}
+        lost = [
+            key
+            for key, value in leaves(content).items()
+            if any((covers(key, name) or covers(name, key)) and (key, value) != (name, over[name]) for name in over)
+        ]
+        if lost:
+            bases = " and ".join(own_files.get(file, Path(file)).name for file in later)
+            rule = f"_self_ must be the last of its defaults, or it loses {', '.join(lost)} to {bases}"
+            yield Problem("experiment", rule, f"_self_ before {bases} in {path}", f"Put _self_ behind {bases}")
 
 
 def _missing_default(error: MissingConfigException, named: str) -> Problem:
@@ -410,18 +419,38 @@ def _layers(named: str) -> tuple[list[str], Mapping[str, str]]:
 
 def _content(file: str, experiment: str) -> dict[str, Any]:
     """Content of one file of `conf/experiment`, or of the experiment's own file from elsewhere."""
-    is_own = file == _OUTSIDE or file.endswith(FILE_ENDINGS)
-    path = Path(experiment) if is_own else CONF_DIR / "experiment" / f"{file}.yaml"
-    return as_plain(OmegaConf.load(path))
+    if file.endswith(FILE_ENDINGS):
+        file = _OUTSIDE
+    return as_plain(OmegaConf.load(_own_files(experiment).get(file, CONF_DIR / "experiment" / f"{file}.yaml")))
 
 
 def _member_of(experiment: str) -> str:
-    """Name of the experiment in its group; a file from elsewhere is added to the group."""
-    if not experiment.endswith(FILE_ENDINGS):
-        return experiment
-    node = OmegaConf.load(experiment)
-    ConfigStore.instance().store(group="experiment", name=_OUTSIDE, node=node)
-    return _OUTSIDE
+    """Name of the experiment in its group; files from elsewhere are added to the group."""
+    own = _own_files(experiment)
+    names = {file: name for name, file in own.items()}
+    for file, name in names.items():
+        node, bases = OmegaConf.load(file), _bases_of(file)
+        if isinstance(node, DictConfig) and bases:
+            node.defaults = [names[bases[entry]] if entry in bases else entry for entry in node.defaults]
+        ConfigStore.instance().store(group="experiment", name=name, node=node)
+    return _OUTSIDE if own else experiment
+
+
+def _own_files(experiment: str | None) -> dict[str, Path]:
+    """An experiment's file from elsewhere and those that it builds on, by their names in the group."""
+    files = [Path(experiment)] if experiment is not None and experiment.endswith(FILE_ENDINGS) else []
+    for file in files:
+        files += [base for base in _bases_of(file).values() if base not in files]
+    return {_OUTSIDE + (f"_{number}" if number else ""): file for number, file in enumerate(files)}
+
+
+def _bases_of(file: Path) -> dict[str, Path]:
+    """The files from elsewhere in the defaults of one, by their entries; none where it cannot be read."""
+    try:
+        entries = safe_load(file.read_bytes())["defaults"]
+        return {entry: (file.parent / entry).resolve() for entry in entries if str(entry).endswith(FILE_ENDINGS)}
+    except (OSError, YAMLError, UnicodeError, KeyError, TypeError):
+        return {}
 
 
 def _compose(overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:
