@@ -40,12 +40,12 @@ def artifact_key(of: str, what: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{of}-{what}".lower()).strip("-")
 
 
-def show(of: str, what: str, data: Data, kind: str = "markdown", description: str | None = None) -> None:
+def show(of: str, what: str, description: str, data: Data, kind: str = "markdown") -> None:
     """Make an artifact: Markdown, or a `table` of rows as JSON."""
-    harmless(lambda: _make(of, what, kind, data, description))
+    harmless(lambda: _make(of, what, description, data, kind))
 
 
-def _make(of: str, what: str, kind: str, data: Data, description: str | None) -> Made:
+def _make(of: str, what: str, description: str, data: Data, kind: str) -> Made:
     # By its own class: the base class writes its data as JSON once more.
     named: dict[str, Any] = {"key": artifact_key(of, what), "description": description}
     shown: Any = data()
@@ -59,7 +59,7 @@ def _make(of: str, what: str, kind: str, data: Data, description: str | None) ->
     return made
 
 
-def _follow(run: OpenRun, what: str, data: Data, kind: str = "markdown", description: str | None = None) -> None:
+def _follow(run: OpenRun, what: str, description: str, data: Data, kind: str = "markdown") -> None:
     """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it.
 
     A server that is away is soon given up, and left alone for a while: until then nobody hears the trainer, which stops
@@ -73,7 +73,7 @@ def _follow(run: OpenRun, what: str, data: Data, kind: str = "markdown", descrip
         shown.again_at = time.monotonic() + LEFT_ALONE_S
         with few_retries(1):
             if what not in shown.artifacts:
-                shown.artifacts[what] = _make(run.run_id, what, kind, data, description).id
+                shown.artifacts[what] = _make(run.run_id, what, description, data, kind).id
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(shown.artifacts[what], ArtifactUpdate(data=data(), description=description))
@@ -84,7 +84,7 @@ def _follow(run: OpenRun, what: str, data: Data, kind: str = "markdown", descrip
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
     """A bar for each stage, one for all its chunks."""
-    _follow(run, f"progress-{stage}", lambda: percent, "progress", text)
+    _follow(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
@@ -93,7 +93,7 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
     rows = _rows({f"step {step}": known[step] for step in shown})
-    _follow(run, "latest-validation", lambda: json.dumps(rows), "table", f"{run.run_id} at step {step}")
+    _follow(run, "latest-validation", f"{run.run_id} at step {step}", lambda: json.dumps(rows), "table")
 
 
 def show_summary(run: OpenRun, now: str) -> None:
@@ -106,7 +106,7 @@ def show_summary(run: OpenRun, now: str) -> None:
         head = ["### last answers"] if answers else []
         return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
 
-    _follow(run, "summary", text)
+    _follow(run, "summary", f"{run.run_id}: where it stands, its curves, its last answers", text)
 
 
 def _answer(one: Mapping[str, Any]) -> str:
@@ -123,7 +123,7 @@ def show_validation(run: OpenRun, judgement: Judgement) -> None:
     known = run.shown.judgements.values()
     rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
-    show(run.run_id, "validation", lambda: json.dumps(rows), "table", steps)
+    show(run.run_id, "validation", f"{run.run_id} on held-out problems: {steps}", lambda: json.dumps(rows), "table")
 
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
@@ -140,13 +140,14 @@ def show_checkpoints(run: OpenRun) -> None:
         {"step": info.step, "MB": round(info.size_bytes / BYTES_PER_MB, 1), "score": info.score, "path": str(info.path)}
         for info in scan(run.layout.checkpoints).checkpoints
     ]
-    _follow(run, "checkpoints", lambda: json.dumps(rows), "table")
+    _follow(run, "checkpoints", f"{run.run_id}: checkpoints on disk", lambda: json.dumps(rows), "table")
 
 
 def show_mlflow_page(run: OpenRun) -> None:
     """Link the run's page in MLflow, once its address is known."""
     if run.shown.mlflow_page and "mlflow" not in run.shown.artifacts:
-        _follow(run, "mlflow", lambda: f"[{run.run_id} in MLflow]({run.shown.mlflow_page})")
+        page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})"
+        _follow(run, "mlflow", f"{run.run_id}: its page in MLflow", lambda: page)
 
 
 def show_report(run_dir: Path, html: Path) -> None:
@@ -157,7 +158,7 @@ def show_report(run_dir: Path, html: Path) -> None:
 
         return f"{summary_markdown(run_dir, failure_of(run_dir))}\n\nFull report: `{html}`\n"
 
-    show(run_dir.name, "report", text)
+    show(run_dir.name, "report", f"{run_dir.name}: figures and conclusions", text)
 
 
 def harmless(action: Callable[[], object]) -> None:

@@ -333,7 +333,14 @@ def doctor(as_json: AsJson = False, root: Root = ARTIFACTS) -> None:
 
 @command("commands.new:new", "millrace new task my_task", "millrace new experiment mine")
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="task, experiment or scorer.")],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="task|experiment|scorer",
+            help="What to write.",
+            autocompletion=complete.one_of("task", "experiment", "scorer"),
+        ),
+    ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
 ) -> None:
     """Write a task, experiment or scorer to begin with into this folder. It runs as it is."""
@@ -343,7 +350,11 @@ Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only answers of 
 Prompt = Annotated[int | None, typer.Option(help="Only answers to this prompt (prompt_id).")]
 ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only answers with such a score.")]
 Search = Annotated[str, typer.Option(help="Only answers with this text in them.")]
-Kind = Annotated[str, typer.Option(help="all, training or validation.")]
+KINDS = ("all", "training", "validation")
+Kind = Annotated[
+    str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.one_of(*KINDS))
+]
+SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id")
 
 
 @command(
@@ -360,7 +371,10 @@ def rollouts(
     kind: Kind = "all",
     sort: Annotated[
         str,
-        typer.Option(help="step, score, advantage, num_tokens, logprob, gap or prompt_id; with - the highest first."),
+        typer.Option(
+            help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with - the highest first.",
+            autocompletion=complete.one_of(*SORTS, *(f"-{name}" for name in SORTS)),
+        ),
     ] = "step",
     limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --json: also what is known of each token.")] = False,

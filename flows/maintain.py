@@ -71,9 +71,14 @@ def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> 
     work = partial(several.compare, folders, at)
     made = as_task(Stage("compare", "compare", work, lambda one: f"comparison: {one.html}"))
     name = f"comparison-{made.html.parent.name}"
-    show(name, "report", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
+    show(
+        name,
+        "report",
+        f"{', '.join(runs) or search}: settings, curves and figures",
+        lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n",
+    )
     if made.mlflow_page:
-        show(name, "mlflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
+        show(name, "mlflow", f"{of}: in MLflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
     return made
 
 
@@ -96,7 +101,12 @@ def evaluate(
         found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
     lines = evaluation.table_lines(found)
     tell("\n".join(lines))
-    show(found[0].folder.name, "evaluation", lambda: "\n".join(["```", *lines, "```"]))
+    show(
+        found[0].folder.name,
+        "evaluation",
+        f"{', '.join(models)} on {', '.join(suites)}",
+        lambda: "\n".join(["```", *lines, "```"]),
+    )
     return [str(one.folder) for one in found]
 
 
@@ -124,6 +134,6 @@ def regression(
     text = nightly.said(name, night)
     tell(text)
     page = f"{files.summary}\n\nFull page: `{files.html}`"
-    show(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
+    show(f"regression-{name}", "nights", f"{name}: its last nights", lambda: page)  # the key is the same each night
     emit(f"regression.{night.word}", "regression", name, {"text": text})
     return Completed(name=night.word.capitalize(), message=text)

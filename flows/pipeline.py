@@ -8,7 +8,7 @@ from prefect.runtime import deployment, flow_run
 
 from data import StageResult
 from flows import chain
-from flows.artifacts import show, show_checkpoints, show_report
+from flows.artifacts import show_checkpoints, show_mlflow_page, show_report
 from flows.parameters import (
     NO_WORDS,
     Count,
@@ -97,9 +97,8 @@ def pipeline(settings: RunSettings) -> PipelineResult:
         result = chain.run_chain(run, as_task, record, with_report=True)
         if result.report is not None:
             show_report(run.layout.run_dir, result.report)
-        if result.mlflow.url:
-            text = f"[MLflow run {result.mlflow.mlflow_run_id}]({result.mlflow.url})"
-            show(run.run_id, "mlflow", lambda: text)
+        show_mlflow_page(run)
+        show_checkpoints(run)  # the last one is published after the last step
         tell(f"done: {run.run_id}")
         return result
 

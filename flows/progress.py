@@ -179,6 +179,18 @@ def display_for_console() -> Display:
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay()
 
 
+PIPED_WIDTH = 250
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def console_for_tables() -> "Console":
+    """The terminal in its width; elsewhere one in which no row of a table is cut. A line of text stays one line."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(highlight=False, markup=False, soft_wrap=True, width=width)
+
+
 def printable(text: str) -> str:
     """The text without what a terminal would act on, or show in another order.
 

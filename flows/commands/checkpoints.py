@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.commands.settings import root_among
 from flows.parameters import RunSettings, compose_settings
+from flows.progress import console_for_tables
 from flows.work.runs import BYTES_PER_MB, named_run
 from rlcore.checkpoint.catalog import CheckpointRow, by_score, find_checkpoint, list_checkpoints
 from rlcore.checkpoint.store import CheckpointStore
@@ -121,12 +122,11 @@ def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
 
 
 def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_for_tables()
     if not rows:
-        console.print(f"{layout.checkpoints}: no checkpoint yet", markup=False)
+        console.print(f"{layout.checkpoints}: no checkpoint yet")
         return
     marks = _marks(rows)
     table = Table("step", "MB", "held-out", "reward", "written", "", "state", box=None, pad_edge=False)
@@ -141,13 +141,13 @@ def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
             ", ".join(marks.get(row.step, ())),
             row.verdict if row.verdict != "not verified" else "sizes fit",
         )
-    console.print(f"run {layout.run_dir.name} in {layout.run_dir}", markup=False)
-    console.print(table)
+    console.print(f"run {layout.run_dir.name} in {layout.run_dir}")
+    console.print(table, soft_wrap=False)
     if any(row.verdict == "not verified" for row in rows):
-        console.print("--verify reads every byte", markup=False)
+        console.print("--verify reads every byte")
     for row in rows:
         if row.verdict == "broken":
-            console.print(row.reason, markup=False)
+            console.print(row.reason)
 
 
 # ---------------------------------------------------------------------- as the model of another run

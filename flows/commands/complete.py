@@ -4,7 +4,7 @@ A shell may have cut a word at `=` (bash does): then the value alone is complete
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
@@ -43,6 +43,11 @@ def runs(ctx: typer.Context, incomplete: str) -> list[str]:
 def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """Ids of runs; settings where there is none."""
     return runs(ctx, incomplete) or settings(ctx, incomplete)
+
+
+def one_of(*words: str) -> Callable[[str], list[str]]:
+    """These words."""
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def suites(incomplete: str) -> list[str]:

@@ -19,14 +19,14 @@ from packaging.utils import canonicalize_name
 
 from flows import SOURCE_FOLDER
 from flows.plan.checks import GPU_FILES, require_root
-from flows.plan.table import size
+from flows.progress import console_for_tables
 from rlcore import sandbox
 from rlcore.config import SandboxConfig
 from rlcore.errors import MillraceError
 from rlcore.models.shape import has_code_for
 from rlcore.runtime.cluster import folder_problem
 from rlcore.runtime.devices import Devices, all_reduce, find_devices, output_of
-from rlcore.storage.disk import free_bytes
+from rlcore.storage.disk import free_bytes, size
 from rlcore.user_code import OWN_PACKAGES
 
 Level = Literal["ok", "warning", "error"]
@@ -76,7 +76,6 @@ def doctor(root: Path, *, as_json: bool) -> None:
 
 
 def _show(lines: list[Line]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -86,7 +85,7 @@ def _show(lines: list[Line]) -> None:
     for line in lines:
         text = f"{line.found}. {line.remedy}" if line.remedy else line.found
         table.add_row(line.name, line.level, text, style=None if line.level == "ok" else colours[line.level])
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 250).print(table)
+    console_for_tables().print(table, soft_wrap=False)
 
 
 def _python() -> Iterator[Line]:
@@ -214,7 +213,7 @@ def _disk(root: Path) -> Iterator[Line]:
 
 def _vllm() -> Iterator[Line]:
     if find_spec("vllm") is None:
-        text = "is not installed: rollout=hf alone, which is many times slower on a GPU"
+        text = "none: rollout=hf alone, which is many times slower on a GPU"
         remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'"
         yield _line(shutil.which("nvidia-smi") is None, "vLLM", text, remedy)
         return

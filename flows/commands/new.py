@@ -75,7 +75,7 @@ def content_of(kind: str, name: str, command: str) -> str:
     text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
     if kind == "task":
         source = Path(multiplication.__file__).read_text(encoding="utf-8")
-        text += source.split('"""', 2)[2].removeprefix("\n")
+        text += source.split('"""', 2)[2].removeprefix("\n").replace('"multiplication"', f'"{name}"')
     return text
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ from pathlib import Path
 import psutil
 
 from flows.commands.settings import MOST_SLOTS
-from flows.plan.table import size
-from flows.progress import duration, printable
+from flows.progress import console_for_tables, duration, printable
 from flows.work.open_run import END_WAIT_S, EVALUATION, STOP_FILE, note_told
 from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
@@ -24,12 +22,11 @@ from flows.work.status import SAME_COMMAND, STATES, RunStatus, how_it_goes_on, s
 from flows.work.trainer import LogTail, trainer_logs
 from rlcore.checkpoint.catalog import scan
 from rlcore.errors import ConfigError, DataError, RunInUseError
+from rlcore.storage.disk import size
 from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-PIPED_WIDTH = 250
-"""Columns where no terminal says how many it has."""
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 """Seconds of a unit, largest first."""
 
@@ -56,7 +53,6 @@ def runs(root: Path, names: Sequence[str] | None, states: Sequence[str] | None, 
 
 
 def _show(found: Sequence[RunStatus]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -72,8 +68,7 @@ def _show(found: Sequence[RunStatus]) -> None:
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
         age, held = age_of(time.time() - one.changed), size(one.size_bytes)
         table.add_row(one.run_id, one.state, steps, *figures, age, held, one.note)
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    Console(highlight=False, markup=False, width=width).print(table)
+    console_for_tables().print(table, soft_wrap=False)
 
 
 def age_of(seconds: float) -> str:

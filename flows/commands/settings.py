@@ -111,7 +111,7 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
     from rlcore.config.problems import Problem, settings_error
 
     if sweep := next((word for word in words if word in ("-m", "--multirun")), None):
-        several = " ".join(word for word in words if "=" in word and not word.startswith("-"))
+        several = " ".join(word for word in words if "," in word.partition("=")[2])
         rule = "is no option: several values of a setting are a sweep, which is a file"
         remedy = (
             "Write `grid: {KEY: [VALUE, VALUE]}` and `seeds: [1, 2]` in it, then `millrace sweep FILE`; docs/sweeps.md"
@@ -125,7 +125,8 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
     from rlcore.config.problems import nearest
     from rlcore.config.run import all_keys
 
-    own = {option.removeprefix("--").replace("-", "_") for option in options}
+    own_options = [option for option in options if option.startswith("--")]
+    own = {option.removeprefix("--").replace("-", "_") for option in own_options}
     problems = []
     for at in unknown:
         option, _, value = words[at].partition("=")
@@ -134,7 +135,8 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
         if key in own:
             return
         following = words[at + 1] if at + 1 < len(words) and "=" not in words[at + 1] else "VALUE"
-        remedy = f"Did you mean {key}={value or following}?" if key else "docs/settings.md lists every setting"
+        listed = f"There are {', '.join(sorted(own_options))}; docs/settings.md lists every setting"
+        remedy = f"Did you mean {key}={value or following}?" if key else listed
         problems.append(Problem(option, "is no option; a setting is written KEY=VALUE", words[at], remedy))
     raise settings_error(problems)
 
@@ -152,11 +154,16 @@ def composed_or_shown(words: dict[str, Any]) -> bool:
         Whether the command goes on; False where the settings were only to be shown (`--cfg`, `--info`).
     """
     from flows.parameters import all_overrides, compose_settings
+    from rlcore.config.problems import Problem, settings_error
 
     cfg, info, dry_run = words.pop("cfg", None), words.pop("info", False), words.get("dry_run", False)
     is_shown = cfg is not None or info
     require_dry_run(as_json=words.get("as_json", False), dry_run=dry_run)
     given = all_overrides(words["settings"], root=words.pop("root"))
+    if "checkpoint" in words and (bare := [word for word in given if "=" not in word]):
+        remedy = f"Write millrace validate KEY=VALUE ... --checkpoint {bare[-1] if bare[-1].isdigit() else 'N'}"
+        rule = "takes the settings that the run was started with, and the checkpoint as an option"
+        raise settings_error([Problem("validate", rule, " ".join(bare), remedy)])
     if (source := words.pop("fork", None)) is None:
         words["settings"] = compose_settings(given)
     else:

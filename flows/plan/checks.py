@@ -5,6 +5,7 @@ tokens, the tokenizer. Code of one's own runs in processes with a deadline. What
 again.
 """
 
+import errno
 import os
 import subprocess
 import sys
@@ -118,9 +119,10 @@ def require_root(root: Path) -> None:
     except OSError as reason:
         if is_out_of_room(reason):  # the plan says how much is missing
             return
+        why = "" if reason.errno == errno.ENOENT else f": {reason.strerror}"  # what /proc says of a new file
         raise DataError(
-            f"paths.root: must be writable, and {there} is not (for {root}): {reason.strerror}. Make it writable, or "
-            "choose another paths.root."
+            f"paths.root: must be writable, and {there} is not (for {root}){why}. Make it writable, or choose another "
+            "paths.root."
         ) from reason
 
 

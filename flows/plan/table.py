@@ -3,7 +3,9 @@
 import json
 
 from flows.plan.plan import RunPlan
+from flows.progress import console_for_tables
 from rlcore.config.gguf import INSTALL_SMOLLM2, SMOLLM2
+from rlcore.storage.disk import size, unit_for
 from rlcore.workers.memory_plan import MemoryPlan
 
 
@@ -12,10 +14,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = console_for_tables()
     console.print(
         f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, code {plan.code_fingerprint}"
     )
@@ -23,7 +24,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     for stage in plan.stages:
         state = "done" if stage.cached else "to do"
         table.add_row(stage.name, stage.fingerprint or "not known yet", state, stage.detail)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if plan.published_model is not None:
         text = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
         if plan.published_model == SMOLLM2:
@@ -42,7 +43,6 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
 
 def show_memory(plan: MemoryPlan) -> None:
     """Print what each phase of a step holds on one rank's GPU."""
-    from rich.console import Console
     from rich.table import Table
 
     room = "" if plan.usable_bytes is None else f", {size(plan.usable_bytes)} of it for tensors"
@@ -57,10 +57,10 @@ def show_memory(plan: MemoryPlan) -> None:
         sizes = (parts.get(part) for parts in plan.phases.values())
         table.add_row(part, *("" if held is None else f"{held / scale:.3f}" for held in sizes))
     table.add_row("sum", *(f"{held / scale:.3f}" for held in sums), style="bold")
-    console = Console(highlight=False)
-    console.print(table)
+    console = console_for_tables()
+    console.print(table, soft_wrap=False)
     if note := memory_note(plan):
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note)
 
 
 def memory_note(plan: MemoryPlan) -> str:
@@ -108,28 +108,3 @@ def _disk(plan: RunPlan) -> str:
             f"{size(report.free_bytes)} free{short}"
         )
     return "\n".join(lines)
-
-
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-"""Bytes of a unit, largest first."""
-
-
-def unit_for(num_bytes: float) -> tuple[float, str]:
-    """The largest unit of which it is a tenth or more, so that a column of such sizes shows no zeros; GB for nothing.
-
-    >>> unit_for(2.4e6), unit_for(0)
-    ((1000000.0, 'MB'), (1000000000.0, 'GB'))
-    """
-    if not num_bytes:
-        return UNITS[0]
-    return next((unit for unit in UNITS if num_bytes >= unit[0] / 10), UNITS[-1])
-
-
-def size(num_bytes: float) -> str:
-    """One size.
-
-    >>> size(77.4e9), size(4_200_000), size(0)
-    ('77.4 GB', '4.2 MB', '0.0 GB')
-    """
-    scale, unit = unit_for(num_bytes)
-    return f"{num_bytes / scale:.1f} {unit}"

@@ -285,7 +285,12 @@ def _write_nowhere(console: Any) -> None:
 
 
 def say_mistakes_plainly(record: logging.LogRecord) -> bool:
-    """An error of ours is its message, in the log too: its traceback shows our code, and the mistake is elsewhere."""
+    """An error of ours is its message, in the log too: its traceback shows our code, and the mistake is elsewhere.
+    A run that was told to end has none, and the state that Prefect says its task has finished in is not its last."""
+    if any(isinstance(said, FlowCancelledError) for said in record.args or ()):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    if record.getMessage() == "Finished in state Running()":
+        return False
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, MillraceError):
         return True

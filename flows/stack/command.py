@@ -9,7 +9,7 @@ from flows.commands.settings import beside_python
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
 from flows.stack import control
 from flows.stack.services import orphans
-from flows.stack.state import stack_store
+from flows.stack.state import StackState, read_stack, stack_store
 from rlcore.config import TrackingConfig
 from rlcore.tracking.mlflow_store import MlflowStore
 
@@ -18,14 +18,18 @@ def up(root: Path, **wishes: Any) -> None:
     """Start, then say where everything is. `wishes`: the fields of `control.Wishes`."""
     state = control.up(root, control.Wishes(**wishes))
     root = root.resolve()
-    secret = root / SECRET_FILE
     runs_page = MlflowStore(TrackingConfig(uri=stack_store(root)), root).runs_url(state.mlflow_url)
     print(f"\nPrefect   {state.prefect_api_url.removesuffix('/api')}\nMLflow    {runs_page}")
     print(f"Log in    with {how_to_log_in(root)}")
     if (head := state.service("ray")) is not None:
         print(f"Ray       {head.url} (runtime=ray runtime.ray_address={head.url})")
-    print(f'\nexport PREFECT_API_URL={state.prefect_api_url} {CLIENT_LOGIN}="$(cat {quote(str(secret))})"')
+    print(f"\n{for_a_shell(root, state)}")
     print(beside_python("prefect deployment run pipeline/countdown-demo --watch"))
+
+
+def for_a_shell(root: Path, state: StackState) -> str:
+    """The line by which Prefect's own commands find this stack and may use it."""
+    return f'export PREFECT_API_URL={state.prefect_api_url} {CLIENT_LOGIN}="$(cat {quote(str(root / SECRET_FILE))})"'
 
 
 def down(root: Path) -> None:
@@ -43,4 +47,6 @@ def status(root: Path) -> None:
         print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")
     if not found:
         print(f"nothing was started under {root.resolve()}; `millrace up` starts it")
+    elif (state := read_stack(root)).prefect_api_url:
+        print(f"\nFor Prefect's own commands, in each new shell:\n{for_a_shell(root.resolve(), state)}")
     sys.exit(0 if found and all(state == "up" for _, state in found) else 1)

@@ -112,9 +112,9 @@ def show_result(sweep: Sweep, points: Sequence[PointRecord], result: SweepResult
         | {f"seed {member.seed}": member.score if not member.error else "failed" for member in point.members}
         for point in best_first(sweep, points)
     ]
-    show(sweep.sweep_id, "sweep", lambda: json.dumps(rows), "table", metric)
+    show(sweep.sweep_id, "sweep", f"{sweep.sweep_id}: its points by {metric}", lambda: json.dumps(rows), "table")
     lines = [f"# Sweep {result.sweep_id}", "", *(f"- {line}" for line in summary_of(result))]
-    show(sweep.sweep_id, "sweep-summary", lambda: "\n".join(lines))
+    show(sweep.sweep_id, "sweep-summary", f"{sweep.sweep_id}: its outcome and files", lambda: "\n".join(lines))
 
 
 def summary_of(result: SweepResult) -> list[str]:

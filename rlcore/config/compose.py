@@ -9,10 +9,12 @@ without `+`, and the files in `conf/` hold differences alone. Overrides are Hydr
     tags.owner=me           any name below tags
     ~tags.owner             back to the default
 
-`experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml.
+`experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml. Such a file
+may build on others of its kind, by paths from its folder: `defaults: [mine.yaml, _self_]`.
 """
 
 import json
+import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,17 +31,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import FILE_ENDINGS, leaves
+from rlcore.config.base import FILE_ENDINGS, covers, leaves
 from rlcore.config.check import Written, as_plain, filled_in, put, validate
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Findings, Problem, did_you_mean, settings_error, shown
+from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
 from rlcore.config.rules.effects import without_effect
-from rlcore.config.run import RunConfig
+from rlcore.config.run import RunConfig, all_keys
 from rlcore.config.suite import put_suites
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -155,8 +157,7 @@ def idle_settings(
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file: set[str] = set()
     if (named := request.experiment) is not None:  # its own file, without those that it builds on
-        content = _content(_OUTSIDE if named.endswith(FILE_ENDINGS) else named, named)
-        in_file = leaves(content).keys() - given - {"defaults"}
+        in_file = leaves(_content(named, named)).keys() - given - {"defaults"}
     return without_effect(config, given | request.choices.keys(), in_file, swept)
 
 
@@ -175,7 +176,8 @@ def composed_of(overrides: Sequence[str], *, experiment: str | None = None) -> t
             else:
                 named = f"{_EXPERIMENT}={_member_of(request.experiment)}"
                 files, members = _layers(named)[0], _compose([named, *chosen])[1]
-    shown_files = [request.experiment or "" if file == _OUTSIDE else f"experiment/{file}.yaml" for file in files]
+    own = _own_files(request.experiment)
+    shown_files = [str(own.get(file, f"experiment/{file}.yaml")) for file in files]
     return shown_files, {group: members[group] for group in GROUPS}
 
 
@@ -238,6 +240,10 @@ def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
     if override.is_sweep_override():
         rule = "is a sweep over several values, and this is one run"
         return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
+    groups = (*GROUPS, "experiment")
+    if key not in (*groups, *RunConfig.model_fields) and nearest(key, [*groups, *all_keys()]) in groups:
+        remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
+        return Problem(key, "there is no such setting", repr(text), remedy)
     if key == "data.task":
         task = "countdown" if override.is_delete() else shown(override.value())
         return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")
@@ -286,8 +292,8 @@ def _why_unreadable(file: Path) -> str:
 def _state_of_files(experiment: str | None) -> tuple[Hashable, ...]:
     """What differs once a file is changed that a composition reads: in `conf/`, or one's own elsewhere."""
     known = [file.stat() for file in sorted(CONF_DIR.glob("*/*.yaml"))]
-    own = Path(experiment).read_bytes() if experiment is not None and experiment.endswith(FILE_ENDINGS) else b""
-    return str(CONF_DIR), own, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in known)
+    own = [(str(file), file.read_bytes() if file.is_file() else b"") for file in _own_files(experiment).values()]
+    return str(CONF_DIR), *own, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in known)
 
 
 @lru_cache(maxsize=64)
@@ -302,18 +308,63 @@ def _composed(
     _store_defaults()
     try:
         with _hydra():
-            return _choices_composed(experiment, dict(choices), files), findings
+            settings = _choices_composed(experiment, dict(choices), files)
+            lost = [] if experiment is None else list(_lost_keys(experiment))
+            for problem in lost:
+                findings.add(problem, *RunConfig.model_fields)
+            return _with_own_keys(settings, experiment) if lost else settings, findings
     except MissingConfigException as error:
         findings.add(_missing_default(error, experiment or "none"), *RunConfig.model_fields)
-        return RunConfig().model_dump(mode="json"), findings
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         named = experiment or "none"
+        reason = " ".join(str(error).split()).replace(f"experiment/{_OUTSIDE}", named)
+        if isinstance(error, RecursionError):
+            reason = "one of them builds on itself"
         remedy = "Mend the file; conf/experiment/debug.yaml shows the form"
+        if unknown := re.search(r"Could not override '([^']+)'\. No match", reason):
+            groups = [f"/{group}" for group in GROUPS]
+            remedy = f"{did_you_mean(f'/{unknown[1]}', groups)}There are {', '.join(groups)}"
         place = "" if named.endswith(FILE_ENDINGS) else " in conf/"
         problem = Problem("experiment", f"its files{place} cannot be read ({reason})", named, remedy)
         findings.add(problem, *RunConfig.model_fields)
-        return RunConfig().model_dump(mode="json"), findings
+    settings = RunConfig().model_dump(mode="json")
+    try:
+        return _with_own_keys(settings, experiment), findings
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError):
+        return settings, findings
+
+
+def _with_own_keys(settings: dict[str, Any], experiment: str | None) -> dict[str, Any]:
+    """Settings with the keys of the experiment's own file over them, so that mistakes in these are found.
+
+    Without exclusive sections: which member they are written for is not known.
+    """
+    if experiment is None:
+        return settings
+    own = _content(experiment, experiment)
+    known = {key: value for key, value in own.items() if key not in ("defaults", *EXCLUSIVE_GROUPS)}
+    return as_plain(OmegaConf.merge(settings, known))
+
+
+def _lost_keys(experiment: str) -> Iterator[Problem]:
+    """A problem for each file whose keys are overridden by files that it builds on, since these are merged later."""
+    own_files = _own_files(experiment)
+    for own, path in (own_files or {experiment: Path(experiment)}).items():
+        content = _content(own, experiment)
+        if "_self_" not in content.pop("defaults", [])[:-1]:
+            continue
+        files = _layers(f"{_EXPERIMENT}={own}")[0]
+        later = files[files.index(own) + 1 :]
+        over = leaves(as_plain(OmegaConf.merge(*(_content(file, experiment) for file in later)))) if later else {}
+        lost = [
+            key
+            for key, value in leaves(content).items()
+            if any((covers(key, name) or covers(name, key)) and (key, value) != (name, over[name]) for name in over)
+        ]
+        if lost:
+            bases = " and ".join(own_files.get(file, Path(file)).name for file in later)
+            rule = f"_self_ must be the last of its defaults, or it loses {', '.join(lost)} to {bases}"
+            yield Problem("experiment", rule, f"_self_ before {bases} in {path}", f"Put _self_ behind {bases}")
 
 
 def _missing_default(error: MissingConfigException, named: str) -> Problem:
@@ -368,17 +419,38 @@ def _layers(named: str) -> tuple[list[str], Mapping[str, str]]:
 
 def _content(file: str, experiment: str) -> dict[str, Any]:
     """Content of one file of `conf/experiment`, or of the experiment's own file from elsewhere."""
-    path = Path(experiment) if file == _OUTSIDE else CONF_DIR / "experiment" / f"{file}.yaml"
-    return as_plain(OmegaConf.load(path))
+    if file.endswith(FILE_ENDINGS):
+        file = _OUTSIDE
+    return as_plain(OmegaConf.load(_own_files(experiment).get(file, CONF_DIR / "experiment" / f"{file}.yaml")))
 
 
 def _member_of(experiment: str) -> str:
-    """Name of the experiment in its group; a file from elsewhere is added to the group."""
-    if not experiment.endswith(FILE_ENDINGS):
-        return experiment
-    node = OmegaConf.load(experiment)
-    ConfigStore.instance().store(group="experiment", name=_OUTSIDE, node=node)
-    return _OUTSIDE
+    """Name of the experiment in its group; files from elsewhere are added to the group."""
+    own = _own_files(experiment)
+    names = {file: name for name, file in own.items()}
+    for file, name in names.items():
+        node, bases = OmegaConf.load(file), _bases_of(file)
+        if isinstance(node, DictConfig) and bases:
+            node.defaults = [names[bases[entry]] if entry in bases else entry for entry in node.defaults]
+        ConfigStore.instance().store(group="experiment", name=name, node=node)
+    return _OUTSIDE if own else experiment
+
+
+def _own_files(experiment: str | None) -> dict[str, Path]:
+    """An experiment's file from elsewhere and those that it builds on, by their names in the group."""
+    files = [Path(experiment)] if experiment is not None and experiment.endswith(FILE_ENDINGS) else []
+    for file in files:
+        files += [base for base in _bases_of(file).values() if base not in files]
+    return {_OUTSIDE + (f"_{number}" if number else ""): file for number, file in enumerate(files)}
+
+
+def _bases_of(file: Path) -> dict[str, Path]:
+    """The files from elsewhere in the defaults of one, by their entries; none where it cannot be read."""
+    try:
+        entries = safe_load(file.read_bytes())["defaults"]
+        return {entry: (file.parent / entry).resolve() for entry in entries if str(entry).endswith(FILE_ENDINGS)}
+    except (OSError, YAMLError, UnicodeError, KeyError, TypeError):
+        return {}
 
 
 def _compose(overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:

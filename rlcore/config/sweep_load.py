@@ -164,7 +164,12 @@ def _content(source: str) -> dict[str, Any]:
         raise settings_error([problem]) from error
     if not isinstance(found, dict):
         raise settings_error([Problem("sweep", "must be a mapping", str(file), "docs/sweeps.md shows the form")])
-    return {str(name): value for name, value in found.items()}
+    content = {str(name): value for name, value in found.items()}
+    sections = content.keys() & {*RunConfig.model_fields} - {*SweepSpec.model_fields}
+    if "defaults" in content or (sections and not content.keys() & {*sweep.SEARCHES, "experiment"}):
+        remedy = f"Run it by millrace run experiment={source}; docs/sweeps.md shows a sweep's file"
+        raise settings_error([Problem("sweep", "must be a sweep's file, and this is an experiment's", source, remedy)])
+    return content
 
 
 def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:

@@ -16,6 +16,7 @@ from rlcore.report.plots import DARK, LIGHT
 
 _SPECIAL = re.compile(r"([\\`*_\[\]!|~$]|^[-+#=])")
 _LIST_NUMBER = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
+_MAIL = re.compile(r"(@[\w-]+)\.(?=\w)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
@@ -45,8 +46,8 @@ def escape(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\n", " ⏎ ")
     text = _CONTROL.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = _LIST_NUMBER.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", text))
-    # A bare address becomes a link in most readers: the colon is written so that it is none.
-    return text.replace("://", "&#58;//").replace("www.", "www&#46;").replace("@", "&#64;")
+    # A bare address becomes a link in most readers. No entity by number: Prefect's page shows those as written.
+    return _MAIL.sub(r"\1\\.", text.replace("://", "\\://").replace("www.", "www\\."))
 
 
 def code(text: str) -> str:

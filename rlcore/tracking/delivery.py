@@ -39,7 +39,7 @@ from rlcore.tracking.attempts import (
     read_history,
 )
 from rlcore.tracking.connection import explain, mlflow_name, resolve_uri
-from rlcore.tracking.journal import JOURNAL_FILE, EventRecord, Record, StepRecord, iter_lines, load_journal
+from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, Record, StepRecord, iter_lines, load_journal
 from rlcore.tracking.lineage import FOLDER_TAG, RUN_ID_TAG, lineage_tags
 from rlcore.tracking.mlflow_store import SUPERSEDED_TAG, MlflowStore, milliseconds
 
@@ -360,7 +360,7 @@ def _values(record: Record) -> Iterator[tuple[str, float]]:
             yield from metrics.items()
             if nonfinite:
                 yield NONFINITE_METRIC, float(len(nonfinite))
-        case EventRecord(name=name):
+        case EventRecord(name=name) if name != WORKERS:  # which each attempt begins with
             yield f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}", 1.0  # marks the event on the step axis
 
 

@@ -199,7 +199,8 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Put models into MLflow's registry under one name, each once, and point the aliases at their versions."""
+    """Put models into MLflow's registry under one name, each once, and point the aliases at their versions, which say
+    of which run and step they are and what they scored."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -210,8 +211,14 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
     versions = {model_of(each): str(each.version) for each in client.search_model_versions(f"name = '{name}'")}
     for alias, model_id in models.items():
         if model_id not in versions:
+            model, run = client.get_logged_model(model_id), client.get_run(run_id)
+            step = model.tags["step"]
+            scores = {one.key: f"{one.value:.4g}" for one in model.metrics or () if "/ci_" not in one.key}
             with _global_uri(uri):
-                made = client.create_model_version(name, f"models:/{model_id}", run_id=run_id, model_id=model_id)
+                made = client.create_model_version(
+                    name, f"models:/{model_id}", run_id, tags={"run": str(run.info.run_name), "step": step} | scores,
+                    description=f"Step {step} of {run.info.run_name}", model_id=model_id,
+                )  # fmt: skip
             versions[model_id] = str(made.version)
         client.set_registered_model_alias(name, alias, versions[model_id])
 

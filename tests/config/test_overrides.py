@@ -562,6 +562,31 @@ def test_a_file_that_goes_back_to_grpo_leaves_the_critic_behind(own_conf):
     assert load_config(["algo=grpo", "algo.lam=1"], experiment="countdown_ppo_demo").critic is None
 
 
+def test_a_file_from_elsewhere_builds_on_others_by_paths_from_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    base, middle, own = (tmp_path / name for name in ("base.yaml", "below/middle.yaml", "own.yaml"))
+    base.write_text("defaults: [debug, _self_]\nname: base\nseed: 4\noptim: {lr: 1e-5}\n")
+    middle.write_text("defaults: [../base.yaml, {override /algo: rloo}, _self_]\nseed: 5\n")
+    own.write_text("defaults: [below/middle.yaml, _self_]\nname: own\n")
+    monkeypatch.chdir(tmp_path / "below")
+    config = load_config([], experiment="../own.yaml")
+    assert (config.name, config.seed, config.optim.lr, config.algo.advantage) == ("own", 5, 1e-5, "rloo")
+    assert composed_of([], experiment=str(own))[0] == ["experiment/debug.yaml", *map(str, (base, middle, own))]
+    base.write_text("defaults: [debug, _self_]\nseed: 4\noptim: {lr: 2e-5, lrr: 1}\n")
+    assert "optim.lrr: there is no such setting; got 1 from a settings file" in the_problem(experiment=str(own))
+    base.write_text("defaults: [_self_, debug]\noptim: {lr: 2e-5}\n")
+    assert f"or it loses optim.lr to debug; got _self_ before debug in {base}" in the_problem(experiment=str(own))
+
+
+@pytest.mark.parametrize(
+    ("defaults", "told"),
+    [("[own.yaml, _self_]", "one of them builds on itself"), ("[gone.yaml, _self_]", "No such file or directory")],
+)
+def test_a_file_that_builds_on_itself_or_on_none_is_one_problem(tmp_path, defaults, told):
+    (tmp_path / "own.yaml").write_text(f"defaults: {defaults}\nname: own\n")
+    assert told in the_problem(experiment=str(tmp_path / "own.yaml"))
+
+
 def test_a_path_that_is_no_file_is_told_with_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert the_problem(experiment="mine.yaml").startswith(

@@ -15,11 +15,13 @@ from pkgutil import resolve_name
 import pytest
 import yaml
 
+from flows import cli
 from flows.cli import DECLARED, app, exit_code, look_here_too
 from flows.commands import complete
 from flows.commands.run import train, validate
 from flows.commands.settings import root_of
 from flows.parameters import compose_settings
+from rlcore.answers import query
 from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
 from rlcore.config.problems import override_value
@@ -125,7 +127,7 @@ def test_a_missing_model_is_told_before_anything_is_written(here: Here) -> None:
 def test_too_little_room_is_told_with_the_bytes_that_are_missing(bare: Millrace) -> None:
     done = bare("run", "experiment=debug", "checkpoint.reserve_gb=1e9")
     assert done.code == 1
-    assert "bytes are missing" in done.err
+    assert "GB are missing" in done.err
     assert "checkpoint.reserve_gb" in done.err
     assert list(bare.root.iterdir()) == []
 
@@ -401,6 +403,9 @@ def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path
         ("logs", "--root", "other", "deb"): ["debug-s2-bb"],
         ("report", "optim.l"): ["optim.lr="],
         ("eval", "--suite", "gs"): ["gsm8k"],
+        ("rollouts", "--kind", ""): ["all", "training", "validation"],
+        ("rollouts", "--sort", "-s"): ["-score", "-step"],
+        ("new", "s"): ["scorer"],
         ("run", "--totl", "x", "optim.l"): ["optim.lr="],  # and refuses nothing
     }
     sandboxes, *found = completions([("data", "make", "sandbox."), *expected], tmp_path)
@@ -408,6 +413,7 @@ def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path
     assert dict(zip(expected, found, strict=True)) == expected
 
 
-def test_tab_knows_every_setting_and_every_group() -> None:
+def test_tab_knows_every_setting_and_every_group_and_what_answers_are_sorted_by() -> None:
+    assert (cli.KINDS, cli.SORTS) == (query.KINDS, query.SORTS)
     assert complete._words_by_key().keys() == all_keys().keys()
     assert set(complete._groups()) == {*GROUPS, "experiment"}

@@ -39,6 +39,8 @@ FILES = {
     "folder.yaml/file": "",
     "twice.yaml": "defaults: [debug, _self_]\nseed: 1\nseed: 2\n",
     "latin.yaml": "name: \xe9",
+    "first.yaml": "defaults: [_self_, debug]\nname: first\ntrainer: 5\noptm: {lr: 1}\nseed: 7\n",
+    "group.yaml": "defaults: [debug, {override /daata: gsm8k}, _self_]\nname: g\noptm: {lr: 1}\ntrainer: 5\n",
     "nobase.yaml": "defaults: [nope, _self_]\n",
     "rows/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n',
     "rows/test.jsonl": '{"q": "What is 1 + 2?", "a": "3"}\n',
@@ -67,7 +69,13 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train --lr 1e-4", ["--lr: is no option", "Did you mean optim.lr=1e-4?"]),
     ("train --seed=2", ["--seed: is no option", "Did you mean seed=2?"]),
     ("train --dry-rnu", ["--dry-run"]),
-    ("train -m seed=1,2", ["-m: is no option", "seed=1,2", "millrace sweep FILE"]),
+    ("train -m seed=1,2 experiment=debug", ["-m: is no option", "got seed=1,2. ", "millrace sweep FILE"]),
+    ("train exprmnt=debug", ["1 problem", "got 'exprmnt=debug'. Did you mean experiment=debug?"]),
+    ("train alg=dapo", ["1 problem", "alg: there is no such setting", "Did you mean algo=dapo?"]),
+    ("train algo=[grpo]", ["1 problem", "algo: must name a file in conf/algo; got [grpo]. Did you mean grpo?"]),
+    ("rollouts nobody --text x", ["--text: is no option", "There are --help", "--search"]),
+    ("validate debug-s1 99", ["1 problem", "validate: takes the settings", "got debug-s1 99", "--checkpoint 99"]),
+    ("validate experiment=debug best", ["1 problem", "got best. Write millrace validate", "--checkpoint N"]),
     ("train --cfg hydra", ["--cfg: must be job", "--info"]),
     ("train --root=/proc/here", ["paths.root: must be writable, and /proc is not", "choose another"]),
     ("train --root=/dev/null/here", ["--root", "must be a folder, and /dev/null is none"]),
@@ -108,6 +116,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train experiment=folder.yaml", ["experiment: must be a file, not a folder", "got folder.yaml"]),
     ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend the file"]),
     ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend the file"]),
+    ("train experiment=first.yaml", [
+        "3 problems", "_self_ must be the last of its defaults, or it loses name, trainer to debug; "
+        "got _self_ before debug in first.yaml. Put _self_ behind debug", "trainer: is a section", "optim.lr?"]),
+    ("train experiment=group.yaml", [
+        "3 problems", "Could not override 'daata'", "Did you mean /data?", "trainer: is a section", "optim.lr?"]),
     ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_calculator"]),
     # values
     ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),
@@ -165,6 +178,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep typo.yaml", ["grids: there is nothing of that name in a sweep", "Did you mean grid?"]),
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
     ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
+    ("sweep mine.yaml", ["1 problem", "this is an experiment's", "Run it by millrace run experiment=mine.yaml"]),
     ("sweep nothing.yaml", ["name: is missing"]),
     ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),
     ("eval model --suite gsm9k", ["must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k?"]),

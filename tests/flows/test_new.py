@@ -35,6 +35,7 @@ def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: 
 @pytest.mark.slow
 def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
     new("task", "sums")
+    assert "multiplication" not in Path("sums.py").read_text()
     new("scorer", "judge")
     made = ["data", "make", *COMMANDS["task"].format(name="sums").split()[2:]]
     assert exit_code(lambda: app(made)) == 0, capsys.readouterr().err

@@ -99,6 +99,8 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert {key for key in keys if not key.startswith(of_the_run)} == set(), "another seed has a history of its own"
     newest_last = sorted(shown, key=lambda one: str(one["created"]))
     artifacts = {str(one["key"]).removeprefix(of_the_run): one["data"] for one in newest_last}
+    assert all(str(one["description"]).startswith(reference.run_dir.name) or "progress" in one["key"] for one in shown)
+    assert sum(one["key"] == f"{reference.run_dir.name}-mlflow" for one in shown) == 1
     assert artifacts["progress-train"] == artifacts["progress-warm-start"] == 100.0
     measured, reward = numbers(reference.run_dir), "val-core/countdown/reward/mean@2"
 
@@ -134,6 +136,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
 
     assert str(reference.run_dir / "report") in artifacts["report"]
     assert f"{measured[60][reward]:.3f}" in artifacts["report"]
+    assert "&#" not in artifacts["report"]
 
 
 def test_its_report_is_found_by_the_beginning_of_its_id(reference: Reference, tmp_path: Path) -> None:
@@ -418,7 +421,7 @@ def test_a_full_disk_pauses_the_flow_run_until_there_is_room(
         found = paused()
         assert process.poll() is None
         for run in found:
-            assert "bytes are missing" in run["state"]["message"]
+            assert "B are missing" in run["state"]["message"]
             assert str(runs) in run["state"]["message"]
         ballast.unlink()
         done = ended(process)

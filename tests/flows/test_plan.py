@@ -96,7 +96,7 @@ def test_every_file_system_that_the_run_touches_is_looked_at(artifacts_root: Pat
         assert sum(report.needed_bytes for report in others) > LEAST_STORE_BYTES
         assert on_runs.free_bytes == plan.disk.free_bytes < min(report.free_bytes for report in others)
         config = load_config([*overrides, "checkpoint.reserve_gb=0.1"])
-        with pytest.raises(DiskSpaceError, match=rf"^{on_runs.path}: [0-9,]+ bytes are missing"):
+        with pytest.raises(DiskSpaceError, match=rf"^{on_runs.path}: [0-9.]+ [kMG]B are missing"):
             check_before_start(config, make_plan(config))
 
 

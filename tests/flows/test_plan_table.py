@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.plan.plan import ChunkPlan, DiskBudget, RunPlan, StagePlan, TokenBudget
-from flows.plan.table import memory_note, show_memory, show_plan, size, unit_for
-from rlcore.storage.disk import RoomReport
+from flows.plan.table import memory_note, show_memory, show_plan
+from rlcore.storage.disk import RoomReport, size, unit_for
 from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
 
 PHASES = {
@@ -52,6 +52,12 @@ PLAN = RunPlan(
     warm_start_memory=None,
     published_model=None,
 )
+
+
+def test_no_row_is_cut_where_no_terminal_says_how_wide_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "starts from " + "/a/long/path" * 12
+    show_plan(replace(PLAN, stages=(replace(PLAN.stages[0], detail=long), *PLAN.stages[1:])), as_json=False)
+    assert f"{long}\n" in capsys.readouterr().out
 
 
 def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[str]) -> None:

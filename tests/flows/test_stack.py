@@ -27,6 +27,7 @@ from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
 from flows.stack import serve
 from flows.stack.command import down as down_command
+from flows.stack.command import status as status_command
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.services import end_server, end_worker, listener, mlflow_recipe, prefect_recipe
@@ -117,6 +118,18 @@ def test_a_copied_or_moved_root_has_none_of_the_stack_that_the_record_tells_of(
     del old["root"]  # as an earlier Millrace wrote it
     (moved / "stack.json").write_text(json.dumps(old))
     assert status(moved) == [(service, "gone")]
+
+
+def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    me = psutil.Process()
+    service = Service("prefect", me.pid, me.create_time(), 1, "http://here", "", "")
+    write_stack(tmp_path, StackState(prefect_api_url="http://here/api", services=(service,)))
+    with pytest.raises(SystemExit):
+        status_command(tmp_path)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (
+        f'export PREFECT_API_URL=http://here/api PREFECT_API_AUTH_STRING="$(cat {tmp_path.resolve()}/stack-secret)"'
+    )
 
 
 def test_a_server_that_learns_of_a_changed_automation_does_not_stop_for_it() -> None:
@@ -531,7 +544,7 @@ def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
         run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
         stack.wait_for_step("full", 2)
         ballast = fill(runs)
-        wait_until(lambda: hook.heard("millrace.paused_for_disk", "bytes are missing"), "the hook hears of the pause")
+        wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook hears of the pause")
         stack.wait(run, "PAUSED")
         ballast.unlink()
         stack.wait(run, "COMPLETED")

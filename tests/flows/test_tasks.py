@@ -22,6 +22,7 @@ from flows import pipeline
 from flows.chain import RunStage, Stage
 from flows.parameters import compose_settings
 from flows.server.api import LocalServer
+from flows.server.watch import TOLD_TO_END, FlowCancelledError, watched
 from flows.tasks import as_task
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
@@ -111,6 +112,29 @@ def test_a_mistake_is_its_message_in_state_and_log_and_a_fault_has_its_traceback
     for record in said:
         assert (record.getMessage() == told) == ours
         assert (record.exc_info is None) == ours
+
+
+@flow
+def stopped() -> None:
+    def end() -> None:
+        raise FlowCancelledError(TOLD_TO_END)
+
+    with watched():
+        as_task(Stage("stage", "stage", end, str))
+
+
+def test_a_run_that_was_told_to_end_has_no_error_in_its_log(
+    client: SyncPrefectClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = client.create_flow_run(stopped)
+    with pytest.raises(FlowCancelledError):
+        run_flow(stopped, client.read_flow_run(run.id))
+    state = client.read_flow_run(run.id).state
+    assert state is not None
+    assert state.is_cancelled()
+    assert [record.levelname for record in caplog.records if TOLD_TO_END in record.getMessage()] == ["INFO"]
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("name", ["pipeline", "train", "warm_start", "pass_rates"])

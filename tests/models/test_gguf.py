@@ -288,7 +288,7 @@ def test_too_little_room_is_told_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(inputs, "check_room", lambda path, needed: RoomReport(path, needed, 0, 1_000))
     with pytest.raises(
-        DiskSpaceError, match=r"^model\.path: .*tiny\.gguf is converted once, and .*bytes are missing.*paths\.root"
+        DiskSpaceError, match=r"^model\.path: .*tiny\.gguf is converted once, and .*B are missing.*paths\.root"
     ):
         ensure_given_model(load_config(given(tmp_path, file)))
     assert not (tmp_path / "models").exists()

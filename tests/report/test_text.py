@@ -4,6 +4,7 @@ import doctest
 import importlib
 import math
 import pkgutil
+import re
 
 import numpy as np
 import pytest
@@ -96,6 +97,15 @@ def test_code_spans_cannot_be_ended_from_inside():
     assert code("a``b`") == "``` a``b` ```"
 
 
-@pytest.mark.parametrize("text", ["0.3359", "2,303", "1.5 of 3", "\u22120.5"])
-def test_numbers_are_shown_as_they_are(text):
+@pytest.mark.parametrize("text", ["0.3359", "2,303", "1.5 of 3", "\u22120.5", "mean@4", "val-core/x/acc/mean@16."])
+def test_numbers_and_names_are_shown_as_they_are(text):
+    assert MarkdownIt("commonmark").render(escape(text)) == f"<p>{text}</p>\n"
+    assert "&" not in escape(text)  # Prefect's page shows an entity by number as it is written
+
+
+@pytest.mark.parametrize("text", ["http://a.example", "see www.a.example", "me@a.b.example"])
+def test_an_address_is_text_and_no_link(text):
+    as_a_link = re.compile(r"https?://|www\.|[\w.+-]+@[\w-]+(\.\w)+")  # GFM's autolinks
+    assert as_a_link.search(text)
+    assert not as_a_link.search(escape(text))
     assert MarkdownIt("commonmark").render(escape(text)) == f"<p>{text}</p>\n"

@@ -54,6 +54,9 @@ def test_used_up_inodes_are_told_as_such_and_not_as_free_bytes(tmp_path):
 def test_a_report_counts_the_reserve():
     report = RoomReport(Path("/x"), needed_bytes=70, reserve_bytes=50, free_bytes=100)
     assert report.missing_bytes == 20
+    big = RoomReport(Path("/x"), needed_bytes=10_400_000, reserve_bytes=2_000_000_000, free_bytes=4_000_000)
+    assert big.problem.startswith("/x: 2.0 GB are missing: 10.4 MB to write and 2.0 GB in reserve")
+    assert big.problem.endswith("and 4.0 MB are free")
     assert not report.enough
     assert report.metrics == {"disk/free_gb": 1e-7, "disk/needed_gb": 1.2e-7}
     assert RoomReport(Path("/x"), 50, 50, 100).enough
@@ -85,7 +88,7 @@ def test_too_little_room_says_how_much_is_missing_and_where(small_disk):
     assert check_room(small_disk, 4096, 4096).enough
     report = check_room(small_disk / "x", 8192, 100)
     assert not report.enough
-    assert str(report).startswith(f"{small_disk}/x: 100 bytes are missing: 8,192 to write and 100 in reserve")
+    assert str(report).startswith(f"{small_disk}/x: 0.1 kB are missing: 8.2 kB to write and 0.1 kB in reserve")
 
 
 def test_needs_are_added_up_for_each_file_system(small_disk, tmp_path):

@@ -28,7 +28,7 @@ from rlcore.tracking.delivery import (
     read_state,
     sync_run,
 )
-from rlcore.tracking.journal import load_journal
+from rlcore.tracking.journal import WORKERS, load_journal
 from rlcore.tracking.tracker import Tracker
 from tests.tracking.reading import (
     all_runs,
@@ -360,15 +360,17 @@ def test_a_name_that_mlflow_refuses_is_told_once_and_the_rest_arrives(
 def test_events_stand_on_the_step_axis_and_their_data_in_a_file(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 2)
+    tracker.log_event(WORKERS, 2, {})
     tracker.log_event("out of memory", 3, {"tokens": 8192, "why": "größer"})
     tracker.finish("FINISHED")
     assert sync_run(run_dir).status == "FINISHED"
     client = client_of(root)
     run = main_run(client)
     assert points(client, run, "events/out_of_memory") == [(3, 1.0)]
+    assert "events/workers" not in run.data.metrics
     text = Path(client.download_artifacts(run.info.run_id, "events/events.jsonl")).read_text()
     assert '"data": {"tokens": 8192, "why": "größer"}' in text
-    (event,) = load_journal(run_dir / "metrics.jsonl").events
+    _, event = load_journal(run_dir / "metrics.jsonl").events
     data = {"tokens": 8192, "why": "größer"}
     assert json.loads(text) == {"event": "out of memory", "step": 3, "time": event.time, "data": data}
     assert text.endswith("}\n")

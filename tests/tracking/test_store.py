@@ -606,6 +606,9 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     versions = {alias: store.client.get_model_version_by_alias("mine", alias) for alias in ("best", "last")}
     assert {alias: version.version for alias, version in versions.items()} == {"best": 1, "last": 2}
     assert (model_of(versions["best"]), versions["best"].run_id) == (weights[20], run_id)
+    last, named = versions["last"], store.client.get_run(run_id).info.run_name
+    assert last.tags == {"run": named, "step": "40", "val-core/x/reward/mean_at_4": "0.25"}
+    assert last.description == f"Step 40 of {named}"
     assert len(store.client.search_model_versions("name = 'mine'")) == 2, "each model is there once"
 
 
