@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STATE = "state.json"
 """Its name in a checkpoint's folder."""
 FORMER_KEYS = frozenset({"mlflow_run_id", "attempt", "token_budget", "rng", "torch_rng"})
@@ -38,10 +38,6 @@ class LoopState:
     """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
     best_step: Count = 0
     """Step of the best score."""
-    lr_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What roll-backs have left of the learning rate."""
-    num_roll_backs: Count = 0
-    """Roll-backs so far on the way to this state."""
     entropy_added: float = 0.0
     """What the target of the entropy has added to the weight of its bonus so far."""
     pass_counts: str = ""

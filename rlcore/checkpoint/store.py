@@ -130,13 +130,6 @@ class CheckpointStore:
                 return ()
             return tuple(info.path for info in doomed if info.step != good.step and self._delete(info.path))
 
-    def discard_after(self, step: int) -> None:
-        """Delete checkpoints of later steps: the run goes back to `step` and takes another way."""
-        with self._writer_lock():
-            for info in reversed(scan(self.directory).checkpoints):
-                if info.step > step:
-                    self._delete(info.path)
-
     def leave_later(self, step: int) -> None:
         """Rename the whole checkpoints of later steps: the journal does not fit them, and the run goes on from `step`.
 
@@ -228,14 +221,9 @@ class CheckpointStore:
             require_same_settings(found.checkpoint, self._settings, self._fingerprint)
         return found
 
-    def best(self, *, below: int | None = None) -> CheckpointInfo | None:
-        """The whole checkpoint with the highest score, of equal ones the later; None where none has a score.
-
-        `below`: only those of earlier steps, the newest where none of them has a score.
-        """
-        candidates = [info for info in self.list() if below is None or info.step < below]
-        others = [] if below is None else candidates
-        found = self._search(by_score(candidates) or others, hashes=True)
+    def best(self) -> CheckpointInfo | None:
+        """The whole checkpoint with the highest score, of equal ones the later; None where none has a score."""
+        found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint

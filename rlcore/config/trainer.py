@@ -34,19 +34,18 @@ class TrainerConfig(Section):
     or the algorithm compares or ranks them."""
 
 
-StateAction = Literal["off", "tell", "roll_back", "stop"]
-StepAction = Literal["off", "tell", "skip", "roll_back", "stop"]
+StateAction = Literal["off", "tell", "stop"]
+StepAction = Literal["off", "tell", "skip", "stop"]
 
 
 class AlarmConfig(Section):
     """What is done when the numbers of a run go wrong: one action for each alarm.
 
     off: not checked. tell: an event in journal, MLflow and Prefect. skip: besides, the step's update is left out.
-    roll_back: back to the checkpoint with the best validation (the newest where none has one), with a lower learning
-    rate. stop: the step is saved and the run fails. Entropy and KL are states of the weights, which no skipped update
-    mends, so they have no skip."""
+    stop: the step is saved and the run fails; `--fork RUN@best` continues from its best checkpoint with other settings.
+    Entropy and KL are states of the weights, which no skipped update mends, so they have no skip."""
 
-    non_finite: Literal["skip", "roll_back", "stop"] = "stop"
+    non_finite: Literal["skip", "stop"] = "stop"
     """A loss or gradient is not finite. The batch is saved in any case; the update is never applied."""
     grad_norm: StepAction = "tell"
     """The norm of the policy's gradient, before clipping, is above `grad_norm_above` in a mini-batch. skip leaves out
@@ -68,10 +67,6 @@ class AlarmConfig(Section):
     """The share of answers that end at rollout.max_response_tokens is at least `length_share`."""
     length_share: float = Field(default=0.95, gt=0, le=1)
     """Share of the step's answers."""
-    roll_back_lr_factor: float = Field(default=0.5, gt=0, lt=1)
-    """Each roll-back multiplies the learning rate of the policy and the critic by this."""
-    max_roll_backs: int = Field(default=3, ge=0)
-    """After so many the run fails."""
 
 
 class CheckpointConfig(Section):

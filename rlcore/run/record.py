@@ -100,23 +100,22 @@ class RunRecord:
 
     # ------------------------------------------------------------------ going back
 
-    def restore(self, info: CheckpointInfo | None, *, repeats: bool = True) -> LoopState:
+    def restore(self, info: CheckpointInfo | None) -> LoopState:
         """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
 
-        Whole checkpoints of later steps, which the journal does not fit, are renamed. `repeats`: the steps that were
-        cut off are done again as they were, so the results of these steps stay.
+        Whole checkpoints of later steps, which the journal does not fit, are renamed. The steps that were cut off are
+        done again as they were, so the results of these steps stay.
         """
         step = 0 if info is None else info.step
         self.saves.abandon()
         self.store.leave_later(step)
         self.answers.cut(step)
-        if info is None or not repeats:
-            self._leave_results(step)
         if info is None:
-            self._cut_journal(0, 0, repeats=repeats)
+            self._leave_results(step)
+            self._cut_journal(0, 0)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
-        self._cut_journal(saved.step, saved.journal_bytes, repeats=repeats)
+        self._cut_journal(saved.step, saved.journal_bytes)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _leave_results(self, step: int) -> None:
@@ -130,25 +129,10 @@ class RunRecord:
             if path.exists():
                 keep_off_the_way(path, f"the run goes on from step {step}")
 
-    def _cut_journal(self, step: int, to_bytes: int, *, repeats: bool) -> None:
+    def _cut_journal(self, step: int, to_bytes: int) -> None:
         """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""
-        cut = partial(self._tracker.resume_at, step, to_bytes, repeats=repeats)
+        cut = partial(self._tracker.resume_at, step, to_bytes)
         self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
-
-    def roll_back(self, state: LoopState, lr_factor: float) -> tuple[LoopState, CheckpointInfo | None]:
-        """Go back to the checkpoint with the best validation, else to the newest, else to step 0, with a lower learning
-        rate.
-
-        `state`: of the last finished step. Its own checkpoint is not taken, because the step after it would raise the
-        alarm again. Checkpoints after the one that is taken are deleted. A run that is killed during or after a
-        roll-back meets the same alarm and comes to the same state.
-        """
-        self.saves.settle()
-        found = self.store.best(below=state.step)
-        self.store.discard_after(0 if found is None else found.step)
-        back = self.restore(found, repeats=False)
-        factor, count = state.lr_factor * lr_factor, state.num_roll_backs + 1
-        return replace(back, lr_factor=factor, num_roll_backs=count), found
 
     # ------------------------------------------------------------------ journal
 
@@ -294,13 +278,6 @@ class RunEvents:
                 "text": f"step {step}: {shortage}",
             }
             self._record.happened("out_of_memory", step, data)
-
-    def rolled_back(self, to_step: int, from_step: int, why: str, lr_factor: float) -> None:
-        """The run goes on from before the alarm."""
-        text = f"alarm at step {from_step}: {why}; back to step {to_step}, learning rate x {lr_factor:g}"
-        data = {"from_step": from_step, "lr_factor": lr_factor, "text": text}
-        self._record.happened("roll_back", to_step, data)
-        self._alarms_on = set()
 
     def faults(self, step: int) -> None:
         """Faults that this run goes on after; the journal was cut to a checkpoint just now and may not have them."""

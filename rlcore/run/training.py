@@ -4,7 +4,7 @@ The state of the run is the newest committed checkpoint; what is held here can b
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,7 +21,6 @@ from rlcore.run.workers import RunWorkers, TrainingWorkers
 from rlcore.tracking.cost import CostMeter
 from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
-from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.experience import without_figures
 from rlcore.trainer.step import LoopState, StepResult
 
@@ -142,8 +141,6 @@ class Training(Generic[W]):
         self._events.shortages(
             result.state.step, result.shortages, self.workers.start().config.trainer.max_tokens_per_micro_batch
         )
-        if any(alarm.action == "roll_back" for alarm in result.alarms):
-            return self._roll_back(state, result.alarms)
         metrics, state = self._write_line(result)
         self._state, self._metrics = state, metrics
         pace.tick()
@@ -189,25 +186,6 @@ class Training(Generic[W]):
         self.record.log_step(step, metrics)
         self.workers.holds = name_of(step)
         return metrics, after
-
-    def _roll_back(self, state: LoopState, alarms: Sequence[Alarm]) -> LoopState:
-        """Go back to the best checkpoint with a lower learning rate, at most `alarms.max_roll_backs` times."""
-        settings, step = self._config.alarms, state.step + 1
-        why = "; ".join(alarm.text for alarm in alarms if alarm.action == "roll_back")
-        if state.num_roll_backs >= settings.max_roll_backs:
-            raise AlarmError(
-                f"step {step}: {why}; rolled back {state.num_roll_backs} times already "
-                f"(alarms.max_roll_backs). {SEE_ALARMS}"
-            )
-        back, found = self.record.roll_back(state, settings.roll_back_lr_factor)
-        self.workers.load("start" if found is None else found.name)
-        self._state, self._saved = back, None
-        if found is None:
-            self._state = self._record_start(back)
-        self._events.faults(back.step)
-        self.record.log_event(WORKERS, back.step, self.workers.found)
-        self._events.rolled_back(back.step, step, why, back.lr_factor)
-        return self._state
 
     # ------------------------------------------------------------------ held-out problems
 

@@ -72,8 +72,7 @@ class Destination:
 class Attempt:
     """A process that trains the run from a step on. `journal_bytes` is where its first line stands.
 
-    `abandoned` names the file with the lines that were cut off there; None if none were. `repeats` is False where the
-    steps of these lines come again with other settings: an alarm rolled the run back.
+    `abandoned` names the file with the lines that were cut off there; None if none were.
     """
 
     number: Annotated[int, Field(alias="attempt")]
@@ -83,7 +82,6 @@ class Attempt:
     time: float
     owner: Owner
     destination: Destination
-    repeats: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +132,7 @@ class History:
         attempts: in order; empty for a run that has not begun.
         ends: how each attempt ended, by its number; none for one that goes on or was lost.
         line: number of the last attempt that began another line of steps: it went back behind a published checkpoint
-            (the newest was damaged, say), or back with other settings; 0 where none did.
+            (the newest was damaged, say); 0 where none did.
         cuts: files with lines that were cut off the present line of steps, by the number of the attempt that cut them.
             They follow the last checkpoint, so the next attempt repeats their steps.
         end_bytes: size of the part of the file that was read.
@@ -161,8 +159,8 @@ def read_history(path: Path) -> History:
     acts = read_acts(path)
     for act, _ in acts:
         match act:
-            case Attempt(number=number, journal_bytes=journal_bytes, abandoned=abandoned, repeats=repeats):
-                if journal_bytes < committed or (abandoned is not None and not repeats):
+            case Attempt(number=number, journal_bytes=journal_bytes, abandoned=abandoned):
+                if journal_bytes < committed:
                     line, cuts = number, {}
                 elif abandoned is not None:
                     cuts[number] = abandoned

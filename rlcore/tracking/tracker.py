@@ -129,11 +129,10 @@ class Tracker:
         self._begun = False
         self._checkpoint_bytes = 0
 
-    def resume_at(self, step: int, journal_bytes: int, *, repeats: bool = True) -> None:
+    def resume_at(self, step: int, journal_bytes: int) -> None:
         """Go back to a checkpoint: what the journal has after it is cut off (and kept beside).
 
-        Where something is cut, a new attempt begins; `repeats` says whether it does the same steps again or, after an
-        alarm, others in their place. A journal that is shorter than the checkpoint says was changed
+        Where something is cut, a new attempt begins. A journal that is shorter than the checkpoint says was changed
         from outside; training goes on with what there is.
         """
         try:
@@ -143,7 +142,7 @@ class Tracker:
             abandoned = None
         if abandoned is not None:
             self._begun = False
-        self._begin(step, abandoned, repeats=repeats)
+        self._begin(step, abandoned)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. May be called again for the same step with other metrics."""
@@ -212,7 +211,7 @@ class Tracker:
             log.warning("%s", error)
             return False
 
-    def _begin(self, step: int, abandoned: Path | None = None, *, repeats: bool = True) -> None:
+    def _begin(self, step: int, abandoned: Path | None = None) -> None:
         """Record, once an attempt, which process writes from which byte on, and start the delivery."""
         if self._begun:
             return
@@ -228,7 +227,6 @@ class Tracker:
                 time=round(time.time(), 3),
                 owner=Owner.this_process(),
                 destination=destination_of(self._run_dir, self._config, self._tags),
-                repeats=repeats,
             )
         )
         # The process of the attempt before, if this trainer started it, reads that and ends.

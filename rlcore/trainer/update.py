@@ -203,10 +203,10 @@ def update_models(
     num_steps = num_optimizer_steps(config)
     before = measured_before(config, batch)
     critic: Steps[ValueStatistics] | None = None
-    lr = state.lr_factor * lr_at(state.step, optim=config.optim, total_steps=total_steps)
+    lr = lr_at(state.step, optim=config.optim, total_steps=total_steps)
     is_warmed_up = config.critic is None or state.step >= config.critic.warmup_steps
     if config.critic is not None:
-        critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
+        critic_lr = lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
         with clock.phase("update_critic"):
             of_critic = [(part, shared.mini_batches, critic_lr) for part in shared.parts]
             found, failure = _optimizer_steps(group, Worker.update_critic, of_critic)

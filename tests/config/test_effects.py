@@ -79,7 +79,6 @@ CASES = [
     ("rollout.samples_per_prompt=1", "", "alarms.equal_scores=stop"),
     ("", "alarms.kl=stop", "alarms.kl_above=1"),
     ("", "alarms.length=stop", "alarms.length_share=0.5"),
-    ("", "alarms.entropy=roll_back", "alarms.max_roll_backs=1"),
     ("", "runtime.backend=ray", "runtime.ray_address=auto"),
     ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
     ("", "runtime.profile.first_step=2", "runtime.profile.max_mb=1"),

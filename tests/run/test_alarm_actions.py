@@ -20,7 +20,7 @@ STEPS = 2
 OVERRIDES = (
     f"trainer.total_steps={STEPS}", "trainer.steps_per_chunk=1", "validation.every_steps=0",
     "validation.samples_per_problem=1", "validation.greedy=false",
-    "tracking.enabled=false", "alarms.max_roll_backs=1",
+    "tracking.enabled=false",
     "alarms.grad_norm=off", "alarms.entropy=off", "alarms.equal_scores=off",
 )  # fmt: skip
 COLD, SHORT = "rollout.sampling.temperature=1e-6", "warm_start.max_steps=20"
@@ -49,12 +49,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_alarm_has_a_cause_and_every_action_a_case() -> None:
     named = {name for name, field in AlarmConfig.model_fields.items() if "tell" in get_args(field.annotation)}
     assert named | {"non_finite"} == CAUSES.keys()
-    assert len(CASES) == 21
+    assert len(CASES) == 15
 
 
 def with_marks(alarm: str, action: str) -> Any:
     """Every other case is lengthy: each cause and each action has others."""
-    actions = ("tell", "skip", "stop", "roll_back")
+    actions = ("tell", "skip", "stop")
     is_first = (list(CAUSES).index(alarm) + actions.index(action)) % 2 == 0
     return pytest.param(alarm, action, marks=() if is_first else pytest.mark.lengthy)
 
@@ -67,26 +67,18 @@ def test_what_is_done(root: Path, alarm: str, action: str) -> None:
     if action == "stop":
         with pytest.raises((AlarmError, NonFiniteError), match=r"alarms\.|not finite"):
             run_to_the_end(run, heard.append)
-    elif action == "roll_back":
-        # The cause is still there with the lower rate.
-        with pytest.raises(AlarmError, match="rolled back 1 times already"):
-            run_to_the_end(run, heard.append)
     else:
         run_to_the_end(run, heard.append)
         assert verified_steps(run)[-1] == STEPS
 
-    name = "roll_back" if action == "roll_back" else "alarm"
-    told = [event for event in heard if event["event"] == name]
-    recorded = [event for event in load_journal(run.layout.journal).events if event.name == name]
+    told = [event for event in heard if event["event"] == "alarm"]
+    recorded = [event for event in load_journal(run.layout.journal).events if event.name == "alarm"]
     if action == "stop" and alarm == "non_finite":
         assert list(run.layout.failures.glob("step-000001*.safetensors")), "the batch that it came from"
         return
     assert told
     assert [event.data["text"] for event in recorded] == [event["text"] for event in told]
-    if action == "roll_back":
-        assert told[0]["lr_factor"] == 0.5
-    else:
-        assert {(event["alarm"], event["action"]) for event in told} == {(alarm, action)}
+    assert {(event["alarm"], event["action"]) for event in told} == {(alarm, action)}
     skipped = [record.metrics.get(SKIPPED, 0.0) for record in read_journal(run.layout.journal)]
     assert any(skipped) == (action == "skip")
     if action == "stop":

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,16 +87,6 @@ def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told, cap
     }  # fmt: skip
     assert "alarm at step 2: grad is 8" in caplog.text
     assert [(name, step) for name, step, _ in journaled(record)] == [("alarm", 1), ("alarm", 2), ("alarm", 4)]
-    events.rolled_back(2, 5, "kl is 9", 0.25)
-    assert told[-1] == {
-        "event": "roll_back",
-        "step": 2,
-        "from_step": 5,
-        "lr_factor": 0.25,
-        "text": "alarm at step 5: kl is 9; back to step 2, learning rate x 0.25",
-    }
-    events.alarms(3, [loud])
-    assert told[-1]["step"] == 3, "after a way back it is told again"
 
 
 def test_answers_without_a_score_are_told_at_the_first_and_when_they_have_doubled(
@@ -207,20 +196,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_end_of_a_run(
     assert f"{record.layout.checkpoints}: cannot be read, so the run does not count as finished: " in caplog.text
 
 
-def test_a_run_goes_back_to_its_best_checkpoint_before_the_alarm(record: RunRecord) -> None:
-    for step, score in ((1, 0.5), (2, 0.25), (3, 0.75), (4, 0.125)):
-        save(record.store, step, score)
-    state, found = record.roll_back(replace(state_before(3), lr_factor=0.5, num_roll_backs=1), 0.5)
-    assert found is not None
-    assert (found.step, state.step, state.lr_factor, state.num_roll_backs) == (1, 1, 0.25, 2)
-    assert [info.step for info in record.store.list()] == [1]
-    state, found = record.roll_back(state_before(1), 0.5)
-    assert (found, state.step, state.lr_factor, state.num_roll_backs) == (None, 0, 0.5, 1)
-    assert list(record.store.list()) == []
-    assert not list(record.layout.checkpoints.glob("step-*")), "they are deleted, not left"
-
-
-def test_a_roll_back_leaves_the_results_of_the_steps_that_it_gives_up_and_a_resume_keeps_them(
+def test_a_start_from_nothing_renames_results_and_a_resume_keeps_them(
     record: RunRecord,
 ) -> None:
     save(record.store, 1, 0.5)
@@ -232,9 +208,9 @@ def test_a_roll_back_leaves_the_results_of_the_steps_that_it_gives_up_and_a_resu
     layout.exported_model.mkdir()
     record.restore(record.store.latest())
     assert not list(layout.run_dir.rglob("*.left.*")), "the steps are done again as they were"
-    record.roll_back(state_before(3), 0.5)
+    record.restore(None)
     for folder in (layout.validation, layout.suites / "s"):
-        kept = ["after.json.left.1", "before.json", "step-000001.json", "step-000002.json.left.1"]
+        kept = ["after.json.left.1", "before.json", "step-000001.json.left.1", "step-000002.json.left.1"]
         assert sorted(path.name for path in folder.iterdir()) == kept
     assert (layout.run_dir / "model.left.1").is_dir()
 

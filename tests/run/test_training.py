@@ -11,11 +11,10 @@ import pytest
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.checkpoint.save import Saved
 from rlcore.config import RunConfig
-from rlcore.errors import AlarmError, UnscoredError, WorkerLostError
+from rlcore.errors import UnscoredError, WorkerLostError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
-from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState
 from tests.checkpoint.test_store import save
 from tests.run.test_record import Told, record, told
@@ -57,27 +56,6 @@ def test_what_a_stop_has_saved_is_said(record: RunRecord, monkeypatch: pytest.Mo
     made.workers.holds = "step-000003"
     assert made.save_finished() == "stopped after step 3, which is saved; start again to go on"
     assert saved == [STATE]
-
-
-def test_a_run_is_rolled_back_so_many_times_and_no_more(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = training(record)
-    alarms = [Alarm("kl", "roll_back", "kl is 9"), Alarm("x", "warn", "x"), Alarm("loss", "roll_back", "loss is nan")]
-    with pytest.raises(AlarmError) as told:
-        made._roll_back(replace(STATE, num_roll_backs=3), alarms)
-    assert str(told.value) == (
-        "step 4: kl is 9; loss is nan; rolled back 3 times already (alarms.max_roll_backs). See its metrics, then "
-        "change the settings, or alarms.*, which may change when a run goes on"
-    )
-    begun: list[float] = []
-
-    def back(state: LoopState, factor: float) -> Any:
-        begun.append(factor)
-        raise KeyError("it goes back")
-
-    monkeypatch.setattr(record, "roll_back", back)
-    with pytest.raises(KeyError, match="it goes back"):
-        made._roll_back(replace(STATE, num_roll_backs=2), alarms)
-    assert begun == [0.5]
 
 
 def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(

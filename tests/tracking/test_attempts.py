@@ -31,8 +31,8 @@ OWNER = Owner("host", 1, 1.0)
 TARGET = Destination("sqlite:///x", "millrace", "/x", "run-1", {"stage": "train"}, {"seed": 1})
 
 
-def begun(number: int, step: int, journal_bytes: int, abandoned: str | None = None, *, repeats: bool = True) -> Attempt:
-    return Attempt(number, step, journal_bytes, abandoned, 5.0, OWNER, TARGET, repeats)
+def begun(number: int, step: int, journal_bytes: int, abandoned: str | None = None) -> Attempt:
+    return Attempt(number, step, journal_bytes, abandoned, 5.0, OWNER, TARGET)
 
 
 def test_acts_come_back_as_they_were(tmp_path: Path):
@@ -113,16 +113,10 @@ def test_going_back_behind_a_checkpoint_begins_another_line_of_steps(tmp_path: P
     assert (history.line, history.cuts) == (3, {4: "cut-3", 5: "cut-4"})
 
 
-def test_an_alarms_roll_back_begins_another_line_of_steps_whichever_checkpoint_it_takes(tmp_path: Path):
-    acts = [begun(1, 0, 0), Commit(20, 500), begun(2, 20, 500, "cut-1", repeats=False), begun(3, 20, 500, "cut-2")]
-    history = history_of(tmp_path, *acts)
-    assert (history.line, history.cuts) == (2, {3: "cut-2"})
-
-
 def test_attempts_of_an_earlier_version_repeat_their_steps(tmp_path: Path):
     history_of(tmp_path, begun(1, 0, 0), begun(2, 0, 0, "cut-1"))
     path = tmp_path / "attempts.jsonl"
-    path.write_text(path.read_text().replace(',"repeats":true', "").replace(',"traces_per_step":0', ""))
+    path.write_text(path.read_text().replace(',"traces_per_step":0', ""))
     history = read_history(path)
     assert {attempt.destination.traces_per_step for attempt in history.attempts} == {0}
     assert (history.line, history.cuts, len(history.attempts)) == (0, {2: "cut-1"}, 2)

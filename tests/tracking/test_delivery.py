@@ -478,32 +478,6 @@ def test_steps_that_were_committed_and_taken_back_move_to_a_new_run(begin: Begin
     assert [each.info.run_id for each in main_runs(client)] == [run.info.run_id]
 
 
-@pytest.mark.parametrize("state", ["there", "lost", "lost and found by the flow", "of another store"])
-def test_what_an_alarm_rolled_back_is_not_in_the_run_that_goes_on(
-    begin: Begin, run_dir: Path, root: Path, offline: RunConfig, tmp_path: Path, empty_store: Path, state: str
-):
-    tracker = begin()
-    saved = train(tracker, 1, 4)
-    train(tracker, 5, 6, save=False, shift=100.0)
-    deliver(run_dir)
-    client = client_of(root)
-    old = main_run(client).info.run_id
-    if state == "of another store":
-        (tmp_path / "other").mkdir()
-        shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
-        sync_run(run_dir, f"sqlite:///{tmp_path}/other/mlflow.db")
-    elif state != "there":
-        (run_dir / "tracking.json").unlink()
-    if state == "lost and found by the flow":
-        assert ensure_mlflow_run(run_dir, offline, {}) == old
-    tracker.resume_at(4, saved, repeats=False)
-    train(tracker, 5, 7)
-    deliver(run_dir)
-    run = main_run(client)
-    assert client.get_run(old).data.tags["millrace.superseded_by"] == run.info.run_id
-    assert points(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 8)]
-
-
 def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run_dir: Path, root: Path):
     """Its last validation stood after the last checkpoint, was delivered, and comes again with the longer run."""
     tracker = begin()

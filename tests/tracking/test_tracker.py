@@ -180,7 +180,7 @@ def test_the_first_thing_that_a_trainer_tells_begins_its_attempt(offline: RunCon
     tell[act]()
     begun, *others = acts_of(run_dir)
     assert isinstance(begun, Attempt)
-    assert (begun.number, begun.step, begun.journal_bytes, begun.abandoned, begun.repeats) == (1, 3, 0, None, True)
+    assert (begun.number, begun.step, begun.journal_bytes, begun.abandoned) == (1, 3, 0, None)
     assert others == [Commit(3, 0)] * (2 if act == "commit" else 0)
 
 

@@ -23,9 +23,7 @@ from tests.trainer.test_experience import PROMPTS, InOrder, Written
 from tests.trainer.test_metrics import estimated, experience, packed_of
 from tests.trainer.test_update import POLICY, UPDATE, Ranks, rank_updates
 
-STATE = LoopState(
-    4, 5, 20, 1_000, 0.5, best_metric=0.25, best_step=3, lr_factor=0.5, num_roll_backs=1, entropy_added=0.125
-)
+STATE = LoopState(4, 5, 20, 1_000, 0.5, best_metric=0.25, best_step=3, entropy_added=0.125)
 ADAPTIVE = ("algo.kl.where=reward", "algo.kl.coef=0.5", "algo.kl.adaptive=true", "algo.kl.target=0.1",
             "algo.kl.horizon=100")  # fmt: skip
 

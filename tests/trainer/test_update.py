@@ -194,7 +194,7 @@ def updated(config: RunConfig, ranks: Ranks, *, step: int = 5, refs: bool = Fals
     shared = SharedBatch.of(config, batch, deal)
     if refs:
         shared = replace(shared, ref_logprobs=[part.advantages for part in shared.parts])
-    state = LoopState(step, step, 0, 0, 0.125, lr_factor=0.5, entropy_added=0.25)
+    state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
     return update_models(config, ranks, shared, state, PhaseClock()), shared
 
 
@@ -205,16 +205,16 @@ def test_the_critic_comes_first_and_each_model_has_its_own_rate() -> None:
     assert shared.ref_logprobs is not None
     (first, of_critic), (second, of_policy) = ranks.asked
     assert (first, second) == (Worker.update_critic, Worker.update_policy)
-    assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5 * 0.5)] * 2
+    assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5)] * 2
     assert [more for _, *more in of_policy] == [
-        [shared.mini_batches, 1e-3 * 0.5 * 0.5, 0.125, 0.25, ref] for ref in shared.ref_logprobs
+        [shared.mini_batches, 1e-3 * 0.5, 0.125, 0.25, ref] for ref in shared.ref_logprobs
     ]
     assert [part is mine for (part, *_), mine in zip([*of_critic, *of_policy], shared.parts * 2, strict=True)] == [
         True
     ] * 4
     assert found.policy is not None
     assert found.critic is not None
-    assert (found.policy.lr, found.critic.lr, found.kl_coef, found.entropy_coef) == (2.5e-4, 2.5e-3, 0.125, 0.75)
+    assert (found.policy.lr, found.critic.lr, found.kl_coef, found.entropy_coef) == (5e-4, 5e-3, 0.125, 0.75)
     assert (found.policy.num_steps, found.policy.grad_norm, float(found.policy.stats.num_tokens)) == (2, 1.5, 4.0)
     assert (found.share_skipped, found.failure) == (0.5, None)
     assert found.logprobs_before is shared.batch.old_logprobs

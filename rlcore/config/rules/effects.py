@@ -72,7 +72,6 @@ _VLLMS = tuple(
 _UNCLIPPED = ("sapo", "gmpo", "gpg", "dppo", "kl_cov")
 _KL = tuple(f"algo.kl.{name}" for name in ("estimator", "coef", "adaptive", "target", "horizon", "offload"))
 _WARM_START = tuple(f"warm_start.{name}" for name in WarmStartConfig.model_fields if name != "enabled")
-_ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(("algo.advantage_options",), ("algo.advantage",),
@@ -148,8 +147,6 @@ EFFECTS: tuple[Effect, ...] = (
            "Set rollout.samples_per_prompt=2 or more"),
     Effect(("alarms.kl_above",), ("alarms.kl",), _on, "Set alarms.kl=tell, and algo.kl.where"),
     Effect(("alarms.length_share",), ("alarms.length",), _on, "Set alarms.length=tell"),
-    Effect(("alarms.roll_back_lr_factor", "alarms.max_roll_backs"), _ACTIONS, _one_of("roll_back"),
-           "Set an alarm to roll_back", why="no alarm that rolls back"),
     Effect(("runtime.ray_address", "runtime.placement_timeout_s"), ("runtime.backend",), _one_of("ray"),
            "Set runtime.backend=ray"),
     Effect(("runtime.fit_memory",), ("runtime.device",), _none_of("cpu"), "Set runtime.device=auto"),
