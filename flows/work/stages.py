@@ -50,13 +50,13 @@ MAX_DIFF_CHARACTERS = 1_000_000
 
 def make_dataset(config: RunConfig) -> StageResult:
     """Make the dataset, or find it."""
-    return build_dataset(config.data, seed=config.seed, root=_root(config))
+    return build_dataset(config.data, seed=config.data.seed, root=_root(config))
 
 
 def filter_rows(config: RunConfig) -> StageResult:
     """Tokenize and filter the dataset, which must be there; or find the result."""
     for one in _compared(config).values():
-        build_dataset(one.data, seed=one.seed, root=_root(config), splits=("validation",))
+        build_dataset(one.data, seed=one.data.seed, root=_root(config), splits=("validation",))
     return _filtered(config, _dataset(config), suites=suite_datasets(config))
 
 
@@ -77,7 +77,7 @@ def suite_datasets(config: RunConfig) -> dict[str, Path]:
     """Where the datasets are, or will be, that the filter compares the training rows with, by the suite's name."""
     root = _root(config)
     return {
-        name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
+        name: dataset_directory(dataset_fingerprint(one.data, one.data.seed, root, ("validation",)), root)
         for name, one in _compared(config).items()
     }
 
@@ -95,7 +95,7 @@ def _show_rows(split: str, done: int, total: int) -> None:
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
     """Make, tokenize and filter a suite's rows, or find the result."""
     seen = suite_settings(config, suite)
-    dataset = build_dataset(seen.data, seed=seen.seed, root=_root(seen), splits=("validation",))
+    dataset = build_dataset(seen.data, seed=seen.data.seed, root=_root(seen), splits=("validation",))
     return _filtered(seen, dataset.directory)
 
 
@@ -106,7 +106,7 @@ def tokenize_demonstrations(config: RunConfig) -> StageResult:
     return tokenize_demonstrations(
         config.warm_start,
         ensure_tokenizer(config),
-        seed=config.seed,
+        seed=config.data.seed,
         root=_root(config),
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
@@ -289,4 +289,4 @@ def _root(config: RunConfig) -> Path:
 
 def _dataset(config: RunConfig) -> Path:
     root = _root(config)
-    return dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)
+    return dataset_directory(dataset_fingerprint(config.data, config.data.seed, root), root)

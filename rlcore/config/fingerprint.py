@@ -65,7 +65,7 @@ MAY_CHANGE: tuple[str, ...] = (
 """Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`;
 `lasting_settings` says where `validation.suites` and `warm_start.steps_per_chunk` may not."""
 
-_UNSAID = leaves({"reward": RewardConfig().model_dump(mode="json")}).items()
+_UNSAID = leaves({"reward": RewardConfig().model_dump(mode="json"), "data": {"seed": 1, "targets": "equation"}}).items()
 """Lasting settings that are left out at these values: they were no part of earlier fingerprints."""
 _DIGITS = 16
 
@@ -98,7 +98,8 @@ def total_steps_may_change(config: RunConfig) -> bool:
 def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
     may_change = {*MAY_CHANGE, "trainer.total_steps"} if total_steps_may_change(config) else {*MAY_CHANGE}
-    found = leaves(config.model_dump(mode="json"))
+    # Neither parts nor suites have a seed in their data.
+    found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))
     lasting = {
         name: value
         for name, value in found.items()
@@ -107,7 +108,7 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     }
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
-            [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
+            [suite.seed, suite.data.model_dump(mode="json", exclude={"seed"})] for suite in config.validation.suites
         ]
     warm = config.warm_start
     # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken. Earlier fingerprints had no

@@ -196,7 +196,7 @@ class SuiteConfig(JudgingConfig):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """Its name in metrics: `val-core/<name>/...`."""
     data: TaskData
-    """Settings of a task, `task` among them. The held-out rows are taken and nothing else."""
+    """Settings of a task, `task` among them, without a seed. The held-out rows are taken and nothing else."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """Fixes the problems that a task draws and every sampled token, whatever the seed of the run."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
