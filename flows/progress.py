@@ -131,10 +131,21 @@ def figures(progress: Progress) -> str:
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if progress.tokens_per_s is not None:
-        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+        parts.append(speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
-        parts.append(f"ETA {duration(progress.eta_s)}")
+        parts.append(f"ETA {'at most ' * progress.may_end_early}{duration(progress.eta_s)}")
     return "  ".join(parts)
+
+
+def speed(tokens_per_s: float, num_devices: int) -> str:
+    """Tokens a second of each device, and of all of them where there are several.
+
+    >>> speed(9_000.4, 1), speed(9_000.4, 2)
+    ('9,000 tokens/s', '9,000 tokens/s a GPU, 18,001 in all')
+    """
+    if num_devices == 1:
+        return f"{tokens_per_s:,.0f} tokens/s"
+    return f"{tokens_per_s:,.0f} tokens/s a GPU, {num_devices * tokens_per_s:,.0f} in all"
 
 
 def duration(seconds: float) -> str:

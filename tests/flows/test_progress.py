@@ -23,6 +23,8 @@ def step(number: int, **more: float) -> Progress:
 def test_figures_leave_out_what_is_not_known() -> None:
     assert figures(step(3)) == "reward 0.250"
     assert figures(step(3, eta_s=95.0, tokens_per_s=9_000.4)) == "reward 0.250  9,000 tokens/s  ETA 1:35"
+    two = step(3, eta_s=95.0, tokens_per_s=9_000.4, num_devices=2, may_end_early=True)
+    assert figures(two) == "reward 0.250  9,000 tokens/s a GPU, 18,001 in all  ETA at most 1:35"
 
 
 def test_every_event_is_a_line() -> None:
