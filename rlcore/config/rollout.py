@@ -172,9 +172,10 @@ class JudgingConfig(Section):
     greedy: bool = True
     """Also judge one greedy answer to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Level of the bootstrap intervals."""
+    """Level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """Bootstrap resamples over problems."""
+    """Bootstrap resamples over problems, 1,000 at least: of figures that are no 0 or 1 of each problem, and of
+    differences."""
 
     @property
     def judging(self) -> "JudgingConfig":

@@ -114,6 +114,7 @@ CASES = [
         "validation.suites=[{name:x,data:{task:countdown,seed:2}}]",
         "validation.suites=[{name:x,data:{task:countdown},seed:2}]",
     ),
+    ("resamples_are_enough", "validation.num_resamples=999", "validation.num_resamples=1000"),
     ("uniform_targets_are_searched", "data.targets=uniform data.max_numbers=5", "data.max_numbers=5"),
     (
         "a_warm_start_is_scored",
