@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unicodedata import category
 
@@ -60,6 +61,24 @@ class PlainDisplay(Display):
                 return
             self._last = time.monotonic()
         self.line(describe(event))
+
+
+class LabelledDisplay(Display):
+    """Another one, each line of which says what it is of: several runs are shown one after the other."""
+
+    def __init__(self, shown: Display, label: str) -> None:
+        self._shown, self._label = shown, label
+
+    def line(self, text: str) -> None:
+        """Show a line of what the label names."""
+        self._shown.line(f"{self._label}  {text}")
+
+    def event(self, event: Event) -> None:
+        """Show an event of what the label names."""
+        if isinstance(event, Progress):
+            self._shown.event(replace(event, stage=f"{self._label}  {event.stage}"))
+        else:
+            self.line(describe(event))
 
 
 class LiveDisplay(Display):

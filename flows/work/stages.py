@@ -156,11 +156,20 @@ def chunk_bounds(config: RunConfig, to_step: int | None = None) -> list[tuple[in
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most: int | None = None) -> Chunk:
+def train_chunk(
+    run: OpenRun,
+    inputs: RunInputs,
+    start: int,
+    stop: int,
+    at_most: int | None = None,
+    done_before: int | None = None,
+) -> Chunk:
     """Train from the newest checkpoint to `stop`, unless that is committed; while it saves the trainer goes on, to
-    `at_most` (None: the run's end)."""
-    if results.committed_step(run.config) >= stop:
-        return Chunk(start, stop, results.checkpoint_store(run.config).path_of(stop), skipped=True, metrics={})
+    `at_most` (None: the run's end). `done_before`: the step that was committed when this call of the run began; later
+    ones are not skipped but finished already. None: that of now."""
+    if (committed := results.committed_step(run.config)) >= stop:
+        skipped = stop <= (committed if done_before is None else done_before)
+        return Chunk(start, stop, results.checkpoint_store(run.config).path_of(stop), skipped=skipped, metrics={})
     record_lineage(run, inputs)
     result = _call(run, inputs, "train", to_step=stop, **({} if at_most is None else {"at_most": at_most}))
     return Chunk(start, stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])

@@ -154,11 +154,13 @@ Judged = Mapping[str, ValidationResult]
 
 
 def _charts(judged: Judged) -> list[Chart]:
+    difficulty = Chart("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.",
+                       partial(_difficulty, judged))  # fmt: skip
+    has_several = len({problem.difficulty for result in judged.values() for problem in result.problems}) > 1
     return [
         Chart("solve_rates", "How often problems are solved", "Held-out problems by how many of their samples are "
               "right.", partial(_solve_rates, judged)),
-        Chart("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.",
-              partial(_difficulty, judged)),
+        *([difficulty] if has_several else []),
         Chart("answer_lengths", "Length of held-out answers", "Sampled answers, end token included.",
               partial(_lengths, judged)),
     ]  # fmt: skip
@@ -200,8 +202,6 @@ def _lengths(judged: Judged, figure: "Figure") -> None:
 def _difficulty(judged: Judged, figure: "Figure") -> None:
     parts = [result.by_difficulty() for result in judged.values()]
     levels = sorted({level for found in parts for level in found})
-    if len(levels) < 2:
-        return
     axes = figure.subplots()
     columns = []
     for place, found in enumerate(parts):
