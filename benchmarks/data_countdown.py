@@ -1,4 +1,4 @@
-"""TinyZero's 327,680 + 1,024 countdown problems written to parquet: seconds, memory, and every solution scored.
+"""327,680 + 1,024 countdown problems, as many as TinyZero's, written to parquet: seconds, memory, every row scored.
 
     python benchmarks/data_countdown.py                       # one build, on one core; about a minute
     python benchmarks/data_countdown.py --rows=20000          # a smaller one

@@ -38,7 +38,7 @@ class StageResult:
 
 
 _EARLIER = {
-    "8a93323134a2bf94": "a63d37882c7559b8",  # countdown
+    "fb0046fcd5a8ef4d": "a63d37882c7559b8",  # countdown
     "ad807e128fed6f65": "a09048efc44283de",  # gsm8k
     "5f7fb572b8138239": "9538ab35cefd03fb",  # mapped, parquet
     "87a0d28197fc1ae4": "73eafe51822f28ca",  # custom

@@ -68,9 +68,11 @@ def task_of(config: TaskData) -> Task:
 
 def _settings(config: TaskData, task: Task) -> dict[str, Any]:
     """The settings that a row depends on."""
-    left_out = {"scorer", "environment", "chat_template_kwargs", *task.places}
+    left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *task.places}
     if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
         left_out.remove("environment")  # solutions show the turns of data.calculator's
+    if isinstance(config, CountdownData) and config.targets == "equation":
+        left_out.add("targets")  # no part of earlier fingerprints
     return config.model_dump(mode="json", exclude=left_out)
 
 

@@ -38,6 +38,12 @@ class Run:
     config: RunConfig
     layout: RunLayout
 
+    def __repr__(self) -> str:
+        """`<Run debug-s1-575d49d3 finished 2/2, held-out 0.293>`."""
+        found = self.status()
+        score = "" if found.score is None else f", held-out {found.score:.3f}"
+        return f"<Run {self.id} {found.state} {found.step}/{found.total_steps or '?'}{score}>"
+
     @property
     def id(self) -> str:
         """Id of the run: the name of its folder."""

@@ -22,6 +22,7 @@ from flows.work.results import (
     PassRateTable,
     PipelineResult,
     Report,
+    committed_step,
     describe_rows,
     few_rows,
     known_report,
@@ -142,8 +143,9 @@ def train(run: OpenRun, inputs: RunInputs, do: RunStage, to_step: int | None = N
     make_start_model(run, inputs, do)
     if run.config.pass_rates.is_wanted:
         measure_pass_rates(run, inputs, do)
+    done_before = committed_step(run.config)  # a chunk may be committed while the one before it is still told
     for start, stop in stages.chunk_bounds(run.config, to_step):
-        work = partial(stages.train_chunk, run, inputs, start, stop, to_step)
+        work = partial(stages.train_chunk, run, inputs, start, stop, to_step, done_before)
         do(Stage("train-chunk", f"train/{run.title} step {start}-{stop}", work, lambda chunk: f"train: {chunk}", run))
 
 

@@ -15,6 +15,7 @@ from flows.stack.state import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import experiment_names, idle_settings, load_config
+from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import override_value
 from rlcore.errors import ConfigError
 from rlcore.storage.documents import in_the_way
@@ -64,6 +65,10 @@ class RunSettings:
     overrides: tuple[str, ...]
     experiment: str | None = None
     seen: RunConfig | None = None
+
+    def __repr__(self) -> str:
+        """`<RunSettings debug-s2-5f42b025: experiment=debug seed=2>`."""
+        return f"<RunSettings {run_id(self.config)}: {' '.join(self.command('')[1:]) or 'defaults'}>"
 
     def command(self, verb: str) -> tuple[str, ...]:
         """The words of the command that does the same; `verb`: its name."""

@@ -59,7 +59,7 @@ def _flow_of(name: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[...
         Args:
             experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
             overrides: Settings as on the command line, such as algo.clip_high=0.28.
-            seed: Fixes data, initial weights, order of prompts and every sampled token.
+            seed: Fixes initial weights, order of prompts and every sampled token; data.seed fixes the rows.
             total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
             learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
             batch_size: Prompts of a step.

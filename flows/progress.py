@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unicodedata import category
 
@@ -60,6 +61,24 @@ class PlainDisplay(Display):
                 return
             self._last = time.monotonic()
         self.line(describe(event))
+
+
+class LabelledDisplay(Display):
+    """Another one, each line of which says what it is of: several runs are shown one after the other."""
+
+    def __init__(self, shown: Display, label: str) -> None:
+        self._shown, self._label = shown, label
+
+    def line(self, text: str) -> None:
+        """Show a line of what the label names."""
+        self._shown.line(f"{self._label}  {text}")
+
+    def event(self, event: Event) -> None:
+        """Show an event of what the label names."""
+        if isinstance(event, Progress):
+            self._shown.event(replace(event, stage=f"{self._label}  {event.stage}"))
+        else:
+            self.line(describe(event))
 
 
 class LiveDisplay(Display):
@@ -131,10 +150,21 @@ def figures(progress: Progress) -> str:
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if progress.tokens_per_s is not None:
-        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+        parts.append(speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
-        parts.append(f"ETA {duration(progress.eta_s)}")
+        parts.append(f"ETA {'at most ' * progress.may_end_early}{duration(progress.eta_s)}")
     return "  ".join(parts)
+
+
+def speed(tokens_per_s: float, num_devices: int) -> str:
+    """Tokens a second of each device, and of all of them where there are several.
+
+    >>> speed(9_000.4, 1), speed(9_000.4, 2)
+    ('9,000 tokens/s', '9,000 tokens/s a GPU, 18,001 in all')
+    """
+    if num_devices == 1:
+        return f"{tokens_per_s:,.0f} tokens/s"
+    return f"{tokens_per_s:,.0f} tokens/s a GPU, {num_devices * tokens_per_s:,.0f} in all"
 
 
 def duration(seconds: float) -> str:

@@ -35,7 +35,7 @@ def check(arguments: argparse.Namespace, folder: Path) -> Verdict:
             "rollout.max_response_tokens=48", "warm_start.optim.lr=2e-5", "warm_start.batch_size=128",
         ]  # fmt: skip
     config = load_config(overrides)
-    dataset = build_dataset(config.data, seed=config.seed, root=folder)
+    dataset = build_dataset(config.data, seed=config.data.seed, root=folder)
     tokenizer = ensure_tokenizer(config)
     filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=folder)
     on_gpu = torch.cuda.is_available()

@@ -222,14 +222,14 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
             from data.countdown_problems import require_enough
 
-            require_enough(data, config.seed)
+            require_enough(data, config.data.seed)
         is_ours = _has_default_scorer(data) and isinstance(data, CountdownData | Gsm8kData)
         is_scorer_tried = not config.data.environment and (not is_ours or bool(config.reward.weights))
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
         from data.custom import first_row
 
-        if (row := first_row(data, config.seed, Path(config.paths.root).resolve())) is not None:
+        if (row := first_row(data, config.data.seed, Path(config.paths.root).resolve())) is not None:
             rows.append(row)
             if is_scorer_tried:
                 _try_scorer(data.scorer, row, config)
@@ -256,9 +256,11 @@ def _check_references(config: RunConfig) -> str:
     root, found = Path(config.paths.root).resolve(), list[str]()
     sandbox.use(config.sandbox)
     for part in parts_of(config.data):
-        found.append(check_references(part.data, config.seed, config.reward, root))
+        found.append(check_references(part.data, config.data.seed, config.reward, root))
     for seen in (suite_settings(config, suite) for suite in config.validation.suites):
-        found += [check_references(part.data, seen.seed, seen.reward, root, SPLITS[1:]) for part in parts_of(seen.data)]
+        found += [
+            check_references(part.data, seen.data.seed, seen.reward, root, SPLITS[1:]) for part in parts_of(seen.data)
+        ]
     return "\n".join(filter(None, found))
 
 
@@ -274,7 +276,7 @@ def check_rows(config: RunConfig) -> int | None:
     root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
     found: list[int | None] = []
     for data in (part.data for part in parts_of(config.data)):
-        made = require_sound_rows(data, config.seed, root, each_once=once)
+        made = require_sound_rows(data, config.data.seed, root, each_once=once)
         is_own = isinstance(data, CustomData) and not data.build.startswith("data.")
         found.append(made if made is not None or is_own else getattr(data, "train_size", None))
     for suite in (suite_settings(config, suite) for suite in config.validation.suites):

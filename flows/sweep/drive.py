@@ -78,6 +78,11 @@ class Task:
         return f"{self.point.label} seed={self.member.seed}"
 
     @property
+    def name(self) -> str:
+        """Its place in the sweep."""
+        return f"point {self.point.number} seed {self.member.seed}"
+
+    @property
     def steps_left(self) -> int:
         """How far its run was from that step when it was last looked at."""
         return max(0, self.to_step - self.member.step)
@@ -275,8 +280,18 @@ class Drive:
             )
         member.state, member.error = ("failed", error) if error else ("done", "")
         said = error.splitlines()[0] if error else f"{self._metric(point)} {member.score:.4g}"
-        tell(f"point {point.number} seed {member.seed} step {member.step}: {said}")
+        tell(f"{task.name} step {member.step}: {said}; {self._num_finished} of {self._num_runs} runs finished")
         self.save()
+
+    @property
+    def _num_finished(self) -> int:
+        """Runs that have come to their last step."""
+        members = [member for point in self.points.values() for member in point.members]
+        return sum(member.step >= member.config.trainer.total_steps for member in members)
+
+    @property
+    def _num_runs(self) -> int:
+        return max(len(self.points), self._sweep.num_points) * len(self._sweep.spec.seeds)
 
     def _judged(self, point: PointRecord, rung: int) -> bool:
         """Whether all runs of the point have come so far; its score is then their mean."""

@@ -34,12 +34,14 @@ from flows.parameters import (
     experiment_name,
 )
 from flows.plan.checks import check_run
+from flows.progress import LabelledDisplay, display, shown_on
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
 from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
 from flows.sweep.record import best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
+    are_alike,
     begin_in_mlflow,
     ended_in_mlflow,
     finish_in_mlflow,
@@ -73,7 +75,8 @@ def work_here(tasks: Iterator[Task], mlflow_parent: str | None) -> Iterator[tupl
         end_if_suspended()
         error = ""
         try:
-            train_run(task.member.settings, task.to_step, task.label, mlflow_parent)
+            with shown_on(LabelledDisplay(display(), task.name)):
+                train_run(task.member.settings, task.to_step, task.label, mlflow_parent)
         except StopRequestedError:
             raise
         except Exception as failure:
@@ -299,6 +302,7 @@ def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> Sw
     points = drive.in_order()
     best = best_of(points, sweep.spec.objective.direction)
     states = [point.state for point in points]
+    is_alike = are_alike(points)
     result = SweepResult(
         sweep_id=sweep.sweep_id,
         folder=folder,
@@ -313,7 +317,8 @@ def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> Sw
         best_point=None if best is None else best.number,
         best_label="" if best is None else best.label,
         best_score=None if best is None else best.score,
-        best_experiment=None if best is None else write_best(folder, sweep, best),
+        is_alike=is_alike,
+        best_experiment=None if best is None else write_best(folder, sweep, best, is_alike=is_alike),
         comparison=write_comparison(folder, points),
         mlflow_run_id=parent,
     )

@@ -19,6 +19,7 @@ from flows.commands.tracking import reachable
 from flows.parameters import MLFLOW_PAGE
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.tasks import tell
+from rlcore.config import RunConfig
 from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
 from rlcore.config.sweep_load import Sweep
@@ -28,7 +29,7 @@ from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import NOTHING, spent
 from rlcore.tracking.delivery import read_state
-from rlcore.tracking.journal import JOURNAL_FILE
+from rlcore.tracking.journal import JOURNAL_FILE, read_journal
 from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, PARENT_TAG, MlflowStore, compare_url
 
 BEST_FILE = "best.yaml"
@@ -37,7 +38,8 @@ FEWEST_TO_COMPARE = 2
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a call has come to. `num_runs` and `num_steps` are what it has worked on; the rest is of the whole sweep."""
+    """What a call has come to. `num_runs` and `num_steps` are what it has worked on; the rest is of the whole sweep.
+    `is_alike`: no finished point differs from another in any figure of its training."""
 
     sweep_id: str
     folder: Path
@@ -55,17 +57,39 @@ class SweepResult:
     best_experiment: Path | None
     comparison: Path | None
     mlflow_run_id: str | None
+    is_alike: bool = False
 
 
-def write_best(folder: Path, sweep: Sweep, best: PointRecord) -> Path:
-    """The best point with its first seed as an experiment's file."""
+LEARNED = ("actor/", "critic/", "val-core/", "response_length/")
+"""Beginnings of the names of metrics that follow from settings and seed alone: two trainings that are equal in all of
+them at every step are the same."""
+
+
+def are_alike(points: Sequence[PointRecord]) -> bool:
+    """Whether two points or more are finished, and their runs of a seed have the same metrics at every step."""
+    finished = [point for point in points if point.state == "finished"]
+    found = {repr([_learned(member.config) for member in point.members]) for point in finished}
+    return len(finished) > 1 and len(found) == 1
+
+
+def _learned(config: RunConfig) -> list[tuple[int, dict[str, float]]]:
+    records = read_journal(RunLayout.of(config).journal)
+    return [
+        (record.step, {name: value for name, value in sorted(record.metrics.items()) if name.startswith(LEARNED)})
+        for record in records
+    ]
+
+
+def write_best(folder: Path, sweep: Sweep, best: PointRecord, *, is_alike: bool) -> Path:
+    """The best point with its first seed as an experiment's file. `is_alike`: of points without a difference."""
     file = folder / BEST_FILE
     metric = sweep.metric_of(best.members[0].config)
     experiment, root = (override_value(str(path)) for path in (file, folder.parent.parent))
     words = ["millrace", "run", f"experiment={experiment}", f"paths.root={root}"]
     comment = (
         f"{join(words)}\n"
-        f"The best point of sweep {sweep.sweep_id}: {best.label}\n"
+        f"{'A' if is_alike else 'The best'} point of sweep {sweep.sweep_id}"
+        f"{', whose points have all the same metrics' if is_alike else ''}: {best.label}\n"
         f"{metric} {best.score:.4g}, mean over seeds {', '.join(str(one.seed) for one in best.members)}."
     )
     write_text_atomically(file, experiment_text(best.members[0].config, comment))
@@ -131,8 +155,11 @@ def summary_of(result: SweepResult) -> list[str]:
     if result.ended_by:
         lines.append(f"the budget is used up: {result.ended_by}; the same command goes on")
     if result.best_score is not None:
-        lines.append(f"best: point {result.best_point}, {result.best_label}: {result.best_score:.4g}")
-        lines.append(f"best settings: {result.best_experiment}")
+        best = f"best: point {result.best_point}, {result.best_label}: {result.best_score:.4g}"
+        if result.is_alike:
+            best = f"no difference: all metrics of the {result.num_finished} finished points are equal"
+        lines.append(best)
+        lines.append(f"{'settings of the first one' if result.is_alike else 'best settings'}: {result.best_experiment}")
     if result.comparison is not None:
         lines.append(f"comparison: {result.comparison}")
     return lines

@@ -18,7 +18,8 @@ def _known(seconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a stage stands. `to_step`: end of the chunk; `eta_s`: seconds to the end of the run; None: not known."""
+    """Where a stage stands. `to_step`: end of the chunk; `eta_s`: seconds to its last step, before which it may end by
+    itself (`may_end_early`); `tokens_per_s`: of each of `num_devices`; None: not known."""
 
     stage: str
     step: int
@@ -27,6 +28,8 @@ class Progress:
     to_step: int | None = None
     eta_s: Annotated[float | None, AfterValidator(_known)] = None
     tokens_per_s: float | None = None
+    num_devices: int = 1
+    may_end_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

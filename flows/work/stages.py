@@ -54,8 +54,8 @@ MAX_DIFF_CHARACTERS = 1_000_000
 
 def make_dataset(config: RunConfig) -> StageResult:
     """Make the dataset, or find it."""
-    made = build_dataset(config.data, seed=config.seed, root=_root(config))
-    _check_references(config, config.seed)
+    made = build_dataset(config.data, seed=config.data.seed, root=_root(config))
+    _check_references(config, config.data.seed)
     return made
 
 
@@ -70,7 +70,7 @@ def _check_references(config: RunConfig, seed: int, splits: Sequence[str] = SPLI
 def filter_rows(config: RunConfig) -> StageResult:
     """Tokenize and filter the dataset, which must be there; or find the result."""
     for one in _compared(config).values():
-        build_dataset(one.data, seed=one.seed, root=_root(config), splits=("validation",))
+        build_dataset(one.data, seed=one.data.seed, root=_root(config), splits=("validation",))
     return _filtered(config, _dataset(config), suites=suite_datasets(config))
 
 
@@ -91,7 +91,7 @@ def suite_datasets(config: RunConfig) -> dict[str, Path]:
     """Where the datasets are, or will be, that the filter compares the training rows with, by the suite's name."""
     root = _root(config)
     return {
-        name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
+        name: dataset_directory(dataset_fingerprint(one.data, one.data.seed, root, ("validation",)), root)
         for name, one in _compared(config).items()
     }
 
@@ -109,8 +109,8 @@ def _show_rows(split: str, done: int, total: int) -> None:
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
     """Make, tokenize and filter a suite's rows, or find the result."""
     seen = suite_settings(config, suite)
-    dataset = build_dataset(seen.data, seed=seen.seed, root=_root(seen), splits=("validation",))
-    _check_references(seen, seen.seed, ("validation",))
+    dataset = build_dataset(seen.data, seed=seen.data.seed, root=_root(seen), splits=("validation",))
+    _check_references(seen, seen.data.seed, ("validation",))
     return _filtered(seen, dataset.directory)
 
 
@@ -121,7 +121,7 @@ def tokenize_demonstrations(config: RunConfig) -> StageResult:
     return tokenize_demonstrations(
         config.warm_start,
         ensure_tokenizer(config),
-        seed=config.seed,
+        seed=config.data.seed,
         root=_root(config),
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
@@ -171,11 +171,20 @@ def chunk_bounds(config: RunConfig, to_step: int | None = None) -> list[tuple[in
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most: int | None = None) -> Chunk:
+def train_chunk(
+    run: OpenRun,
+    inputs: RunInputs,
+    start: int,
+    stop: int,
+    at_most: int | None = None,
+    done_before: int | None = None,
+) -> Chunk:
     """Train from the newest checkpoint to `stop`, unless that is committed; while it saves the trainer goes on, to
-    `at_most` (None: the run's end)."""
-    if results.committed_step(run.config) >= stop:
-        return Chunk(start, stop, results.checkpoint_store(run.config).path_of(stop), skipped=True, metrics={})
+    `at_most` (None: the run's end). `done_before`: the step that was committed when this call of the run began; later
+    ones are not skipped but finished already. None: that of now."""
+    if (committed := results.committed_step(run.config)) >= stop:
+        skipped = stop <= (committed if done_before is None else done_before)
+        return Chunk(start, stop, results.checkpoint_store(run.config).path_of(stop), skipped=skipped, metrics={})
     record_lineage(run, inputs)
     result = _call(run, inputs, "train", to_step=stop, **({} if at_most is None else {"at_most": at_most}))
     return Chunk(start, stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])
@@ -304,4 +313,4 @@ def _root(config: RunConfig) -> Path:
 
 def _dataset(config: RunConfig) -> Path:
     root = _root(config)
-    return dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)
+    return dataset_directory(dataset_fingerprint(config.data, config.data.seed, root), root)

@@ -58,6 +58,9 @@ class Conversation(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Names that the tokenizer's chat template reads, such as `enable_thinking=false` for Qwen3, in prompts,
     demonstrations and later turns alike."""
+    seed: int = Field(default=1, ge=0, lt=2**31)
+    """Fixes the rows and their split, whatever the seed of the run (docs/seeds.md): runs that differ by `seed` learn
+    from the same rows and are judged on the same problems."""
 
 
 class CountdownData(Conversation):
@@ -81,6 +84,10 @@ class CountdownData(Conversation):
     """Smallest target."""
     target_high: int = Field(default=1_000)
     """Largest target."""
+    targets: Literal["equation", "uniform"] = "equation"
+    """How a target is chosen. equation: it is the value of a random equation over the numbers, which most often takes
+    + and - alone. uniform: every target of the range is as likely, and the numbers are kept if an equation reaches it.
+    Spaces of problems that are small enough to list have every problem with equal chances either way."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """Operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False

@@ -69,6 +69,7 @@ MAY_CHANGE: tuple[str, ...] = (
 _UNSAID = leaves(
     {
         "reward": RewardConfig().model_dump(mode="json"),
+        "data": {"seed": 1, "targets": "equation"},
         "rollout": {"skip_special_tokens": RolloutConfig().skip_special_tokens},
     }
 ).items()
@@ -104,7 +105,8 @@ def total_steps_may_change(config: RunConfig) -> bool:
 def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
     may_change = {*MAY_CHANGE, "trainer.total_steps"} if total_steps_may_change(config) else {*MAY_CHANGE}
-    found = leaves(config.model_dump(mode="json"))
+    # Neither parts nor suites have a seed in their data.
+    found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))
     lasting = {
         name: value
         for name, value in found.items()
@@ -113,7 +115,7 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     }
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
-            [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
+            [suite.seed, suite.data.model_dump(mode="json", exclude={"seed"})] for suite in config.validation.suites
         ]
     warm = config.warm_start
     # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken. Earlier fingerprints had no

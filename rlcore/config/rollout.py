@@ -179,9 +179,10 @@ class JudgingConfig(Section):
     greedy: bool = True
     """Also judge one greedy answer to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Level of the bootstrap intervals."""
+    """Level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """Bootstrap resamples over problems."""
+    """Bootstrap resamples over problems, 1,000 at least: of figures that are no 0 or 1 of each problem, and of
+    differences."""
 
     @property
     def judging(self) -> "JudgingConfig":
@@ -203,7 +204,7 @@ class SuiteConfig(JudgingConfig):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """Its name in metrics: `val-core/<name>/...`."""
     data: TaskData
-    """Settings of a task, `task` among them. The held-out rows are taken and nothing else."""
+    """Settings of a task, `task` among them, without a seed. The held-out rows are taken and nothing else."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """Fixes the problems that a task draws and every sampled token, whatever the seed of the run."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)

@@ -31,7 +31,7 @@ class RunConfig(Section):
     run_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
     """Folder of the run. None: name, seed and the fingerprint of the settings."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """Fixes data, initial weights, order of prompts and every sampled token."""
+    """Fixes initial weights, order of prompts and every sampled token; `data.seed` fixes the rows."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags on the MLflow run."""
     paths: PathsConfig = PathsConfig()

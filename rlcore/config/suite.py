@@ -63,11 +63,12 @@ def _read(name: str) -> dict[str, Any] | Problem:
 
 
 def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """A run's settings with the suite's data, seed, lengths and sampling in place of its own."""
+    """A run's settings with the suite's data, seed, lengths and sampling in place of its own. Its seed fixes both the
+    rows and the sampled tokens."""
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {
-        "data": _held_out_alone(suite.data),
+        "data": _held_out_alone(suite.data).model_copy(update={"seed": suite.seed}),
         "seed": suite.seed,
         "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
         "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),

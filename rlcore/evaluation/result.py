@@ -17,8 +17,8 @@ from rlcore.evaluation.stats import (
     Array,
     Interval,
     PairedDifference,
-    bootstrap_intervals,
     majority,
+    mean_intervals,
     paired_difference,
     pass_all_at_k,
     pass_at_k,
@@ -189,12 +189,12 @@ class ValidationResult:
         return replace(self, problems=tuple(problem for problem in self.problems if problem.has_figures))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Mean over problems and bootstrap interval of each column, Float[P], by this validation's settings."""
+        """Mean over problems and interval of each column, Float[P], by this validation's settings."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
         confidence, num_resamples = self.settings.confidence, self.settings.num_resamples
-        found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
+        found = mean_intervals(table, confidence=confidence, num_resamples=num_resamples)
         return dict(zip(columns, found, strict=True))
 
     @property
@@ -205,7 +205,7 @@ class ValidationResult:
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
-        """Each statistic with its bootstrap interval over problems, by its name below `val-core/<data_source>/`."""
+        """Each statistic with its interval over problems, by its name below `val-core/<data_source>/`."""
         return self.intervals_of(per_problem(self.with_figures.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:

@@ -244,24 +244,40 @@ class ModelShape:
         }
         return self.layers * lora.rank * sum(sizes.get(name, 0) for name in lora.target_modules)
 
-    def update_flops(self, lengths: Iterable[int], *, vocabularies: int, num_shared: int = 0) -> float:
-        """Operations of one pass forward and backward over sequences of these lengths: 6 N T + 6 A sum(s^2).
+    def update_flops(
+        self, lengths: Iterable[int], *, num_targets: int, num_shared: int = 0, lora: LoraConfig | None = None
+    ) -> float:
+        """Operations of one pass forward and backward over sequences of these lengths, as they are computed.
 
-        N weights that tokens are multiplied by, T tokens, A attention width over all layers, s a sequence's length. A
-        multiplication and an addition for each weight in the forward pass, twice that in the backward one; attention
-        covers half of the square, since it is causal. What gradient checkpointing computes again is not counted.
+            6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
+
+        N weights of the layers, T tokens, M targets, at which alone the head runs, A attention width over all layers, s
+        a sequence's length, R weights of adapters. A multiplication and an addition for each weight in the forward
+        pass, and in the backward pass for the gradient of its input and for its own, which a frozen weight has not;
+        attention covers half of the square, since it is causal. The first layer's query, key and value need no gradient
+        of their input where the embedding is frozen. What is computed a second time (gradient checkpointing, the
+        head's logits) is not counted.
 
         Args:
             lengths: tokens of each sequence.
-            num_shared: tokens that are not computed, since an equal sequence begins another one.
-            vocabularies: how often V x H counts: 1 for a policy (its head; an embedding is not multiplied), 0 for a
-                value model, 2 for what veRL counts.
+            num_targets: tokens with a loss; 0 for a value model, whose head is one unit.
+            num_shared: tokens that are not computed, since an equal sequence begins another one; attention is.
+            lora: adapters that are trained in place of the weights.
         """
         sizes = list(lengths)
-        weights = self.layers * self.layer_weights + vocabularies * self.embedding
-        return float(
-            6 * weights * (sum(sizes) - num_shared) + 6 * self.layers * self.query_width * sum(s * s for s in sizes)
-        )
+        num_tokens, weights = sum(sizes) - num_shared, self.layers * self.layer_weights
+        matrices = weights * num_tokens + self.embedding * num_targets
+        attention = 6 * self.layers * self.query_width * sum(s * s for s in sizes)
+        if lora is None:
+            return float(6 * matrices + attention)
+        adapted = sum(name in lora.target_modules for name in ("q_proj", "k_proj", "v_proj"))
+        first = self.hidden * (self.query_width + 2 * self.kv_width + lora.rank * adapted)
+        return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
+
+    def verl_flops(self, lengths: Iterable[int]) -> float:
+        """Operations of the same pass as veRL counts them: embedding and head at all tokens, all of it trained."""
+        sizes = list(lengths)
+        return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Keys and values of one token in all layers."""

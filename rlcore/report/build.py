@@ -146,7 +146,8 @@ def _reproduce(record: RunRecord) -> Iterator[Block]:
             "is a usual reason); settings.json in the run's folder holds all of them."
         )
     yield Prose(
-        f"Seed {record.config.seed} fixes data, initial weights, order of prompts and every sampled token. The "
+        f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "
+        f"data.seed={record.config.data.seed} the rows. The "
         "same versions of torch and transformers, the same kind of device and the same number of threads give the "
         "same numbers; others differ in the last digits, which sampling turns into other answers."
     )

@@ -1,7 +1,7 @@
 """Several runs in one report: settings that differ, curves over one another, figures with intervals, costs, seeds."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -248,7 +248,7 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
         state="" if all(run.is_complete for run in runs.values()) else "some runs are not finished",
         state_tone="watch",
         tiles=tuple(_tile(label, _reward_of(group)) for label, group in groups.items()),
-        findings=(_best(groups), _against_first(runs)),
+        findings=(*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _against_first(runs)),
         missing=tuple(
             f"{label}: {text}" for label, run in runs.items() for text in run.missing if "lineage" not in text
         ),
@@ -278,6 +278,19 @@ def _tile(label: str, reward: Spread | None) -> Tile:
         return Tile(label, numbers.NOTHING, "no validation")
     ends = f"{numbers.fixed(reward.lowest)} to {numbers.fixed(reward.highest)}, {reward.num_seeds} seeds"
     return Tile(label, numbers.fixed(reward.mean.value), ends if reward.num_seeds > 1 else "1 seed")
+
+
+def _over_seeds(groups: Groups) -> Iterator[Finding]:
+    """Mean and range of the held-out reward of each setting that has several seeds."""
+    rule = "The last held-out reward of each seed: their mean, the lowest and the highest."
+    for label, group in groups.items():
+        found = _reward_of(group)
+        if found is not None and found.num_seeds > 1:
+            text = (
+                f"{label}: {group[0].reward_statistic} {numbers.fixed(found.mean.value)}, "
+                f"{numbers.fixed(found.lowest)} to {numbers.fixed(found.highest)}."
+            )
+            yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule=rule, numbers={label: asdict(found)})
 
 
 def _best(groups: Groups) -> Finding:
@@ -347,7 +360,7 @@ def _settings_table(runs: Runs) -> Table:
         (
             key,
             *(Cell(plain_text(each), each) for each in row),
-            meaning(key) or "Fingerprint of the code that settings name",
+            "Fingerprint of the code that settings name" if key == CODE else meaning(key),
         )
         for key, row in differing.items()
     ]

@@ -225,6 +225,9 @@ def _phases(record: RunRecord, figure: "Figure") -> None:
 SMALLEST_GAP = 0.002
 """Parts of the run that are nearer to each other than this share of it are drawn as one: the gap cannot be seen."""
 
+SHORTEST_SAVE_S = 1e-3
+"""Saves that held up the training for less are not drawn: even in memory one takes milliseconds."""
+
 ROWS = {"training": "green", "validation": "blue", "checkpoint": "orange"}
 
 Span = tuple[float, float]
@@ -246,7 +249,8 @@ def run_spans(record: RunRecord) -> dict[str, list[Span]]:
             found["training"].append((end - testing - metrics["timing_s/step"], end - testing))
         if testing:
             found["validation"].append((end - testing, end))
-        if (save := metrics.get("timing_s/save_checkpoint")) and earlier:
+        save = metrics.get("timing_s/save_checkpoint", 0.0)  # at a step that saves nothing the microseconds of a look
+        if save >= SHORTEST_SAVE_S and earlier:
             found["checkpoint"].append((earlier, earlier + save))
         earlier = end
     begun = min((start for spans in found.values() for start, _ in spans), default=0.0)

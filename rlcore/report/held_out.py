@@ -32,9 +32,9 @@ def section_of(record: RunRecord, draw: Callable[[Iterable[Chart]], Block]) -> S
         before, after = judged.values()
         lead = (
             f"{after.settings.samples_per_problem} samples a problem at temperature "
-            f"{after.settings.sampling.temperature:g}, {after.settings.confidence:.0%} intervals from "
-            f"{after.settings.num_resamples:,} bootstrap resamples over problems. Before is step {before.step}, after "
-            f"is step {after.step}."
+            f"{after.settings.sampling.temperature:g}, {after.settings.confidence:.0%} intervals over problems: "
+            f"Wilson's where a figure is 0 or 1 for each, else from {after.settings.num_resamples:,} bootstrap "
+            f"resamples. Before is step {before.step}, after is step {after.step}."
         )
     blocks: list[Block | None] = []
     if judged:
@@ -66,7 +66,7 @@ def _result_table(record: RunRecord) -> Table:
     """Every statistic before and after, paired; of one validation alone, where there is no second one."""
     columns: dict[str, Kind] = _COMPARED
     rows: list[Row] = [_compared(found) for found in record.paired]
-    note = "bootstrap intervals over problems. reward is the scorer's total, acc counts full marks only."
+    note = "paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
     note = f"{record.paired[0].num_problems} held-out problems; {note}" if rows else ""
     if len(record.judged) == 1:
         (result,) = record.judged.values()
@@ -87,7 +87,7 @@ def suite_table(record: RunRecord) -> Table | None:
                 rows += [(name, each, found, *(None,) * 4) for each, found in before.intervals.items()]
             case None, ValidationResult() as after:
                 rows += [(name, each, None, found, *(None,) * 3) for each, found in after.intervals.items()]
-    note = "Held-out sets without a training part; bootstrap intervals over the problems of each."
+    note = "Held-out sets without a training part; intervals over the problems of each."
     return table("suites", "Suites", {"Suite": "code", **_COMPARED}, rows, note) if rows else None
 
 
@@ -154,11 +154,13 @@ Judged = Mapping[str, ValidationResult]
 
 
 def _charts(judged: Judged) -> list[Chart]:
+    difficulty = Chart("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.",
+                       partial(_difficulty, judged))  # fmt: skip
+    has_several = len({problem.difficulty for result in judged.values() for problem in result.problems}) > 1
     return [
         Chart("solve_rates", "How often problems are solved", "Held-out problems by how many of their samples are "
               "right.", partial(_solve_rates, judged)),
-        Chart("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.",
-              partial(_difficulty, judged)),
+        *([difficulty] if has_several else []),
         Chart("answer_lengths", "Length of held-out answers", "Sampled answers, end token included.",
               partial(_lengths, judged)),
     ]  # fmt: skip
@@ -200,8 +202,6 @@ def _lengths(judged: Judged, figure: "Figure") -> None:
 def _difficulty(judged: Judged, figure: "Figure") -> None:
     parts = [result.by_difficulty() for result in judged.values()]
     levels = sorted({level for found in parts for level in found})
-    if len(levels) < 2:
-        return
     axes = figure.subplots()
     columns = []
     for place, found in enumerate(parts):

@@ -9,11 +9,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from markupsafe import escape as html_escape
 
 from rlcore.report import numbers
 from rlcore.report.document import Report, Table
 from rlcore.report.plots import DARK, LIGHT
 
+_CODE_SPAN = re.compile(r"`([^`\n]+)`")
 _SPECIAL = re.compile(r"([\\`*_\[\]!|~$]|^[-+#=])")
 _LIST_NUMBER = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
 _MAIL = re.compile(r"(@[\w-]+)\.(?=\w)")
@@ -62,6 +64,15 @@ def code(text: str) -> str:
     return f"{fence} {text} {fence}" if longest else f"`{text}`" if text else ""
 
 
+def prose(text: str) -> Markup:
+    """Text of a page; what stands between backticks as code.
+
+    >>> prose("over all, as `val-core/all` <b>")
+    Markup('over all, as <code>val-core/all</code> &lt;b&gt;')
+    """
+    return Markup(_CODE_SPAN.sub(r"<code>\1</code>", str(html_escape(text))))
+
+
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=lambda name: name is not None and name.endswith(".html.j2"),
@@ -69,6 +80,6 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"parts": numbers.score_parts, "md": escape, "code": code}
+_TEMPLATES.filters |= {"parts": numbers.score_parts, "md": escape, "code": code, "prose": prose}
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

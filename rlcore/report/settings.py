@@ -54,11 +54,14 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
 
 @cache
 def meaning(key: str) -> str:
-    """A setting's own documentation, first sentence: where it begins with a choice (`local: ...`), that choice's.
+    """A setting's own documentation, first sentence: where it begins with a choice (`local: ...`), that choice's. A
+    name in a free mapping (`tags.owner`) has the mapping's.
 
     >>> meaning("runtime.device"), meaning("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
     """
+    while key not in all_keys() and "." in key:
+        key = key.rpartition(".")[0]
     found = all_keys().get(key)
     text = (found[0].description or "") if found else ""
     sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":;")

@@ -61,13 +61,24 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def requests_for(
-    prompts: Sequence[Prompt], num_samples: int, *, run_seed: int, stream: int, step: int, first_group: int = 0
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    *,
+    run_seed: int,
+    stream: int,
+    step: int,
+    first_group: int = 0,
+    episode_seed: int | None = None,
 ) -> list[SamplingRequest]:
-    """`num_samples` requests for each prompt, the answers to one prompt side by side: P x G."""
+    """`num_samples` requests for each prompt, the answers to one prompt side by side: P x G.
+
+    `episode_seed` fixes what is random in an environment; None: the run's seed does.
+    """
+    episodes = run_seed if episode_seed is None else episode_seed
     return [
         SamplingRequest(prompt, sample, answer_seed(run_seed, stream, step, group, sample), environment_seed=shared)
         for group, prompt in enumerate(prompts, start=first_group)
-        for shared in (answer_seed(run_seed, stream, step, group, _ENVIRONMENT),)
+        for shared in (answer_seed(episodes, stream, step, group, _ENVIRONMENT),)
         for sample in range(num_samples)
     ]
 

@@ -254,6 +254,7 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
         payload["warm_start"] = warm.model_dump(mode="json", exclude={"demonstrations": True, "optim": {"offload"}})
         payload["filtered"] = filtered_directory.name
         payload["dtype"] = config.model.dtype
+        payload |= changed_settings(config, "data.seed")  # it splits demonstrations too
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:

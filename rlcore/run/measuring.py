@@ -121,7 +121,8 @@ class PassRateMeasuring:
                 "to_step": total,
                 "total_steps": total,
                 "metrics": {"critic/score/mean": sum(scores) / len(scores)} if scores else {},
-                "tokens_per_s": tokens / max(seconds, 1e-9),
+                "tokens_per_s": tokens / max(seconds, 1e-9) / self._config.runtime.num_workers,
+                "num_devices": self._config.runtime.num_workers,
                 "eta_s": pace.eta_s(-(-(total - done) // self._config.pass_rates.rows_per_part)),
             }
         )

@@ -224,8 +224,8 @@ class Pace:
 class RunEvents:
     """Reports one run's steps to its flow and its log, and to its journal what should last."""
 
-    def __init__(self, record: RunRecord, stage: str) -> None:
-        self._record, self._stage = record, stage
+    def __init__(self, record: RunRecord, stage: str, *, may_end_early: bool = False) -> None:
+        self._record, self._stage, self._may_end_early = record, stage, may_end_early
         self._report = record.report
         self._total_steps = record.config.trainer.total_steps
         self._alarms_on: set[str] = set()
@@ -245,7 +245,9 @@ class RunEvents:
                 "total_steps": self._total_steps,
                 "metrics": {name: result.metrics[name] for name in HEADLINE if name in result.metrics},
                 "tokens_per_s": result.metrics["perf/throughput"],
+                "num_devices": self._record.config.runtime.num_workers,
                 "eta_s": pace.eta_s(self._total_steps - step),
+                "may_end_early": self._may_end_early,
             }
         )
 

@@ -165,6 +165,12 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
     STAGE = "warm-start"
 
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a sampled reward or the held-out loss may end it before its last step."""
+        warm = self._config.warm_start
+        return warm.stop_at_reward is not None or (warm.patience is not None and warm.held_out_rows > 0)
+
     def _is_due(self, step: int) -> bool:
         return step == self._config.trainer.total_steps or step % self._config.warm_start.check_every == 0
 

@@ -39,7 +39,7 @@ class Training(Generic[W]):
         self._config, self._layout = record.config, record.layout
         self.record = record
         self.workers = workers
-        self._events = RunEvents(record, self.STAGE)
+        self._events = RunEvents(record, self.STAGE, may_end_early=self.may_end_early)
         self._stop = record.guard.stop
         self._system = SystemSampler(record.layout.run_dir)
         self._state: LoopState | None = None
@@ -47,6 +47,11 @@ class Training(Generic[W]):
         self._saved: Saved | None = None
         self._seconds_for_saves = 0.0
         self._meter: CostMeter | None = None
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a figure may end it before its last step."""
+        return False
 
     @property
     def step(self) -> int:

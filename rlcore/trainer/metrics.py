@@ -11,7 +11,7 @@ from torch import Tensor
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
 from rlcore.batching.balance import Deal
-from rlcore.config import RunConfig
+from rlcore.config import LoraConfig, RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
@@ -69,9 +69,11 @@ def cost_metrics(
             seconds,
             lengths,
             info,
+            num_targets=packed.num_loss_tokens,
             num_epochs=config.trainer.epochs_per_batch,
             num_devices=num_devices,
             num_shared=deal.num_shared,
+            lora=config.model.lora,
         ),
         **timing_metrics(seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices),
     }
@@ -208,26 +210,30 @@ def mfu_metrics(
     lengths: Sequence[int],
     info: WorkerInfo,
     *,
+    num_targets: int,
     num_epochs: int,
     num_devices: int,
     num_shared: int = 0,
+    lora: LoraConfig | None = None,
 ) -> Metrics:
     """Share of the devices' peak that the updates reach; nothing where the peak is not known.
 
-    Shared prompts count once. `mfu_verl` counts every token and the vocabulary twice, as the figures of veRL's logs do.
+    What is computed counts, once: of shared prompts one, the head at the `num_targets` tokens with a loss, frozen
+    weights without a gradient of their own. `mfu_verl` counts as veRL's logs do.
     """
     if info.peak_flops is None:
         return {}
-    metrics: Metrics = {}
-    for name, phase, vocabularies, shape in (
-        ("perf/mfu/actor", "update_actor", 1, info.shape),
-        ("perf/mfu_verl/actor", "update_actor", 2, info.shape),
-        ("perf/mfu/actor", "supervise", 1, info.shape),
-        ("perf/mfu_verl/actor", "supervise", 2, info.shape),
-        ("perf/mfu/critic", "update_critic", 0, info.critic_shape),
-    ):
-        if phase in seconds and shape is not None:
-            left_out = 0 if name.startswith("perf/mfu_verl") else num_shared
-            flops = num_epochs * shape.update_flops(lengths, vocabularies=vocabularies, num_shared=left_out)
-            metrics[name] = flops / (seconds[phase] * num_devices * info.peak_flops)
-    return metrics
+    flops: dict[tuple[str, str], float] = {}
+    if info.shape is not None:
+        actor = info.shape.update_flops(lengths, num_targets=num_targets, num_shared=num_shared, lora=lora)
+        for phase in ("update_actor", "supervise"):
+            flops["perf/mfu/actor", phase] = actor
+            flops["perf/mfu_verl/actor", phase] = info.shape.verl_flops(lengths)
+    if info.critic_shape is not None:
+        critic = info.critic_shape.update_flops(lengths, num_targets=0, num_shared=num_shared)
+        flops["perf/mfu/critic", "update_critic"] = critic
+    return {
+        name: num_epochs * work / (seconds[phase] * num_devices * info.peak_flops)
+        for (name, phase), work in flops.items()
+        if phase in seconds
+    }

@@ -132,7 +132,12 @@ class Trainer(GroupTrainer):
             **hand_over_metrics(config, handed_over),
             **described,
             **cost_metrics(
-                config, packed, experience.num_generated_tokens, shared.deal, clock.seconds(), self._worker_info
+                config,
+                found.batch.packed,
+                experience.num_generated_tokens,
+                shared.deal,
+                clock.seconds(),
+                self._worker_info,
             ),
         }
         of_memory, shortages = memory()

@@ -1,7 +1,7 @@
 """A model judged on held-out problems: sampled and greedy answers with the weights in use.
 
 The random numbers of an answer depend on the seed of the run and the problem alone, so two checkpoints are compared on
-the same draws.
+the same draws. What is random in an environment is part of the problem: `data.seed` fixes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,14 @@ def validate(
     config, settings = answerer.config, answerer.config.validation
 
     def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Answer]:
-        requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
+        requests = requests_for(
+            prompts,
+            num_samples,
+            run_seed=config.seed,
+            stream=VALIDATION_STREAM,
+            step=0,
+            episode_seed=config.data.seed,
+        )
         found = answerer.answer(requests, sampling, policy_version=policy_version)
         keep(found, greedy)
         return as_results(found)

@@ -171,7 +171,7 @@ def test_a_sequence_costs_its_operations() -> None:
     assert batch.loss_lengths().tolist() == [sum(part.tolist()) for part in parts]
     everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     assert [6.0 * cost for cost in Sizes.of(everywhere, share_prompts=False).costs(SHAPE)] == [
-        SHAPE.update_flops([length], vocabularies=1) for length in lengths
+        SHAPE.update_flops([length], num_targets=length) for length in lengths
     ]
 
 

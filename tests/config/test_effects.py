@@ -48,6 +48,8 @@ CASES = [
         "warm_start.enabled=true warm_start.optim.schedule=cosine",
         "warm_start.optim.min_lr_ratio=0.1",
     ),
+    ("data.task=gsm8k", "", "data.seed=2"),
+    ("data.task=gsm8k", "data.task=gsm8k warm_start.demonstrations=a.jsonl", "data.seed=2"),
     ("warm_start.enabled=true warm_start.demonstrations=a.jsonl", "warm_start.enabled=true",
      "warm_start.misdirected_share=0.5"),
     ("warm_start.enabled=true data.task=gsm8k", "warm_start.enabled=true data.task=custom",

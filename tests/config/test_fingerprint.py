@@ -263,3 +263,21 @@ def test_lasting_settings_hold_no_path_of_this_machine():
 def test_how_answers_are_scored_makes_another_run_and_the_defaults_do_not_change_the_ids_of_before(settings):
     assert not [key for key in lasting_settings(RunConfig()) if key.startswith(("reward", "rollout.skip"))]
     assert run_id(RunConfig.model_validate(settings)) != run_id(RunConfig())
+
+
+@pytest.mark.parametrize("data", [{"seed": 2}, {"targets": "uniform"}], ids=str)
+def test_rows_drawn_otherwise_make_another_run_and_the_defaults_do_not_change_the_ids_of_before(data):
+    assert not {"data.seed", "data.targets"} & {*lasting_settings(RunConfig())}
+    config = RunConfig.model_validate({"data": {"task": "countdown", **data}})
+    assert run_id(config) != run_id(RunConfig())
+
+
+def test_parts_and_suites_have_no_seed_of_their_own_in_a_fingerprint():
+    part = {"data": {"task": "countdown"}}
+    config = RunConfig.model_validate(
+        {"data": {"task": "mixture", "parts": [part, part]}, "filter": {"decontaminate": "drop"},
+         "validation": {"suites": [{"name": "x", **part}]}}
+    )  # fmt: skip
+    lasting = lasting_settings(config)
+    assert [one["data"]["task"] for one in lasting["data.parts"]] == ["countdown"] * 2
+    assert "seed" not in str(lasting["data.parts"]) + str(lasting["validation.suites"])

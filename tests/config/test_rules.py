@@ -108,6 +108,14 @@ CASES = [
         MIXTURE % (",chat_template_kwargs:{enable_thinking:false}", ""),
         MIXTURE % ("", "") + " data.chat_template_kwargs.enable_thinking=false",
     ),
+    ("a_seed_of_all_parts", MIXTURE % (",seed:2", ""), MIXTURE % ("", "") + " data.seed=2"),
+    (
+        "a_suite_has_one_seed",
+        "validation.suites=[{name:x,data:{task:countdown,seed:2}}]",
+        "validation.suites=[{name:x,data:{task:countdown},seed:2}]",
+    ),
+    ("resamples_are_enough", "validation.num_resamples=999", "validation.num_resamples=1000"),
+    ("uniform_targets_are_searched", "data.targets=uniform data.max_numbers=5", "data.max_numbers=5"),
     (
         "a_warm_start_is_scored",
         "data.environment=a:B warm_start.enabled=true warm_start.stop_at_reward=0.5",

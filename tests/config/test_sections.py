@@ -127,6 +127,7 @@ def test_a_suite_has_the_runs_lengths_unless_it_says_its_own() -> None:
     assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (1, 100, 200)
     assert (seen.filter.duplicates, seen.validation.suites) == ("keep", ())
     _, seen = suite_of(seed=9, max_prompt_tokens=11, max_response_tokens=22, samples_per_problem=2)
+    assert seen.data.seed == 9, "a suite's one seed fixes its rows and its answers"
     assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (9, 11, 22)
     assert seen.validation.samples_per_problem == 2
 

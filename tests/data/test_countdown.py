@@ -5,11 +5,13 @@ from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise, permutations, product
 from operator import add, mul, sub, truediv
 
+import numpy as np
 import pytest
 
+from data.arithmetic import evaluate
 from data.calculator import Countdown
 from data.countdown import CALCULATOR, TURN_END, build, score, tagged_answer
-from data.countdown_problems import CHUNK, Problem, _num_problems, draw_chunk, generate, solve
+from data.countdown_problems import CHUNK, Problem, _equation, _num_problems, draw_chunk, equations_for, generate, solve
 from rlcore.config import CountdownData
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import EOS_TOKEN
@@ -24,6 +26,7 @@ DEMO = CountdownData(
     template="bare",
 )
 LARGE = CountdownData(train_size=1_500, validation_size=200)
+UNIFORM = CountdownData(train_size=1_500, validation_size=200, targets="uniform")
 
 
 def multisets(problems):
@@ -42,7 +45,7 @@ def test_the_demo_space_has_exactly_the_problems_that_a_double_loop_finds():
     assert set(made) == naive
 
 
-@pytest.mark.parametrize("settings", [DEMO, LARGE], ids=["enumerated", "drawn"])
+@pytest.mark.parametrize("settings", [DEMO, LARGE, UNIFORM], ids=["enumerated", "drawn", "uniform"])
 def test_splits_have_their_size_no_duplicate_and_no_common_multiset(settings):
     found = generate(settings, seed=3)
     assert {split: len(problems) for split, problems in found.items()} == {
@@ -54,7 +57,7 @@ def test_splits_have_their_size_no_duplicate_and_no_common_multiset(settings):
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("settings", [DEMO, LARGE], ids=["enumerated", "drawn"])
+@pytest.mark.parametrize("settings", [DEMO, LARGE, UNIFORM], ids=["enumerated", "drawn", "uniform"])
 def test_solutions_reach_the_target_and_distractors_another(settings):
     ground = [
         (p, {"target": p.target, "numbers": list(p.numbers), "form": "bare"}) for p in generate(settings, 2)["train"]
@@ -69,8 +72,9 @@ def test_solutions_reach_the_target_and_distractors_another(settings):
     assert sum(bool(problem.distractor) for problem, _ in ground) > 0.9 * len(ground)
 
 
-def test_every_requested_operation_and_count_of_numbers_occurs():
-    found = generate(LARGE, seed=1)["train"]
+@pytest.mark.parametrize("settings", [LARGE, UNIFORM], ids=["drawn", "uniform"])
+def test_every_requested_operation_and_count_of_numbers_occurs(settings):
+    found = generate(settings, seed=1)["train"]
     assert Counter(len(p.numbers) for p in found).keys() == {3, 4}
     assert {sign for p in found for sign in p.solution if sign in "+-*/"} == set("+-*/")
     assert {p.difficulty for p in found} == {2, 3}
@@ -79,8 +83,68 @@ def test_every_requested_operation_and_count_of_numbers_occurs():
 def test_the_seed_fixes_every_problem():
     assert generate(LARGE, seed=5) == generate(LARGE, seed=5)
     assert generate(LARGE, seed=5) != generate(LARGE, seed=6)
+    assert generate(UNIFORM, seed=5) == generate(UNIFORM, seed=5)
+    assert generate(UNIFORM, seed=5) != generate(UNIFORM, seed=6)
     assert generate(DEMO, seed=5) == generate(DEMO, seed=5)
     assert generate(DEMO, seed=5) != generate(DEMO, seed=6)
+
+
+def reached(numbers, operations):
+    """Every value of an equation over all the numbers, merged two at a time in every way, as exact fractions."""
+    if len(numbers) == 1:
+        return set(numbers)
+    found = set()
+    for i, j in permutations(range(len(numbers)), 2):
+        rest = [number for place, number in enumerate(numbers) if place not in (i, j)]
+        for sign in operations:
+            if sign != "/" or numbers[j]:
+                found |= reached(
+                    [*rest, {"+": add, "-": sub, "*": mul, "/": truediv}[sign](numbers[i], numbers[j])], operations
+                )
+    return found
+
+
+@pytest.mark.parametrize("operations", [("+", "-", "*", "/"), ("*", "-")], ids="".join)
+@pytest.mark.parametrize(("n", "rows"), [(2, 60), (3, 40), (4, 6)])
+def test_a_target_has_an_equation_exactly_if_a_search_over_fractions_reaches_it(n, rows, operations):
+    rng = np.random.default_rng(n)
+    numbers, targets = rng.integers(0, 13, size=(rows, n)), rng.integers(-3, 40, size=(rows, 9))
+    plan, solved = equations_for(numbers, targets, operations)
+    naive = [reached([Fraction(number) for number in row], operations) for row in numbers.tolist()]
+    assert solved.tolist() == [[t in found for t in row] for row, found in zip(targets.tolist(), naive, strict=True)]
+    assert 0 < solved.mean() < 1
+    for row, column in np.argwhere(solved).tolist():
+        equation = evaluate(_equation(numbers[row].tolist(), plan[row, column].tolist()))
+        assert equation.value == targets[row, column]
+        assert sorted(equation.numbers) == sorted(numbers[row].tolist())
+
+
+def test_uniform_targets_are_reached_by_plus_and_minus_less_often():
+    """The shares of docs/data.md, to three standard deviations of 1,500 problems."""
+    for settings, share in ((LARGE, 0.67), (UNIFORM, 0.22)):
+        problems = generate(settings, seed=1)["train"]
+        found = sum((problem.target, 1) in solve(problem.numbers, ("+", "-")) for problem in problems)
+        assert found / len(problems) == pytest.approx(share, abs=0.04)
+
+
+def test_each_problem_of_a_range_is_as_likely_with_uniform_targets():
+    """Against all that exist, listed: the share of targets up to a bound, and of problems of three numbers."""
+    settings = UNIFORM.model_copy(
+        update={"number_high": 25, "target_high": 60, "min_numbers": 3, "max_numbers": 3, "train_size": 3_000,
+                "validation_size": 1}
+    )  # fmt: skip
+    drawn = [p for chunk in range(4) for p in draw_chunk(settings, 1, chunk)]
+    every = [
+        target
+        for numbers in product(range(1, 26), repeat=3)
+        if numbers[0] <= numbers[1] <= numbers[2]
+        for target, bottom in solve(numbers, settings.operations)
+        if bottom == 1 and 1 <= target <= 60
+        for _ in set(permutations(numbers))
+    ]
+    for bound in (10, 20, 40):
+        share = sum(target <= bound for target in every) / len(every)
+        assert sum(p.target <= bound for p in drawn) / len(drawn) == pytest.approx(share, abs=0.04)
 
 
 def test_balanced_difficulty_is_exact_in_both_splits():

@@ -1,8 +1,10 @@
 """Statistics against brute force, naive twins and simulation."""
 
 import itertools
+import math
 import random
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.evaluation.stats import (
+    Interval,
     bootstrap_intervals,
     majority,
+    mean_intervals,
     median_ratio,
     paired_difference,
     pass_all_at_k,
     pass_at_k,
+    wilson_interval,
 )
 
 COUNTS = st.integers(1, 8).flatmap(
@@ -166,6 +171,60 @@ def test_paired_intervals_cover_a_planted_difference():
     assert 0.93 <= coverage(0.1, samples, 0.95) <= 0.97
     one = samples[0][:, 0]
     assert paired_difference(np.zeros(120), one).difference == interval_of(one)
+
+
+def naive_wilson(num_right: int, num_problems: int, z: float) -> tuple[float, float]:
+    """The lowest and the highest chance that the score test does not reject, by halving from the share to each end."""
+
+    def is_kept(chance: float) -> bool:
+        return abs(num_right / num_problems - chance) <= z * (chance * (1 - chance) / num_problems) ** 0.5
+
+    ends = []
+    for end in (0.0, 1.0):
+        kept, rejected = num_right / num_problems, end
+        for _ in range(60):
+            middle = (kept + rejected) / 2
+            kept, rejected = (middle, rejected) if is_kept(middle) else (kept, middle)
+        ends.append(kept)
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(("confidence", "z"), [(0.95, 1.959964), (0.8, 1.281552)])
+@pytest.mark.parametrize(("num_right", "num_problems"), [(0, 64), (1, 64), (3, 7), (32, 64), (64, 64), (1, 1)])
+def test_wilson_agrees_with_its_naive_twin(num_right, num_problems, confidence, z):
+    found = wilson_interval(num_right, num_problems, confidence=confidence)
+    assert (found.low, found.high) == pytest.approx(naive_wilson(num_right, num_problems, z), abs=1e-6)
+    assert found.value == num_right / num_problems
+
+
+def exact_coverage(chance: float, num_problems: int, intervals: Sequence[Interval]) -> float:
+    """Chance that the interval holds the truth: `intervals` by the number of right answers."""
+    return sum(
+        math.comb(num_problems, right) * chance**right * (1 - chance) ** (num_problems - right)
+        for right, interval in enumerate(intervals)
+        if interval.low <= chance <= interval.high
+    )
+
+
+@pytest.mark.parametrize("chance", [0.01, 0.05, 0.5, 0.95])
+def test_figures_of_0_and_1_cover_the_truth_as_often_as_they_say(chance):
+    """By the binomial sum, 64 problems; the bootstrap covers a chance of 0.01 in less than half of all validations."""
+    outcomes = [np.repeat([1.0, 0.0], [right, 64 - right]).reshape(-1, 1) for right in range(65)]
+    assert 0.92 <= exact_coverage(chance, 64, [mean_intervals(values)[0] for values in outcomes]) <= 0.99
+    if chance == 0.01:
+        assert exact_coverage(chance, 64, [bootstrap_intervals(values)[0] for values in outcomes]) < 0.5
+
+
+def test_each_figure_has_the_interval_of_its_kind():
+    rng = np.random.default_rng(8)
+    table = np.stack([rng.random(50) < 0.1, rng.binomial(4, 0.3, 50) / 4, np.zeros(50)], axis=1)
+    first, second, third = mean_intervals(table, confidence=0.9)
+    assert first == wilson_interval(int(table[:, 0].sum()), 50, confidence=0.9)
+    assert second == bootstrap_intervals(table, confidence=0.9)[1]
+    assert (third.low, third.high > 0.04) == (0.0, True)
+    one = np.zeros(100)
+    one[3] = 1.0
+    assert not paired_difference(np.zeros(100), one).difference.excludes_zero, "one win of 100 tells nothing apart"
 
 
 def test_pairing_counts_and_narrows():

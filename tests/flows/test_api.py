@@ -35,6 +35,10 @@ def test_the_notebook_is_true(
     assert "warm-start: step 1/" in shown
     run, metrics, answers = names["run"], names["metrics"], names["answers"]
     assert run.status().state == "finished"
+    score = run.status().score
+    assert repr(run) == f"<Run {run.id} finished 2/2, held-out {score:.3f}>"
+    assert repr(names["settings"]).startswith(f"<RunSettings {run.id}: ")
+    assert len(repr(names["settings"])) < 500
     assert (run.config.seed, run.config.rollout.samples_per_prompt) == (2, 8)
     assert metrics.index.tolist() == [0, 1, 2], "step 0: the validation before training"
     assert len(answers) == 32 * 2

@@ -131,9 +131,11 @@ def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> N
         with CheckpointStore(run.layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
             (folder / "weights").write_text("x")
         chunk = stages.train_chunk(run, inputs, 1, 2)
+        of_this_call = stages.train_chunk(run, inputs, 1, 2, done_before=1)
     assert (chunk.start, chunk.stop, chunk.skipped) == (1, 2, True)
     assert chunk.checkpoint == run.layout.checkpoints / "step-000002"
     assert str(chunk) == "step 1-2, skipped: done before"
+    assert str(of_this_call) == "step 1-2", "it was committed while this call told of the chunk before"
 
 
 def test_only_a_lost_trainer_is_tried_again_and_no_more_often_than_asked_for(

@@ -22,7 +22,7 @@ from tests.small_run import SmallRun, prepare
 
 TASK = (
     "data: {task: countdown, template: bare, train_size: 1, validation_size: %d, min_numbers: 3, max_numbers: 3, "
-    "number_high: 20, target_high: 40, operations: %s}\nsamples_per_problem: 2\nnum_resamples: 100\n"
+    "number_high: 20, target_high: 40, operations: %s}\nsamples_per_problem: 2\nnum_resamples: 1000\n"
 )
 
 

@@ -118,7 +118,7 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
     assert "share 0 prompts" in do("data", "inspect", str(dataset))
     (tmp_path / "suite.yaml").write_text(
         "data: {task: countdown, template: bare, train_size: 1, validation_size: 4, min_numbers: 3, max_numbers: 3}\n"
-        "num_resamples: 100\n"
+        "num_resamples: 1000\n"
     )
     assert "suite: 4 problems" in do("eval", run["run_id"], "--suite", "suite.yaml")
     page_has_answers(installed, tmp_path, run["run_id"])

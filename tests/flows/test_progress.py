@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli import exit_code
-from flows.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
+from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, figures, shown_on
 from flows.work import stages
 from flows.work.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
 from rlcore.errors import MillraceError
@@ -23,6 +23,8 @@ def step(number: int, **more: float) -> Progress:
 def test_figures_leave_out_what_is_not_known() -> None:
     assert figures(step(3)) == "reward 0.250"
     assert figures(step(3, eta_s=95.0, tokens_per_s=9_000.4)) == "reward 0.250  9,000 tokens/s  ETA 1:35"
+    two = step(3, eta_s=95.0, tokens_per_s=9_000.4, num_devices=2, may_end_early=True)
+    assert figures(two) == "reward 0.250  9,000 tokens/s a GPU, 18,001 in all  ETA at most 1:35"
 
 
 def test_every_event_is_a_line() -> None:
@@ -30,6 +32,19 @@ def test_every_event_is_a_line() -> None:
     assert describe(Note("hello")) == "hello"
     assert describe(CheckpointSaved(20, "/x/step-000020")) == "checkpoint after step 20: /x/step-000020"
     assert describe(Happening("paused", {"missing_bytes": 3})) == "paused: missing_bytes 3"
+
+
+def test_lines_of_one_of_several_runs_say_which(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = PlainDisplay()
+    with shown_on(plain), shown_on(LabelledDisplay(display(), "point 2 seed 1")):
+        display().event(step(20))
+        display().event(CheckpointSaved(20, "/x"))
+        display().line("done")
+    assert capsys.readouterr().out.splitlines() == [
+        "point 2 seed 1  train: step 20/40  reward 0.250",
+        "point 2 seed 1  checkpoint after step 20: /x",
+        "point 2 seed 1  done",
+    ]
 
 
 def test_a_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) -> None:

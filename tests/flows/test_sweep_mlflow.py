@@ -12,7 +12,14 @@ from prefect.logging import disable_run_logger
 
 from flows.progress import display_for_console, shown_on
 from flows.sweep.record import PointRecord, members_of, sweep_directory
-from flows.sweep.result import SweepResult, begin_in_mlflow, finish_in_mlflow, write_comparison
+from flows.sweep.result import (
+    SweepResult,
+    are_alike,
+    begin_in_mlflow,
+    finish_in_mlflow,
+    summary_of,
+    write_comparison,
+)
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
@@ -89,6 +96,24 @@ def test_a_sweeps_run_describes_it_and_has_all_its_runs_reused_ones_too(sweep: S
     assert url.startswith(f"{store.uri}/#/compare-runs?runs=")
     assert url.endswith("&workflowType=machine_learning"), "the training view, not that of traces"
     assert [url.index(page) for page in (pages[2], pages[1], pages[0])] == sorted(url.index(page) for page in pages)
+
+
+def test_points_without_a_difference_are_said_to_be_equal(tmp_path: Path) -> None:
+    file = tmp_path / "rates.yaml"
+    file.write_text("name: rates\nexperiment: debug\ngrid: {algo.clip_high: [7, 8, 9]}\n")
+    points = finished(load_sweep(str(file), [f"paths.root={tmp_path}"]))
+    for point in points:
+        write_run(point.members[0].run_dir, experiment="debug", num_steps=2, num_problems=4)
+    assert are_alike(points)
+    assert not are_alike(points[:1]), "of one point nothing is said"
+    result = SweepResult("rates-1", tmp_path, 3, 3, 0, [], 0, "", 3, 6, 1, "", 0.3, file, None, None, is_alike=True)
+    assert summary_of(result)[1:] == [
+        "no difference: all metrics of the 3 finished points are equal",
+        f"settings of the first one: {file}",
+    ]
+    shutil.rmtree(points[2].members[0].run_dir)
+    write_run(points[2].members[0].run_dir, experiment="debug", num_steps=2, num_problems=4, gain=0.36)
+    assert not are_alike(points)
 
 
 def test_a_comparison_is_written_anew_once_its_runs_are_others_or_have_gone_on(tmp_path: Path) -> None:

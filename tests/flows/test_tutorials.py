@@ -3,6 +3,7 @@
 Runs have fewer steps than on the page, and less to learn; everything else is as it stands there.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -86,7 +87,15 @@ def test_a_task_and_a_reward_of_ones_own(tmp_path: Path) -> None:
 
 def test_the_first_run(tmp_path: Path) -> None:
     told = go_through("first-run.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
-    assert "countdown_demo-s2" in told["millrace compare countdown_demo-s1 countdown_demo-s2"]
+    compared = told["millrace compare countdown_demo-s1 countdown_demo-s2"]
+    assert re.search(r"Over seeds: countdown_demo: reward/mean@4 [\d.]+, [\d.]+ to [\d.]+\.", compared), compared
+    assert re.search(r"From countdown_demo-s1-\w+: countdown_demo-s2-\w+ \S+ \[\S+, \S+\]", compared), compared
+    rows = [
+        [(problem["prompt_text"], problem["ground_truth_json"]) for problem in json.loads(file.read_text())["problems"]]
+        for file in sorted((tmp_path / "artifacts" / "runs").glob("countdown_demo-s*/validation/after.json"))
+    ]
+    assert len(rows) == 2
+    assert rows[0] == rows[1], "seeds are judged on the same problems"
     assert "finished" in told["millrace runs"]
 
 

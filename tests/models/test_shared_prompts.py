@@ -204,12 +204,12 @@ def test_a_run_learns_the_same_and_counts_what_it_computes(algorithm: str, tmp_p
 def test_operations_of_a_shared_prompt_count_once_but_for_attention() -> None:
     shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
     batch = answers(GROUPS)
-    counted = 0
+    counted = shape.embedding * batch.num_loss_tokens
     for start, stop, shared in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], shared_prompts(batch), strict=True):
         for place in range(int(stop - start)):
             if place >= shared:
-                counted += shape.layers * shape.layer_weights + shape.embedding
+                counted += shape.layers * shape.layer_weights
             counted += shape.layers * shape.query_width * (2 * place + 1)
     num_shared = batch.num_tokens - Sizes.of(batch, share_prompts=True).num_computed()
     lengths = batch.sequence_lengths().tolist()
-    assert shape.update_flops(lengths, vocabularies=1, num_shared=num_shared) == 6.0 * counted
+    assert shape.update_flops(lengths, num_targets=batch.num_loss_tokens, num_shared=num_shared) == 6.0 * counted

@@ -16,6 +16,7 @@ from rlcore.report.compare import against, band_of, compare_runs, differing_sett
 from rlcore.report.measures import cost_of
 from rlcore.report.record import read_run
 from rlcore.report.series import series_of
+from rlcore.report.settings import meaning
 from rlcore.tracking.cost import ENERGY_WH, GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Lineage, Stage
@@ -84,6 +85,16 @@ def test_only_what_differs_is_told(run_dirs, comparison):
     assert not any(key.startswith(("name", "paths", "tags", "tracking")) for key in ppo)
 
 
+def test_a_free_name_has_the_meaning_of_its_mapping(run_dirs, tmp_path):
+    for name, width in (("a", 0.1), ("b", 0.2)):
+        options = (f"reward.weights={{style.length: {width}}}", *STEPS)
+        write_run(tmp_path / "runs" / name, overrides=options, num_steps=2, num_problems=4, only=FEW)
+    (row,) = table(compare_runs([tmp_path / "runs" / name for name in ("a", "b")]), "settings")
+    assert (row["Setting"], row["Meaning"]) == ("reward.weights.style.length", meaning("reward.weights"))
+    assert meaning("reward.weights")
+    assert meaning("nothing.of.this") == ""
+
+
 def test_seeds_are_put_together(run_dirs):
     groups = groups_of([read_run(folder) for folder in run_dirs])
     assert [[run.run_id for run in group] for group in groups.values()] == [
@@ -133,6 +144,9 @@ def test_figures_over_seeds(run_dirs, comparison):
     last = [read_run(folder).held_out("reward/mean@4")[-1][1].value for folder in run_dirs[:2]]
     row = next(row for row in table(comparison, "seeds") if row["Figure"] == "reward/mean@4")
     assert row["Seeds"] == 2
+    ends = f"{statistics.fmean(last):.3f}, {min(last):.3f} to {max(last):.3f}"
+    told = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
+    assert told[0] == f"optim.lr=0.0003: reward/mean@4 {ends}."
     assert row["Mean"]["value"] == pytest.approx(statistics.fmean(last))
     assert row["Deviation"] == pytest.approx(statistics.stdev(last))
     assert row["Mean"]["high"] - row["Mean"]["value"] == pytest.approx(
@@ -169,7 +183,8 @@ def test_the_best_setting_needs_seeds_that_do_not_overlap(run_dirs, comparison, 
     assert finding(comparison, "Best setting")["verdict"] == "optim.lr=0.0003"
     one_each = compare_runs([run_dirs[0], run_dirs[2]], target=tmp_path / "a")
     assert finding(one_each, "Best setting")["verdict"] == "one seed is too few"
-    assert finding(two_seeds, "Best setting")["verdict"] == "not known"
+    assert finding(two_seeds, "Over seeds")["verdict"] == "2 seeds"
+    assert "Best setting" not in two_seeds.html.read_text(), "there is one"
     assert parse(two_seeds.html.read_text()).words.count("2 seeds") >= 1
 
 

@@ -641,7 +641,7 @@ def test_the_timeline_tells_training_from_validation_and_checkpoints():
     steps = (
         StepRecord(0, 100.0, {}),
         StepRecord(1, 110.0, {"timing_s/step": 4.0}),
-        StepRecord(2, 120.0, {"timing_s/step": 5.0, "timing_s/testing": 2.0}),
+        StepRecord(2, 120.0, {"timing_s/step": 5.0, "timing_s/testing": 2.0, "timing_s/save_checkpoint": 2e-6}),
         StepRecord(3, 3_728.0, {"timing_s/step": 5.0, "timing_s/save_checkpoint": 1.5}),
     )
     record = RunRecord(Path("run"), load_config(["experiment=debug"]), steps, (), {}, None, (), ())
@@ -651,8 +651,19 @@ def test_the_timeline_tells_training_from_validation_and_checkpoints():
         "checkpoint": [(14.0, 15.5)],
     }
     rows = {row[0].text: row[1].value for row in phase_table(record).rows}
-    assert rows["Checkpoint (mean over 1 steps, not in the step)"] == 1.5
+    assert rows["Checkpoint (mean over 2 steps, not in the step)"] == pytest.approx(0.75, abs=1e-5)
     assert rows["Validation (once, not in the step)"] == 2.0
+
+
+def test_text_between_backticks_is_code_and_a_task_of_one_difficulty_has_no_picture_of_it(tmp_path):
+    write_run(tmp_path / "run", num_steps=2, num_problems=4)
+    for file in (tmp_path / "run" / "validation").iterdir():
+        text = re.sub(r'"difficulty": ?\d+', '"difficulty":2', file.read_text())
+        file.write_text(text)
+    page = build_report(tmp_path / "run").html.read_text()
+    assert "<code>val-core/all</code>" in page
+    assert "`" not in re.sub(r"<(script|style|svg|pre)\b.*?</\1>", "", page, flags=re.DOTALL)
+    assert "Reward by difficulty" not in page
 
 
 def test_answers_are_rows_of_a_table(grpo_run):

@@ -42,6 +42,9 @@ def test_answers_to_a_prompt_stand_side_by_side_and_share_the_seed_of_their_envi
     assert [one.seed for one in found] == [answer_seed(5, 2, 7, group, sample) for group in (3, 4) for sample in (0, 1)]
     shared = [answer_seed(5, 2, 7, group, 2**32 - 1) for group in (3, 3, 4, 4)]
     assert [one.environment_seed for one in found] == shared
+    other = requests_for(PROMPTS, 2, run_seed=6, stream=2, step=7, first_group=3, episode_seed=5)
+    assert [one.environment_seed for one in other] == shared, "another run on the same episodes"
+    assert {one.seed for one in other}.isdisjoint(one.seed for one in found)
     assert [one.seed for one in requests_for(PROMPTS, 1, run_seed=5, stream=2, step=7)] == [
         answer_seed(5, 2, 7, group, 0) for group in (0, 1)
     ]

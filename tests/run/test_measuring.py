@@ -21,6 +21,7 @@ from rlcore.config import (
     PassRatesConfig,
     PathsConfig,
     RunConfig,
+    RuntimeConfig,
     TrackingConfig,
     TrainerConfig,
 )
@@ -311,7 +312,10 @@ def test_each_progress_says_tokens_by_its_own_time(tmp_path: Path) -> None:
         part = table_of(*(line(str(number), 1, 2) for number in range(3)))
         stage._progress(part, 3, 10, Pace(is_warm=True), 2.0)
         stage._progress(part, 3, 10, Pace(is_warm=True), 0.0)
-    assert [event["tokens_per_s"] for event in told] == [3 * 4 * 2 / 2.0, 3 * 4 * 2 / 1e-9]
+        stage._config = stage._config.model_copy(update={"runtime": RuntimeConfig(num_workers=2)})
+        stage._progress(part, 3, 10, Pace(is_warm=True), 2.0)
+    assert [event["tokens_per_s"] for event in told] == [3 * 4 * 2 / 2.0, 3 * 4 * 2 / 1e-9, 3 * 4 * 2 / 2.0 / 2]
+    assert [event["num_devices"] for event in told] == [1, 1, 2]
     assert told[0]["metrics"] == {"critic/score/mean": 1.0}
 
 

@@ -74,6 +74,8 @@ def test_a_step_is_told_with_the_metrics_that_travel(record: RunRecord, told: To
         "total_steps": 9,
         "metrics": {"critic/score/mean": 0.5, "perf/throughput": 5.0},
         "tokens_per_s": 5.0,
+        "num_devices": 1,
+        "may_end_early": False,
     }
 
 

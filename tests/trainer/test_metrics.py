@@ -10,7 +10,7 @@ import torch
 
 from rlcore.batching.balance import Deal, Shares
 from rlcore.batching.pack import pack
-from rlcore.config import RunConfig
+from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.shape import ModelShape
 from rlcore.trainer.alarms import SKIPPED
@@ -175,20 +175,31 @@ INFO = WorkerInfo("CPU", "float32", "sdpa", 1, SHAPE, CRITIC, 1e6, 1)
 
 def test_the_share_of_the_peak_counts_every_epoch_and_device_and_a_shared_prompt_once() -> None:
     seconds = {"update_actor": 2.0, "update_critic": 4.0}
-    found = mfu_metrics(seconds, [5, 7], INFO, num_epochs=3, num_devices=2, num_shared=4)
+    found = mfu_metrics(seconds, [5, 7], INFO, num_targets=8, num_epochs=3, num_devices=2, num_shared=4)
     peak = 2 * 1e6
     assert found == {
-        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=1, num_shared=4) / (2.0 * peak),
-        "perf/mfu_verl/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=2) / (2.0 * peak),
-        "perf/mfu/critic": 3 * CRITIC.update_flops([5, 7], vocabularies=0, num_shared=4) / (4.0 * peak),
+        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], num_targets=8, num_shared=4) / (2.0 * peak),
+        "perf/mfu_verl/actor": 3 * SHAPE.verl_flops([5, 7]) / (2.0 * peak),
+        "perf/mfu/critic": 3 * CRITIC.update_flops([5, 7], num_targets=0, num_shared=4) / (4.0 * peak),
     }
-    supervised = mfu_metrics({"supervise": 2.0}, [5, 7], INFO, num_epochs=3, num_devices=2)
+    supervised = mfu_metrics({"supervise": 2.0}, [5, 7], INFO, num_targets=8, num_epochs=3, num_devices=2)
     assert supervised == {
-        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=1) / (2.0 * peak),
-        "perf/mfu_verl/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=2) / (2.0 * peak),
+        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], num_targets=8) / (2.0 * peak),
+        "perf/mfu_verl/actor": 3 * SHAPE.verl_flops([5, 7]) / (2.0 * peak),
     }
-    assert mfu_metrics(seconds, [5], replace(INFO, peak_flops=None), num_epochs=1, num_devices=1) == {}
-    assert mfu_metrics(seconds, [5], replace(INFO, shape=None, critic_shape=None), num_epochs=1, num_devices=1) == {}
+    lora = LoraConfig(rank=2)
+    adapted = mfu_metrics({"update_actor": 2.0}, [5, 7], INFO, num_targets=8, num_epochs=1, num_devices=2, lora=lora)
+    assert adapted == {
+        "perf/mfu/actor": SHAPE.update_flops([5, 7], num_targets=8, lora=lora) / (2.0 * peak),
+        "perf/mfu_verl/actor": SHAPE.verl_flops([5, 7]) / (2.0 * peak),
+    }
+    assert mfu_metrics(seconds, [5], replace(INFO, peak_flops=None), num_targets=8, num_epochs=1, num_devices=1) == {}
+    assert (
+        mfu_metrics(
+            seconds, [5], replace(INFO, shape=None, critic_shape=None), num_targets=8, num_epochs=1, num_devices=1
+        )
+        == {}
+    )
 
 
 def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
@@ -199,7 +210,15 @@ def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
     found = cost_metrics(config, packed, 12, Deal((shares,), shares, 4), seconds, INFO)
     expected = {
         **balance_metrics(packed, shares.sequences),
-        **mfu_metrics(seconds, [5, 3, 6, 5], INFO, num_epochs=3, num_devices=2, num_shared=4),
+        **mfu_metrics(
+            seconds,
+            [5, 3, 6, 5],
+            INFO,
+            num_targets=int(packed.loss_mask.sum()),
+            num_epochs=3,
+            num_devices=2,
+            num_shared=4,
+        ),
         **timing_metrics(seconds, packed, num_answer_tokens=12, num_devices=2),
     }
     assert found == {**expected, "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"]}

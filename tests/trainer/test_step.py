@@ -201,10 +201,10 @@ def test_a_critic_of_another_size_counts_its_own_operations(root: Path) -> None:
     finally:
         group.close()
     seconds = {"update_actor": 1.0, "update_critic": 1.0}
-    found = mfu_metrics(seconds, [5, 7], info, num_epochs=1, num_devices=1)
+    found = mfu_metrics(seconds, [5, 7], info, num_targets=6, num_epochs=1, num_devices=1)
     for name, shape in (("actor", ModelShape.of_scratch(run.config.model.scratch)), ("critic", info.critic_shape)):
         assert shape is not None
-        flops = shape.update_flops([5, 7], vocabularies=1 if name == "actor" else 0)
+        flops = shape.update_flops([5, 7], num_targets=6 if name == "actor" else 0)
         assert found[f"perf/mfu/{name}"] == pytest.approx(flops / 1e12)
     assert info.critic_shape == ModelShape.of_scratch(scratch)
 

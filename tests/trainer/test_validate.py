@@ -105,6 +105,8 @@ def test_each_problem_has_its_own_answers(greedy: bool) -> None:
     assert [one.greedy and one.greedy.text for one in found.problems] == (
         ["4.0 at 0", "9.0 at 0"] if greedy else [None, None]
     )
+    episodes = {one.environment_seed for one in answerer.asked}
+    assert episodes == {answer_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "of data.seed"
     assert kept == [(6, False), (2, True)][: 1 + greedy]
     assert (second.prompt_id, second.difficulty, second.prompt_text, second.ground_truth_json, second.data_source) == (
         9, 0, "7", '{"a": 1}', "countdown"

@@ -1,6 +1,7 @@
 """The memory plan against bytes of real tensors, and what is done with it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlcore.models.lora import add_adapters, frozen_tensors
 from rlcore.models.optim import build_optimizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model
-from rlcore.models.shape import ModelShape
+from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers import memory_plan as planning
@@ -155,6 +156,16 @@ def settings(*overrides: str, experiment: str = "tinyzero_ppo") -> RunConfig:
     own = {text.partition("=")[0] for text in overrides}
     base = [] if "model.gradient_checkpointing" in own else ["model.gradient_checkpointing=false"]
     return load_config([f"experiment={experiment}", *base, *overrides])
+
+
+def test_a_tutorial_says_what_its_dry_run_says() -> None:
+    said = re.search(r"needs (\d+) GB in its update", (ROOT / "docs" / "tutorials" / "real-model.md").read_text())
+    config = load_config(["experiment=smollm2_countdown"])
+    shape = shape_of(config.model)
+    assert said is not None
+    assert shape is not None
+    update = fitted(config, shape, CARD_80)[1].phases["policy update"]
+    assert round(sum(update.values()) / 1e9) == int(said[1])
 
 
 def test_tinyzero_is_planned_on_its_card() -> None:

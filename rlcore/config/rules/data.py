@@ -23,6 +23,7 @@ from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
 from rlcore.config.suite import suite_settings
 
+_SEED = MixtureData().seed
 JUDGE = "data.judge:score"
 """The scorer that reads `reward.judge`."""
 
@@ -169,6 +170,19 @@ RULES: tuple[Rule, ...] = (
         "must not name chat_template_kwargs each",
         lambda c: not isinstance(c.data, MixtureData) or not any(p.data.chat_template_kwargs for p in c.data.parts),
         "Set data.chat_template_kwargs, which are those of all parts"),
+    row("uniform_targets_are_searched", "data.max_numbers", "data.targets",
+        "must be at most 4 with data.targets=uniform",
+        lambda c: not isinstance(c.data, CountdownData) or c.data.targets != "uniform" or c.data.max_numbers <= 4,
+        "Lower it, or set data.targets=equation"),
+    row("a_seed_of_all_parts", "data.parts", "data.seed", "must not name a seed each",
+        lambda c: not isinstance(c.data, MixtureData) or all(part.data.seed == _SEED for part in c.data.parts),
+        "Set data.seed, which is that of all parts"),
+    row("resamples_are_enough", "validation.num_resamples", "",
+        "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
+        lambda c: c.validation.num_resamples >= 1_000, "Leave it out"),
+    row("a_suite_has_one_seed", "validation.suites", "", "must not name a seed in their data",
+        lambda c: all(suite.data.seed == _SEED for suite in c.validation.suites),
+        "Set the suite's own seed, which fixes its rows and its answers"),
     row("a_warm_start_is_scored", "warm_start.stop_at_reward", "data.environment",
         "must be null with an environment: a warm start's answers have one turn and are scored by data.scorer",
         lambda c: not c.data.environment or not c.warm_start.enabled or c.warm_start.stop_at_reward is None,

@@ -116,6 +116,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("warm_start.patience",), ("warm_start.held_out_rows",), _on, "Set warm_start.held_out_rows=256"),
     Effect(("warm_start.misdirected_share",), ("warm_start.demonstrations",), _off,
            "Set warm_start.demonstrations=null"),
+    Effect(("data.seed",), ("data.task", "warm_start.demonstrations"), _none_of(None, "gsm8k", "mapped", "parquet"),
+           "Choose a task that draws its rows, such as data=countdown"),
     Effect(("warm_start.misdirected_share",), ("data.task",), _none_of("gsm8k", "mapped", "reasoning_gym"),
            "Choose a task whose rows have a distractor, such as data=countdown"),
     Effect(("pass_rates.rows_per_part",), ("pass_rates.samples",), _on, "Set pass_rates.samples=8"),
