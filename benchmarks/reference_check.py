@@ -1,0 +1,53 @@
+"""Seconds that the check of references takes, of 30,000 rows of three kinds.
+
+    python -m benchmarks.reference_check GSM8K       # folder with GSM8K's train.jsonl and test.jsonl; figures as JSON
+
+GSM8K has each row scored by its solution and by its reference. Integers are as DAPO-Math-17k has them. The forms of
+MATH are those of tests/data/math_references.txt that can be read, over and over.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from data.math import reference_problem
+from data.references import check_references
+from rlcore.config import RewardConfig
+from rlcore.config.data import Gsm8kData, MappedData
+
+NUM_ROWS = 30_000
+FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
+
+
+def main() -> None:
+    """Check each kind once, and once more from the kept result."""
+    lines = FORMS.read_text(encoding="utf-8").splitlines()
+    forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
+    kinds = {
+        "integers": [str(n) for n in range(NUM_ROWS)],
+        "forms of MATH": [forms[n % len(forms)] for n in range(NUM_ROWS)],
+    }
+    with TemporaryDirectory() as name:
+        root, tasks = Path(name), {}
+        for kind, references in kinds.items():
+            source = root / kind
+            source.mkdir()
+            for split in ("train", "test"):
+                rows = ({"question": f"{split} {n}", "answer": answer} for n, answer in enumerate(references))
+                (source / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+                references = references[:10]
+            tasks[kind] = MappedData(source=str(source), scorer="data.math:score")
+        tasks["GSM8K"] = Gsm8kData(source=sys.argv[1])
+        for kind, data in tasks.items():
+            seconds = []
+            for _ in range(2):
+                begun = time.perf_counter()
+                told = check_references(data, 1, RewardConfig(num_processes=2), root)
+                seconds.append(round(time.perf_counter() - begun, 2))
+            print(json.dumps({"rows": kind, "first_s": seconds[0], "kept_s": seconds[1], "report": told}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
