@@ -135,8 +135,11 @@ def describe(event: Event) -> str:
         case CheckpointSaved(step, path):
             return f"checkpoint after step {step}: {path}"
         case Validated(name, step, summary):
-            main = (f"{key.rpartition('/')[2]} {value:.3f}" for key, value in summary.items() if HEADLINE.search(key))
-            return f"validation {name} (step {step}): " + ", ".join(main)
+            found = {key.rpartition("/")[2]: value for key, value in summary.items() if HEADLINE.search(key)}
+            # With weights a reward may be above 1, while pass@k is a share of problems.
+            rewards = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if not key.startswith("pass@"))
+            shares = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@"))
+            return f"validation {name} (step {step}): reward {rewards}; share solved {shares}"
         case Happening(_, {"text": text}):
             return str(text)
         case Happening(name, data):
