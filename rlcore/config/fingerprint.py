@@ -57,7 +57,6 @@ MAY_CHANGE: tuple[str, ...] = (
     "rollout.memory_share",
     "rollout.sleep_level",
     "rollout.enforce_eager",
-    "rollout.short_steps",
     "rollout.max_batched_tokens",
     "rollout.prefix_caching",
     "rollout.canary_bound",

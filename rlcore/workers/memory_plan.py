@@ -332,9 +332,6 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
         held["critic: float32 weights"] = FULL * number // ranks
         if not config.critic.optim.offload:
             held["critic: moments"] = MOMENTS * number // ranks
-    if config.rollout.asks_for_short_steps:
-        # of the graphs around vLLM's own, which are not in its share and do not sleep
-        held["engine: logits of short steps"] = FULL * config.rollout.max_num_seqs * shape.vocab
     return held
 
 
