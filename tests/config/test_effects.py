@@ -81,7 +81,6 @@ CASES = [
     ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
     ("", "runtime.profile.first_step=2", "runtime.profile.max_mb=1"),
     ("tracking.enabled=false", "", "tracking.log_best=true"),
-    ("answers.every_steps=0", "", "tracking.traces_per_step=2"),
 ]  # fmt: skip
 
 

@@ -122,15 +122,14 @@ def test_an_alarms_roll_back_begins_another_line_of_steps_whichever_checkpoint_i
 def test_attempts_of_an_earlier_version_repeat_their_steps(tmp_path: Path):
     history_of(tmp_path, begun(1, 0, 0), begun(2, 0, 0, "cut-1"))
     path = tmp_path / "attempts.jsonl"
-    path.write_text(path.read_text().replace(',"repeats":true', "").replace(',"traces_per_step":0', ""))
+    path.write_text(path.read_text().replace(',"repeats":true', ""))
     history = read_history(path)
-    assert {attempt.destination.traces_per_step for attempt in history.attempts} == {0}
     assert (history.line, history.cuts, len(history.attempts)) == (0, {2: "cut-1"}, 2)
 
 
 def test_a_run_of_which_nothing_was_delivered_has_a_fresh_state(tmp_path: Path):
     fresh = TrackingState(format_version=1, uri="", mlflow_run_id=None, attempt=0, main_bytes=0,
-                          settled_status=None, num_failures=0, traced_step=0)  # fmt: skip
+                          settled_status=None, num_failures=0)  # fmt: skip
     assert read_state(tmp_path) == fresh
 
 

@@ -153,9 +153,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("runtime.profile.num_steps", "runtime.profile.max_mb"), ("runtime.profile.first_step",), _on,
            "Set runtime.profile.first_step=2"),
     Effect(tuple(f"tracking.{name}" for name in
-                 ("uri", "experiment", "log_best", "registered_model", "ship_every_s", "traces_per_step")),
+                 ("uri", "experiment", "log_best", "registered_model", "ship_every_s")),
            ("tracking.enabled",), _on, "Set tracking.enabled=true"),
-    Effect(("tracking.traces_per_step",), ("answers.every_steps",), _on, "Set answers.every_steps=1"),
     Effect(("data.revision", "data.subset"), ("data.source",), lambda source: not expanded(source).is_dir(),
            "Set data.source to a hub id"),
 )  # fmt: skip
