@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig
 
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
-from rlcore.models.library import AutoConfig
 from rlcore.models.shape import known_shape
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm, require_vllm
 
