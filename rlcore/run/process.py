@@ -38,15 +38,12 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError
-from rlcore.start import uncollected
+from rlcore.models.memory import release_cached_memory
+from rlcore.run.layout import RunLayout
+from rlcore.run.session import Session
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Report, end_at_once, say_and_end
 from rlcore.user_code import working_by
-
-with uncollected():
-    from rlcore.models.memory import release_cached_memory
-    from rlcore.run.layout import RunLayout
-    from rlcore.run.session import Session
-    from rlcore.run.stop import StopFlag
-    from rlcore.run.watchdog import Report, end_at_once, say_and_end
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 LEFT = -1

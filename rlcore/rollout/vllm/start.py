@@ -1,6 +1,5 @@
 """Starting vLLM inside a process that trains: quiet, without the network, and with torch left as it was."""
 
-import gc
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -72,7 +71,6 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor import Executor
 
-        gc.freeze()  # vLLM collects all garbage several times while it starts: what was imported is not visited
         if shape.device.type == "cuda":
             sleep_beside_others()
         if shape.device.type == "cpu":
