@@ -27,7 +27,6 @@ from benchmarks.seeds import read_seed
 from flows import chain
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
-from flows.work.trainer import kept_between_runs
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
@@ -99,25 +98,24 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings as on the command line")
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
-    with kept_between_runs():
-        for seed in given.seeds:
-            for draw in given.draws:
-                measured = any(line.startswith("pass_rates.samples=") for line in given.overrides)
-                table = () if measured else ("pass_rates.samples=4",)
-                overrides = [*table, *given.overrides]
-                if draw == "uniform":
-                    overrides = [line for line in overrides if not line.startswith("pass_rates.samples=")]
-                config = load_config([
-                    *overrides, f"pass_rates.draw={draw}", f"seed={seed}", f"name={draw}-{seed}",
-                    f"paths.root={given.root.resolve()}", "tracking.enabled=false",
-                ])  # fmt: skip
-                cost = run(config)
-                one = {"draw": draw, "seed": seed, **read(RunLayout.of(config), given.target), "pass_rates": cost}
-                found.append(one)
-                shown = {name: one[name] for name in ("draw", "seed", "to_target", "equal_group_share", "pass_rates")}
-                print(json.dumps(shown), flush=True)
-                if given.out is not None:
-                    given.out.write_text(json.dumps({"arguments": vars(given), "runs": found}, default=str) + "\n")
+    for seed in given.seeds:
+        for draw in given.draws:
+            measured = any(line.startswith("pass_rates.samples=") for line in given.overrides)
+            table = () if measured else ("pass_rates.samples=4",)
+            overrides = [*table, *given.overrides]
+            if draw == "uniform":
+                overrides = [line for line in overrides if not line.startswith("pass_rates.samples=")]
+            config = load_config([
+                *overrides, f"pass_rates.draw={draw}", f"seed={seed}", f"name={draw}-{seed}",
+                f"paths.root={given.root.resolve()}", "tracking.enabled=false",
+            ])  # fmt: skip
+            cost = run(config)
+            one = {"draw": draw, "seed": seed, **read(RunLayout.of(config), given.target), "pass_rates": cost}
+            found.append(one)
+            shown = {name: one[name] for name in ("draw", "seed", "to_target", "equal_group_share", "pass_rates")}
+            print(json.dumps(shown), flush=True)
+            if given.out is not None:
+                given.out.write_text(json.dumps({"arguments": vars(given), "runs": found}, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from flows import chain
 from flows.sweep.drive import Drive, Task
 from flows.sweep.record import best_of, sweep_directory
 from flows.work.open_run import open_run
-from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep_load import load_sweep
 from rlcore.evaluation.stats import paired_difference
 from tests.share_of_digits import LEARNING
@@ -66,9 +65,8 @@ def run_sweep(root: Path, name: str, seed: int, steps: int, every: int, grid: di
     file = root / f"{name}.yaml"
     file.write_text(yaml.safe_dump(spec))
     sweep = load_sweep(str(file))
-    with kept_between_runs():
-        drive = Drive(sweep, sweep_directory(sweep), work_here, {})
-        drive.run()
+    drive = Drive(sweep, sweep_directory(sweep), work_here, {})
+    drive.run()
     return drive
 
 

@@ -69,7 +69,7 @@ class OpenRun:
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
         claim = Claim.of(config, self.layout.root, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim, runtime=config.runtime)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim)
 
     @property
     def run_id(self) -> str:
