@@ -85,10 +85,9 @@ imports: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# conf/_resolved, docs/settings.md, docs/python.ipynb and README's tree are written by what they describe; tests compare.
+# docs/settings.md and docs/python.ipynb are written by what they describe; tests compare.
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.documents
-	$(BIN)/python -m tests.readme_tree
 	$(BIN)/python -m tests.notebook
 
 # Keeps .venv and artifacts/: the one costs minutes, the other is your runs.
