@@ -1,4 +1,4 @@
-"""Settings as documents: docs/settings.md and an experiment's file. `python -m rlcore.config.documents` writes the page."""
+"""docs/settings.md as `python -m rlcore.config.documents` writes it, and an experiment as a file."""
 
 import inspect
 from collections.abc import Iterator
