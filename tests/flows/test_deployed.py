@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from flows.stack.control import Wishes, status
+from flows.stack.state import read_stack
 from tests.flows.conftest import HELD, Millrace, ended, forked, numbers, wait_until
 from tests.flows.stack import ENDS, Stack, stack_up
 from tests.flows.sweep_series import in_the_way
@@ -36,7 +38,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
         environment.setenv("PYTHONPATH", str(HELD))
         (root / "held").touch()
-        with stack_up(root) as stack:
+        with stack_up(root, Wishes(ray=True)) as stack:
             yield stack
 
 
@@ -293,6 +295,16 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
 
 
 # ---------------------------------------------------------------------- Ray
+
+
+def test_a_run_joins_the_ray_head_of_the_stack_and_no_file_has_the_login(stack: Stack) -> None:
+    assert {state for _, state in status(stack.root)} == {"up"}
+    head = read_stack(stack.root).service("ray")
+    assert head is not None
+    joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]
+    stack.wait(stack.start("train/local", overrides=joins), "COMPLETED")
+    assert sorted(numbers(stack.run_dir("on_head"))) == [0, 1]
+    stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
 def test_the_log_of_ray_workers_is_in_the_flow_runs_log(stack: Stack) -> None:
