@@ -140,17 +140,14 @@ def _end(ended: Iterable[Service]) -> None:
 
 
 def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
-    """A server that is up is of the installed version, has the port that was asked for, and guards itself.
-
-    Millrace 0.1.0 began with servers that any web page could command; one of those may still be up.
-    """
+    """A server that is up is of the installed version and has the port that was asked for."""
     again = f"`millrace down --root {quote(str(root))}`"
     for name, was, port in (
         ("prefect", state.prefect_version, wishes.prefect_port),
         ("mlflow", state.mlflow_version, wishes.mlflow_port),
     ):
         service = state.service(name)
-        if service is None or (process := service.process()) is None:
+        if service is None or service.process() is None:
             continue
         if was and was != version(name):
             raise MillraceError(
@@ -161,11 +158,6 @@ def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
             raise MillraceError(
                 f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. {again} first, or "
                 "leave the port out."
-            )
-        if services.SERVE not in process.cmdline():
-            raise MillraceError(
-                f"{name} is up (process {process.pid}) and asks nobody for a login: another Millrace has started it. "
-                f"{again}, then `millrace up` again."
             )
 
 

@@ -42,7 +42,7 @@ class Service:
 @dataclass(frozen=True, slots=True)
 class StackState:
     """All of it. `prefect_api_url`: for flows; `mlflow_url`: for people; `mlflow_database`: without a password; `root`:
-    the folder that it was written to; '' in a record of an earlier Millrace.
+    the folder that it was written to.
     """
 
     format_version: int = FORMAT_VERSION
@@ -83,7 +83,7 @@ def read_stack(root: Path) -> StackState:
             f"{path}: format_version must be {FORMAT_VERSION}, got {state.format_version}. Run `millrace down` with "
             "the Millrace that wrote it, then `millrace up`."
         )
-    return state if state.root in ("", str(root.resolve())) else StackState()
+    return state if state.root == str(root.resolve()) else StackState()
 
 
 def write_stack(root: Path, state: StackState) -> None:

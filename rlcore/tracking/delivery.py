@@ -76,7 +76,7 @@ class TrackingState:
 
     `attempt` is the newest attempt that MLflow has a description of; `main_bytes` counts what has been delivered of
     `metrics.jsonl`; `settled_status` is the end of that attempt as MLflow has it; `num_failures` counts deliveries
-    that failed. Files of earlier versions have more keys, which are ignored, and no `experiment`.
+    that failed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -314,7 +314,7 @@ class Delivery:
 
 def _of_store(state: TrackingState, target: Destination) -> TrackingState:
     """The state if it is of this store and experiment, else a fresh one: another gets everything from the beginning."""
-    is_there = state.uri == target.uri and state.experiment in ("", target.experiment)
+    is_there = state.uri == target.uri and state.experiment == target.experiment
     return state if is_there else TrackingState(uri=target.uri, experiment=target.experiment)
 
 

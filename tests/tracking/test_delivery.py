@@ -681,15 +681,3 @@ def test_another_experiment_gets_everything_from_the_beginning(
     (run,) = all_runs(client, "new")
     assert (run.info.run_id, run.info.status) == (new, "FINISHED")
     assert points(client, run, "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
-
-
-def test_a_state_that_names_no_experiment_is_kept(begin: Begin, run_dir: Path, root: Path):
-    """Earlier versions wrote none."""
-    train(begin(), 1, 3)
-    deliver(run_dir)
-    state = run_dir / "tracking.json"
-    known = json.loads(state.read_text())
-    assert known.pop("experiment") == "millrace"
-    state.write_text(json.dumps(known))
-    assert sync_run(run_dir).num_bytes == 0
-    assert read_state(run_dir).mlflow_run_id == main_run(client_of(root)).info.run_id
