@@ -51,8 +51,7 @@ ENOUGH_TOKENS = 16_384
 """A token budget that is not worth more memory: the engine stays awake where this much is left beside it."""
 SHORT_PASS_TOKENS = 8_192
 """Tokens of vLLM's largest pass where its cache has no room for all answers: what a larger one keeps for itself the
-cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768
-(`benchmarks.lora_24gb`)."""
+cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768."""
 KEPT_FREE = 0.08
 """Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
 tensors on an H200 with room to spare), and what the plan gets wrong."""
