@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-
-from rlcore.config.gguf import INSTALL_READER, GgufHeader, GgufTensor, read_header
-from rlcore.errors import ModelError
-from rlcore.models.library import (
+from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    no_progress_bars,
 )
+
+from rlcore.config.gguf import INSTALL_READER, GgufHeader, GgufTensor, read_header
+from rlcore.errors import ModelError
+from rlcore.models.progress_bars import no_progress_bars
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
