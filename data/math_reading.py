@@ -59,7 +59,7 @@ def read(stated: str) -> Said:
     return Said(plain, problem=expression_problem(plain))
 
 
-_NO_SIDE = re.compile(r"[<>;!]|\b(?:and|or)\b|\\(?:[lg]eq?|[lg]t|neq?|in|pm)(?![a-zA-Z])")
+_NO_SIDE = re.compile(r"[<>;]|(?<![0-9)])! ?$|\b(?:and|or)\b|\\(?:[lg]eq?|[lg]t|neq?|in|pm)(?![a-zA-Z])")
 _BASED = re.compile(r'([0-9A-F]*[0-9][0-9A-F]*) ?_ ?(?:\{ ?|(?="))?"?([0-9]+|[a-z]+)"?(?: ?\})?')
 _AND = re.compile(r"\b(?:and|or)\b")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")

@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -27,12 +29,22 @@ def test_every_reference_of_the_file_is_read_as_it_says_and_earns_full_marks_aga
         assert paid(reference, reference) is not refused, reference
 
 
+def test_the_forms_of_the_table_in_the_docs_are_read_as_it_says():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    rows = [line.split(" | ") for line in page.partition("| form | read as |")[2].partition("\n\n")[0].splitlines()[2:]]
+    forms = [(form, "refused" in reading) for forms, reading in rows for form in re.findall("`([^`]+)`", forms)]
+    assert len(forms) > 50
+    for form, is_refused in forms:
+        assert (reference_problem(form) is not None) is is_refused, form
+        assert paid(form, form) is not is_refused, form
+
+
 @pytest.mark.slow
 def test_math_verify_reads_every_expression_that_counts_as_read():
     for reference, expected in readings().items():
         if expected == "expression":
             found = _parsed(_reference(reference).plain)
-            assert found and not isinstance(found[0], str), reference
+            assert [part for part in found[:1] if not isinstance(part, str)], reference
 
 
 @pytest.mark.slow
@@ -40,10 +52,9 @@ def test_every_answer_of_gsm8k_earns_full_marks_as_mathematics(gsm8k_folder):
     for split in ("train", "test"):
         for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
             number = json.loads(line)["answer"].rpartition("#### ")[2]
-            assert paid(number, number) and not paid(f"{number}1", number), number
+            assert (paid(number, number), paid(f"{number}1", number)) == (True, False), number
 
 
-# fmt: off
 RIGHT_AND_WRONG = [
     # reference, right answers, wrong answers
     (r"\$36", ["36", r"\$36", "$36", r"36\text{ dollars}", "36.00"], ["-36", "3.6", r"\$35"]),
@@ -61,15 +72,27 @@ RIGHT_AND_WRONG = [
     ("2500", [r"2.5 \times 10^3"], [r"25 \times 10^2", r"250 \times 10", r"2.5 \times 1000", "50^2", "2.5"]),
     ("1e-05", ["0.00001", r"10^{-5} = 0.00001"], ["1", "-5"]),
     (r"36\text{ cm}", ["36", "36 cm", r"36\,\mathrm{cm}"], ["3.6", r"35\text{ cm}"]),
-    (r"5\text{ ft }2\text{ in}", ["5 ft 2 in", r"5\text{ ft}, 2\text{ in}"], ["5", "2", r"2\text{ ft }5\text{ in}", "62"]),
-    ("A", ["(A)", r"\text{A}", r"\textbf{(A)}", "A. 36", r"\textbf{(A)}\ 36"], ["B", "A, B", "A or B", "(A) or 36", "B. 36"]),
+    (
+        r"5\text{ ft }2\text{ in}",
+        ["5 ft 2 in", r"5\text{ ft}, 2\text{ in}"],
+        ["5", "2", r"2\text{ ft }5\text{ in}", "62"],
+    ),
+    (
+        "A",
+        ["(A)", r"\text{A}", r"\textbf{(A)}", "A. 36", r"\textbf{(A)}\ 36"],
+        ["B", "A, B", "A or B", "(A) or 36", "B. 36"],
+    ),
     ("A. 36", ["A", r"\textbf{(A)} 36"], ["36", "B. 36", "A. 37", "B"]),
     ("$36 and $48", ["36, 48", r"\$48\text{ and }\$36"], ["36", "48", "36, 49", "84"]),
     (r"\$1,234 and \$5,678", ["1234, 5678"], ["1, 234, 5, 678", "1234"]),
     ("1,2,3", ["3, 2, 1", r"\{1,2,3\}", "1, 2 and 3"], ["1,2", "123", "1,2,4"]),
     ("(1,2)", ["(1, 2)", r"\left(1,2\right)"], ["(2,1)", "1", "[1,2]"]),
     ("[1,2)", ["[1, 2)"], ["(1,2)", "[1,2]", "(1,2]"]),
-    ("42", [r"\text{42}", r"\textbf{42}", r"\mathbf{42}", "{42}", r"\fbox{42}", r"\text{42 apples}", "x = 42"], ["4{2}", "24"]),
+    (
+        "42",
+        [r"\text{42}", r"\textbf{42}", r"\mathbf{42}", "{42}", r"\fbox{42}", r"\text{42 apples}", "x = 42"],
+        ["4{2}", "24"],
+    ),
     (r"\text{42}", ["42"], ["4", "2"]),
     ("1,234", [r"1\,234", "1{,}234", "1 234"], ["1", "234", "235", "1,235"]),
     ("235", ["235"], ["1 234"]),
@@ -91,7 +114,6 @@ RIGHT_AND_WRONG = [
     (r"\pm 2", ["2, -2"], ["2", "-2"]),
     ("January 5", ["January 5"], ["5", "March 5"]),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize(("reference", "right", "wrong"), RIGHT_AND_WRONG)
@@ -102,11 +124,13 @@ def test_forms_and_their_near_misses(reference, right, wrong):
 
 # fmt: off
 QUESTIONS = [
-    "36 \\div 2", "36\\div 2\\div 1", "(36)/(2)", "36/2", "\\frac{36}{2}", "\\dfrac{18}{1}", "18/1", "18:1", "9+9", "20-2",
+    "36 \\div 2", "36\\div 2\\div 1", "(36)/(2)", "36/2", "\\frac{36}{2}", "\\dfrac{18}{1}", "18/1", "18:1", "9+9",
+    "20-2",
     "--18", "-(-18)", "18 + 0", "18 \\cdot 1", "2 \\times 9", "2\u00d79", "36 \u00f7 2", "(3)(6)", "2(9)", "{2}{9}",
     "1.8 \\times 10", "18 \\times 10^0", "0.18 \\times 10^2", "180 \\times 10^{-1}", "18e0", "\\binom{18}{1}",
     "\\dbinom{18}{17}", "\\tbinom{18}{1}", "{18 \\choose 1}", "18e^0", "18^1", "\\sqrt{324}", "\\sqrt[3]{5832}",
-    "\\log_2 2^{18}", "\\ln e^{18}", "18 x^0", "\\frac{18!}{17!}", "18!/17!", "\\sum_{i=1}^{18} 1", "\\prod_{i=18}^{18} i",
+    "\\log_2 2^{18}", "\\ln e^{18}", "18 x^0", "\\frac{18!}{17!}", "18!/17!", "\\sum_{i=1}^{18} 1",
+    "\\prod_{i=18}^{18} i",
     "\\max(18, 3)", "\\min\\{18, 30\\}", "\\gcd(36, 54)", "|{-18}|", "\\lfloor 18.5 \\rfloor", "118 \\bmod 100",
     "50\\% of 36", "50\\% \\times 36", "\\{36 \\div 2\\}", "{36 \\div 2}", "\\text{36/2}", "\\mathbf{9 + 9}",
     "\\left(36 \\div 2\\right)", "\\boxed{36 \\div 2}", "\\boxed{36} \\div 2", "36 \\div \\boxed{2}", "17\\frac{2}{2}",
@@ -148,14 +172,26 @@ def test_the_last_box_counts_wherever_it_is(response, total):
     assert score(response, {"answer": "42"}).parts["format"] == float("\\boxedness" not in response)
 
 
-# fmt: off
 HOSTILE = [
-    "\\boxed{" * 20_000, "{" * 20_000 + "\\boxed{7}", "\\boxed 1 " * 10_000 + "{", "\\fbox" * 20_000, "\\boxed{" + "{" * 40_000 + "}" * 40_000 + "}",
-    "\\boxed{18 " + "aa " * 600 + "!}", "\\boxed{18 " + "cm/" * 600 + "!}", "\\boxed{" + "aa" * 900 + "!18}", "\\boxed{" + "aa " * 600 + "!18}",
-    "\\boxed{" + "f(x)" * 400 + "+=7}", "\\boxed{" + "(" * 900 + "7" + ")" * 900 + "}", "\\boxed{" + "\\text{a " * 250 + "18}", "\\boxed{" + "1 234 " * 300 + "}",
-    "\\boxed{" + "9" * 1_900 + "}", "\\boxed{1e999999999}", "\\boxed{1.5e999}", "\\boxed{0.(" + "9" * 1_900 + "1)}", "\\boxed{7}, " * 10_000,
+    "\\boxed{" * 20_000,
+    "{" * 20_000 + "\\boxed{7}",
+    "\\boxed 1 " * 10_000 + "{",
+    "\\fbox" * 20_000,
+    "\\boxed{" + "{" * 40_000 + "}" * 40_000 + "}",
+    "\\boxed{18 " + "aa " * 600 + "!}",
+    "\\boxed{18 " + "cm/" * 600 + "!}",
+    "\\boxed{" + "aa" * 900 + "!18}",
+    "\\boxed{" + "aa " * 600 + "!18}",
+    "\\boxed{" + "f(x)" * 400 + "+=7}",
+    "\\boxed{" + "(" * 900 + "7" + ")" * 900 + "}",
+    "\\boxed{" + "\\text{a " * 250 + "18}",
+    "\\boxed{" + "1 234 " * 300 + "}",
+    "\\boxed{" + "9" * 1_900 + "}",
+    "\\boxed{1e999999999}",
+    "\\boxed{1.5e999}",
+    "\\boxed{0.(" + "9" * 1_900 + "1)}",
+    "\\boxed{7}, " * 10_000,
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("response", HOSTILE)
@@ -186,7 +222,7 @@ def test_a_number_is_what_a_naive_reading_of_its_parts_makes_of_it():
         }
         for text, expected in cases.items():
             found = read_number(typeset(text))
-            assert found is not None and found.value == expected, text
+            assert found == (expected, False), text
 
 
 @pytest.mark.slow
