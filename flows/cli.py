@@ -356,7 +356,7 @@ def rollouts(
         str,
         typer.Option(
             help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with - the highest first.",
-            autocompletion=complete.one_of(*SORTS, *(f"-{name}" for name in SORTS)),
+            autocompletion=complete.one_of(*SORTS),
         ),
     ] = "step",
     limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,

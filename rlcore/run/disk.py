@@ -27,6 +27,7 @@ from rlcore.storage.disk import (
     checkpoint_bytes,
     num_checkpoints_at_once,
     reserve_bytes,
+    size,
 )
 
 PAUSED, GOES_ON = "paused_for_disk", "disk_room"
@@ -146,8 +147,8 @@ class _Shortage:
 
     def as_event(self) -> Mapping[str, object]:
         is_counted = self.is_known and not self.report.enough
-        missing = f"{self.report.missing_bytes:,}" if is_counted else "an unknown number of"
-        what = "inodes" if not self.report.enough and not self.report.missing_bytes else f"{missing} bytes"
+        missing = size(self.report.missing_bytes) if is_counted else "an unknown number of bytes"
+        what = "inodes" if not self.report.enough and not self.report.missing_bytes else missing
         return {
             "text": f"paused: {what} are missing at {self.report.path}: {self.reason}",
             "path": str(self.report.path),

@@ -348,7 +348,7 @@ def test_a_pause_tells_the_bytes_that_the_write_wanted(tmp_path):
     assert (name, step, data["needed_bytes"]) == ("paused_for_disk", 3, 5_000)
 
 
-@pytest.mark.parametrize(("size", "missing"), [(2_248, "2,248"), (0, "an unknown number of")])
+@pytest.mark.parametrize(("size", "missing"), [(2_248, "2.2 kB"), (0, "an unknown number of bytes")])
 def test_a_pause_of_a_small_write_counts_what_it_has_failed_to_write(small_disk: Path, size: int, missing: str):
     told: list[Any] = []
     room = disk.Room(
@@ -366,7 +366,7 @@ def test_a_pause_of_a_small_write_counts_what_it_has_failed_to_write(small_disk:
 
     with pytest.raises(StopRequestedError):
         room.hold(write, step=3, path=small_disk)
-    assert told[0][2]["text"].startswith(f"paused: {missing} bytes are missing at {small_disk}: ")
+    assert told[0][2]["text"].startswith(f"paused: {missing} are missing at {small_disk}: ")
 
 
 def test_a_copy_leaves_a_quarter_of_its_size_in_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_a_judge_without_a_verdict_is_told_as_a_judge_and_other_failures_are_not
 def test_a_root_that_cannot_be_written_is_told_with_the_folder_that_is_there(tmp_path: Path) -> None:
     require_root(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
-    told = "paths.root: must be writable, and /proc is not (for /proc/no/such): No such file or directory. Make it "
+    told = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it "
     with pytest.raises(DataError, match=f"^{re.escape(told)}writable, or choose another paths.root.$"):
         require_root(Path("/proc/no/such"))
 

@@ -404,7 +404,7 @@ def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path
         ("report", "optim.l"): ["optim.lr="],
         ("eval", "--suite", "gs"): ["gsm8k"],
         ("rollouts", "--kind", ""): ["all", "training", "validation"],
-        ("rollouts", "--sort", "-s"): ["-score", "-step"],
+        ("rollouts", "--sort", "s"): ["step", "score"],
         ("new", "s"): ["scorer"],
         ("run", "--totl", "x", "optim.l"): ["optim.lr="],  # and refuses nothing
     }

@@ -186,8 +186,8 @@ def test_a_pause_says_what_is_missing_with_the_reserve(small_disk: Path) -> None
     with pytest.raises(StopRequestedError) as stopped:
         room.hold(lambda: pytest.fail("there is no room"), step=3, path=small_disk, needed_bytes=5_000)
     ((_, _, data),) = told
-    lacks = f"{small_disk}: 996,808 bytes are missing: 5,000 to write and 1,000,000 in reserve (checkpoint.reserve_gb)"
-    assert str(data["text"]).startswith(f"paused: 996,808 bytes are missing at {small_disk}: {lacks}, and 8,192 are")
+    lacks = f"{small_disk}: 1.0 MB are missing: 5.0 kB to write and 1.0 MB in reserve (checkpoint.reserve_gb)"
+    assert str(data["text"]).startswith(f"paused: 1.0 MB are missing at {small_disk}: {lacks}, and 8.2 kB are")
     figures = {name: data[name] for name in ("missing_bytes", "needed_bytes", "free_bytes")}
     assert figures == {"missing_bytes": 996_808, "needed_bytes": 1_005_000, "free_bytes": 8192}
     assert str(stopped.value).startswith(f"stopped while the run waited for room on a disk: {lacks}")

@@ -233,7 +233,7 @@ def test_without_room_it_ends_with_what_is_saved_and_goes_on_later(
         fault.is_told_to_stop = ending == "stop" and bool(fault.paused)
 
     expected = DiskSpaceError if ending == "time" else StopRequestedError
-    words = r"bytes are missing|no room|could not be written"
+    words = r"[kMG]B are missing|no room|could not be written"
     with session_of(run, hear, fault.stop) as session, pytest.raises(expected, match=words):
         train_in_chunks(session, 3, 6)
     assert verified_steps(run) == [3]
