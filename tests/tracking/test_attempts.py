@@ -112,8 +112,6 @@ def test_going_back_behind_a_checkpoint_begins_another_line_of_steps(tmp_path: P
     assert (history.line, history.cuts) == (3, {4: "cut-3", 5: "cut-4"})
 
 
-
-
 def test_a_run_of_which_nothing_was_delivered_has_a_fresh_state(tmp_path: Path):
     fresh = TrackingState(format_version=1, uri="", mlflow_run_id=None, attempt=0, main_bytes=0,
                           settled_status=None, num_failures=0)  # fmt: skip
