@@ -71,12 +71,8 @@ def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> 
     work = partial(several.compare, folders, at)
     made = as_task(Stage("compare", "compare", work, lambda one: f"comparison: {one.html}"))
     name = f"comparison-{made.html.parent.name}"
-    show(
-        name,
-        "report",
-        f"{', '.join(runs) or search}: settings, curves and figures",
-        lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n",
-    )
+    of = ", ".join(folder.name for folder in folders)
+    show(name, "report", f"{of}: compared", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
     if made.mlflow_page:
         show(name, "mlflow", f"{of}: in MLflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
     return made
@@ -101,12 +97,8 @@ def evaluate(
         found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
     lines = evaluation.table_lines(found)
     tell("\n".join(lines))
-    show(
-        found[0].folder.name,
-        "evaluation",
-        f"{', '.join(models)} on {', '.join(suites)}",
-        lambda: "\n".join(["```", *lines, "```"]),
-    )
+    of = f"{', '.join(models)} on {', '.join(suites)}"
+    show(found[0].folder.name, "evaluation", of, lambda: "\n".join(["```", *lines, "```"]))
     return [str(one.folder) for one in found]
 
 

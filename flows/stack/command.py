@@ -47,6 +47,6 @@ def status(root: Path) -> None:
         print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")
     if not found:
         print(f"nothing was started under {root.resolve()}; `millrace up` starts it")
-    elif (state := read_stack(root)).prefect_api_url:
-        print(f"\nFor Prefect's own commands, in each new shell:\n{for_a_shell(root.resolve(), state)}")
+    elif (stack := read_stack(root)).prefect_api_url:
+        print(f"\nFor Prefect's own commands, in each new shell:\n{for_a_shell(root.resolve(), stack)}")
     sys.exit(0 if found and all(state == "up" for _, state in found) else 1)
