@@ -64,13 +64,9 @@ def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> 
     folders = several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at))
     work = partial(several.compare, folders, at)
     made = as_task(Stage("compare", "compare", work, lambda one: f"comparison: {one.html}"))
-    name, of = f"comparison-{made.html.parent.name}", ", ".join(runs) or search
-    show(
-        name,
-        "report",
-        f"{of}: settings, curves and figures",
-        lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n",
-    )
+    name = f"comparison-{made.html.parent.name}"
+    of = ", ".join(folder.name for folder in folders)
+    show(name, "report", f"{of}: compared", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
     if made.mlflow_page:
         show(name, "mlflow", f"{of}: in MLflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
     return made
@@ -95,10 +91,6 @@ def evaluate(
         found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
     lines = evaluation.table_lines(found)
     tell("\n".join(lines))
-    show(
-        found[0].folder.name,
-        "evaluation",
-        f"{', '.join(models)} on {', '.join(suites)}",
-        lambda: "\n".join(["```", *lines, "```"]),
-    )
+    of = f"{', '.join(models)} on {', '.join(suites)}"
+    show(found[0].folder.name, "evaluation", of, lambda: "\n".join(["```", *lines, "```"]))
     return [str(one.folder) for one in found]
