@@ -11,7 +11,7 @@ A row of the file is one of
 Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as OpenAI writes them.
 
 Each turn of the assistant is learned (those of `completion` where there is one), with the token that ends it, and
-nothing else. A `prompt` that ends with the assistant's words is continued by `completion`: one turn, of which the rest is
+nothing else. A `prompt` that ends with the assistant's words is continued by `completion`: one turn, whose rest is
 learned. A chat template may write a turn otherwise once another follows (some cut out what was thought): then what
 is learned is not what is sampled, so each prefix of a conversation must keep its tokens. The result has, for training
 and held out,
@@ -186,8 +186,8 @@ def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """Messages as a chat template takes them. The assistant's turns from message `first` on are learned, `first` without
-    the words `begun` that its content begins with."""
+    """Messages as a chat template takes them. The assistant's turns from message `first` on are learned, that one
+    without the words `begun` that its content begins with."""
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()
