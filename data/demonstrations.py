@@ -11,7 +11,8 @@ A row of the file is one of
 Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as OpenAI writes them.
 
 Each turn of the assistant is learned (those of `completion` where there is one), with the token that ends it, and
-nothing else. A chat template may write a turn otherwise once another follows (some cut out what was thought): then what
+nothing else. A `prompt` that ends with the assistant's words is continued by `completion`: one turn, whose rest is
+learned. A chat template may write a turn otherwise once another follows (some cut out what was thought): then what
 is learned is not what is sampled, so each prefix of a conversation must keep its tokens. The result has, for training
 and held out,
 
@@ -185,11 +186,13 @@ def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """Messages as a chat template takes them. The assistant's turns from message `first` on are learned."""
+    """Messages as a chat template takes them. The assistant's turns from message `first` on are learned, that one
+    without the words `begun` that its content begins with."""
 
     messages: list[dict[str, Any]]
-    tools: tuple[Any, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     first: int = 0
+    begun: str = ""
 
     @property
     def learned(self) -> list[int]:
@@ -205,6 +208,12 @@ def _is_conversation(values: Mapping[str, Any]) -> bool:
 
 def _conversation(row: Record) -> _Conversation:
     """The row's conversation, checked, whichever form it has."""
+    if not _is_conversation(row.values):
+        columns = ", ".join(map(str, row.values)) or "none"
+        raise DataError(
+            f"{row.where}: must be a conversation, as the first row of the file is, got the columns {columns}; rename "
+            "them, or write the row to a file of its own"
+        )
     found, first = _turns(row)
     if not isinstance(found, list) or not found:
         raise DataError(
@@ -212,7 +221,13 @@ def _conversation(row: Record) -> _Conversation:
             "remove it"
         )
     messages = [_message(message, f"{row.where}: message {number}") for number, message in enumerate(found)]
-    conversation = _Conversation(messages, _tools(row), first)
+    begun = ""
+    if 0 < first < len(messages) and messages[first - 1]["role"] == messages[first]["role"] == "assistant":
+        first -= 1
+        before, rest = messages[first : first + 2]
+        begun = before["content"]
+        messages[first : first + 2] = [{**before, **rest, "content": begun + rest["content"]}]
+    conversation = _Conversation(messages, _tools(row), first, begun)
     roles = [message["role"] for message in messages]
     if not any(conversation.learned) or roles[0] == "assistant":
         raise DataError(
@@ -287,7 +302,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}  # type: ignore[dict-item]
 
 
-def _tools(row: Record) -> tuple[Any, ...]:
+def _tools(row: Record) -> tuple[dict[str, Any], ...]:
     """Schemas of the functions that a row offers: a list, or its JSON text."""
     found = row.values.get("tools") or ()
     if isinstance(found, str):
@@ -295,7 +310,8 @@ def _tools(row: Record) -> tuple[Any, ...]:
             found = json.loads(found)
         except ValueError as error:
             raise DataError(f"{row.where}: tools must be JSON ({error}); repair it") from error
-    if not isinstance(found, list | tuple):
+    schemas = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
+    if not isinstance(found, list | tuple) or not all(isinstance(one, dict) and "name" in one for one in schemas):
         raise DataError(f"{row.where}: tools must be a list of function schemas, got {found!r:.80}; repair it")
     return tuple(found)
 
@@ -353,7 +369,12 @@ class _Conversations:
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
         """Ids and answers of each row; all prefixes of all rows are tokenized together."""
         conversations = [_conversation(row) for row in rows]
-        prefixes = [self._prefixes(conversation) for conversation in conversations]
+        prefixes = []
+        for row, conversation in zip(rows, conversations, strict=True):
+            try:
+                prefixes.append(self._prefixes(conversation))
+            except DataError as error:
+                raise DataError(f"{row.where}: {error}") from error
         ids = iter(encode_whole(self._tokenizer.backend, [text for texts in prefixes for text in texts]))
         return [
             self._tokenized(row.where, conversation, list(islice(ids, len(texts))), texts)
@@ -365,14 +386,27 @@ class _Conversations:
         messages, found = conversation.messages, []
         render = partial(self._tokenizer.render, tools=conversation.tools)
         for place in conversation.learned:
-            found += [render(messages[:place]), render(messages[: place + 1], opened=False)]
+            if place == conversation.first and conversation.begun:
+                words = {"role": "assistant", "content": conversation.begun}
+                before = self._tokenizer.prompt([*messages[:place], words], tools=conversation.tools)
+            else:
+                before = render(messages[:place])
+            found += [before, render(messages[: place + 1], opened=False)]
         return [*found, render(messages, opened=False)]
 
     def _tokenized(
         self, where: str, conversation: _Conversation, ids: list[bytes], texts: list[str]
     ) -> Tokenized | None:
         turns = [conversation.messages[place] for place in conversation.learned]
-        answers = [turn["content"].strip() for turn in turns]
+        answers = [turn["content"] for turn in turns]
+        answers[0] = answers[0].removeprefix(conversation.begun)
+        answers = [answer.strip() for answer in answers]
+        for schema in conversation.tools:
+            if (name := schema.get("function", schema)["name"]) not in texts[0]:
+                raise DataError(
+                    f"{where}: the chat template of {self._name} does not show the function {name} of the row's tools. "
+                    "Use a template that renders `tools`, or remove them"
+                )
         if not all(answer or "tool_calls" in turn for turn, answer in zip(turns, answers, strict=True)):
             return None
         lengths: list[int] = []
@@ -381,7 +415,11 @@ class _Conversations:
             before, after = 2 * number, 2 * number + 1
             try:
                 self._tokenizer.require_written(texts[before], texts[after], answer)
-                learned = self._tokenizer.answer_ids(ids[before], ids[after], texts[after][len(texts[before]) :])
+                written = texts[after][len(texts[before]) :]
+                for call in turns[number].get("tool_calls", ()):
+                    if (name := call["function"]["name"]) not in written:
+                        raise UnwrittenError(f"does not write the call of {name}")
+                learned = self._tokenizer.answer_ids(ids[before], ids[after], written)
             except UnwrittenError as error:
                 raise DataError(self._changed(where, number, str(error))) from error
             ended = ids[before] + learned

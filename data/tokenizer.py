@@ -189,7 +189,7 @@ class PromptTokenizer:
             found.append(framed)
         return found
 
-    def prompt(self, messages: Messages) -> str:
+    def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
         """A chat prompt as text: with the assistant's turn begun, or, where the last message is the assistant's, up to
         that message's end.
 
@@ -203,7 +203,7 @@ class PromptTokenizer:
                 "row"
             )
         if roles[-1] != "assistant":
-            return self.render(messages)
+            return self.render(messages, tools=tools)
         words = messages[-1]["content"].rstrip()
         ends = map(self.backend.id_to_token, sorted(self.stop_ids))
         if (end := next((token for token in ends if token and words.endswith(token)), None)) is not None:
@@ -211,7 +211,7 @@ class PromptTokenizer:
                 f"the prompt's last message is the assistant's, which is continued, and must not end with {end}, which "
                 f"ends a turn, got {words[-80:]!r}. Remove the token or the message"
             )
-        return self.render(messages, continued=True)
+        return self.render(messages, continued=True, tools=tools)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[bytes]:
         """Token ids (int32, as bytes) of each prompt's text. A chat template writes its own special tokens; plain text

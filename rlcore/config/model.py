@@ -115,8 +115,8 @@ class WarmStartConfig(Section):
     enabled: bool = False
     """Whether the stage runs. Off: training starts from `model.path`."""
     demonstrations: str | None = None
-    """A jsonl or parquet file of conversations (column `messages`) or of texts (`prompt`, `completion`). None: the
-    solutions that the task's rows have."""
+    """A file of conversations, or of prompts and completions, in one of the shapes of docs/data.md. None: the solutions
+    that the task's rows have."""
     max_tokens: int = Field(default=2_048, ge=2)
     """Longest demonstration, prompt and answers together. Longer ones are dropped, and counted."""
     batch_size: int = Field(default=64, ge=1)

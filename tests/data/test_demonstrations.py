@@ -296,3 +296,178 @@ def test_a_completion_is_tokenized_with_its_prompt(tmp_path: Path, name: str) ->
     begun = tokenizer("Q: 1+1? A: ")["input_ids"]
     assert list(apart.token_ids)[: len(begun)] == begun
     assert tokenizer.decode(apart.token_ids[:-1]) == tokenizer.decode(joint.token_ids[:-1])
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def called(arguments: object, **more: object) -> dict[str, Any]:
+    """A conversation with a call of a function, as OpenAI writes it."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": "What is 2 + 5?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "7"},
+            {"role": "assistant", "content": "It is 7."},
+        ],
+        **more,
+    }
+
+
+@pytest.fixture
+def tool_tokenizer(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
+    return saved(trained_bpe, tmp_path / "with-tools", chat_template=TOOL_TEMPLATE)
+
+
+def learned(file: Path, rows: Iterable[Any], tokenizer: Path) -> list[tuple[list[int], list[bool]]]:
+    """Tokens of each row, and which of them are learned."""
+    found = read_demonstrations(tokenized(written(file, rows), tokenizer).directory / "train.parquet")
+    return [(list(map(int, row.token_ids)), list(map(bool, row.is_answer))) for row in found]
+
+
+PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    ("shaped", "twin"),
+    [
+        (
+            {"messages": [{"role": "user", "content": PARTS}, {"role": "assistant", "content": "It is 4."}]},
+            chat("What is 2 + 2?", "It is 4."),
+        ),
+        (
+            {"prompt": chat("What is 2 + 2?")["messages"], "completion": [{"role": "assistant", "content": "4"}]},
+            chat("What is 2 + 2?", "4"),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be short."},
+                    {"from": "human", "value": "And now"},
+                    {"from": "gpt", "value": "you know"},
+                ]
+            },
+            chat("And now", "you know", system="Be short."),
+        ),
+        ({"instruction": "Add.", "input": "2, 2", "output": "4"}, chat("Add.\n\n2, 2", "4")),
+        ({"instruction": "Add 2, 2.", "input": "", "output": "4"}, chat("Add 2, 2.", "4")),
+        (
+            {"system": "Be short.", "instruction": "Add 2, 2.", "output": "4"},
+            chat("Add 2, 2.", "4", system="Be short."),
+        ),
+    ],
+    ids=["content-parts", "trl", "sharegpt", "alpaca-input", "alpaca", "alpaca-system"],
+)
+def test_each_shape_has_the_tokens_of_the_same_conversation_as_messages(
+    chat_tokenizer: Path, tmp_path: Path, shaped: dict[str, Any], twin: dict[str, Any]
+) -> None:
+    other = chat("Hello", "Hi.")
+    expected = learned(tmp_path / "twin.jsonl", [twin, other], chat_tokenizer)[0]
+    rows = [shaped, {**shaped, **{"instruction": "x"}} if "instruction" in shaped else other]
+    found = learned(tmp_path / "shaped.jsonl", rows, chat_tokenizer)[0]
+    assert found == expected
+    assert any(found[1])
+
+
+def test_of_prompt_and_completion_only_the_completion_is_learned(chat_tokenizer: Path, tmp_path: Path) -> None:
+    messages = chat("a", "first", "b", "second")["messages"]
+    rows = [{"prompt": messages[:3], "completion": messages[3:]}, chat("Hello", "Hi.")]
+    ids, own = learned(tmp_path / "trl.jsonl", rows, chat_tokenizer)[0]
+    tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.decode([token for token, is_own in zip(ids, own, strict=True) if is_own]) == "second<|im_end|>"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.writes])
+def test_a_prompt_that_ends_with_the_assistants_words_is_continued_by_the_completion(name: str, tmp_path: Path) -> None:
+    """One turn, whose rest is learned; its first words are part of the prompt."""
+    folder = KINDS[name].saved(tmp_path / "tokenizer")
+    asked = [{"role": "user", "content": "What is 19 + 7?"}, {"role": "assistant", "content": "Let me see:"}]
+    completion = [{"role": "assistant", "content": " 19 + 7 = 26."}]
+    rows = [{"prompt": asked, "completion": completion}, chat("Hello", "Hi.")]
+    ids, own = learned(tmp_path / "trl.jsonl", rows, folder)[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    begun = tokenizer.apply_chat_template(asked, continue_final_message=True, return_dict=False)
+    joined = [asked[0], {"role": "assistant", "content": "Let me see: 19 + 7 = 26."}]
+    assert own.index(True) == len(begun)
+    assert ids[: len(begun)] == begun
+    assert ids == tokenizer.apply_chat_template(joined, return_dict=False)
+    answer = [token for token, is_own in zip(ids, own, strict=True) if is_own]
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip().startswith("19 + 7 = 26.")
+
+
+def test_words_that_a_completion_continues_do_not_end_their_turn(chat_tokenizer: Path, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>"}]
+    row = {"prompt": asked, "completion": [{"role": "assistant", "content": "c"}]}
+    with pytest.raises(DataError, match=r"trl\.jsonl: line 2: .* must not end with <\|im_end\|>"):
+        tokenized(written(tmp_path / "trl.jsonl", [TALKS[0], row]), chat_tokenizer)
+
+
+def test_calls_of_functions_are_learned_as_the_template_writes_them(tool_tokenizer: Path, tmp_path: Path) -> None:
+    arguments = {"a": 2, "b": [5]}
+    shown = called(arguments, tools=[ADD])
+    rows = [shown, called(json.dumps(arguments), tools=json.dumps([ADD]), more=1), called(arguments)]
+    file = written(tmp_path / "calls.jsonl", rows)
+    assert tokenized(file, tool_tokenizer).counts["duplicate"] == 1, "arguments and tools as JSON text are the same"
+    ids, own = learned(file, rows, tool_tokenizer)[0]
+    tokenizer = AutoTokenizer.from_pretrained(tool_tokenizer)
+    rendered = [{**message, "content": message["content"] or ""} for message in shown["messages"]]
+    assert ids == tokenizer.apply_chat_template(rendered, tools=[ADD], return_dict=False)
+    assert tokenizer.decode([token for token, is_own in zip(ids, own, strict=True) if is_own]) == (
+        '<tool_call>add {"a": 2, "b": [5]}</tool_call><|im_end|>It is 7.<|im_end|>'
+    )
+    without = tokenizer.decode(learned(file, rows, tool_tokenizer)[1][0])
+    assert without.startswith("<|im_start|>user"), "tools are those of the row"
+    assert tokenizer.decode(ids).startswith("<|im_start|>system\n[")
+
+
+def test_a_template_that_shows_no_calls_or_no_tools_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
+    for row, said in (
+        (called({}), r"drops or changes answer 0 of the conversation: it does not write the call of add"),
+        (chat("a", "b") | {"tools": [ADD]}, r"does not show the function add of the row's tools\. Use a template"),
+    ):
+        with pytest.raises(DataError, match=rf"calls\.jsonl: line 2: the chat template of .*{said}"):
+            tokenized(written(tmp_path / "calls.jsonl", [TALKS[0], row]), chat_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (called("{"), r"message 1: arguments of add must be JSON \(.*\); repair it"),
+        (
+            {"messages": [*chat("a")["messages"], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            r"message 1: tool_calls must have a function with a name, got \{\}; repair it",
+        ),
+        (called({}, tools="["), r"tools must be JSON \(.*\); repair it"),
+        (called({}, tools={"name": "add"}), r"tools must be a list of function schemas, got .*; repair it"),
+        (called({}, tools=[{"type": "function"}]), r"tools must be a list of function schemas, got .*; repair it"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
+            r"message 0: content must be text, got \[\{'type': 'image_url'\}\]; repair it",
+        ),
+        ({"conversations": [{"from": "bing", "value": "x"}]}, r"message 0: role must be one of .*, got 'bing'"),
+        ({"conversations": ["x"]}, r"message 0: role must be one of"),
+        ({"instruction": "a", "output": None}, r"output must be text, got None; repair it"),
+        ({"instruction": "a", "output": "b", "history": [["x", "y"]]}, r"history is not read; write the whole"),
+        ({"prompt": chat("a")["messages"], "completion": "b"}, r"messages must be a list of messages .*, got 'b'"),
+        (
+            {"prompt": chat("a", "b")["messages"], "completion": chat("c")["messages"]},
+            r"an assistant's turn must follow another one's, got the roles user, assistant, user",
+        ),
+        ({"text": "a"}, r"must be a conversation, as the first row of the file is, got the columns text; rename"),
+        ({"prompt": "a", "completion": "b"}, r"must be a conversation, .* got the columns prompt, completion"),
+    ],
+)
+def test_a_row_that_breaks_its_shape_is_refused_with_file_and_line(
+    tool_tokenizer: Path, tmp_path: Path, row: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {said}"):
+        tokenized(written(tmp_path / "rows.jsonl", [TALKS[0], row]), tool_tokenizer)
