@@ -137,16 +137,16 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     >>> score("so <answer> 8 - 3 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
     0.1
     """
-    form = ground_truth.get("form")
+    form, target, numbers = (ground_truth.get(name) for name in ("form", "target", "numbers"))
+    if not isinstance(target, int | float) or not isinstance(numbers, Sequence):
+        raise TypeError(f"the ground truth of countdown is {{target, numbers}}, got {str(dict(ground_truth))[:100]}")
     bare = form == "bare"
     equation = response if bare else tagged_answer(response, first=form == "first")
     expression = None if equation is None else evaluate(equation)
     said = None if equation is None else "".join(equation.split())
     if expression is None:
         return Score(0.0, {"correct": 0.0, "format": 0.0}, said)
-    numbers = ground_truth["numbers"]
-    assert isinstance(numbers, Sequence)
-    if expression.value == ground_truth["target"] and sorted(expression.numbers) == sorted(numbers):
+    if expression.value == target and sorted(expression.numbers) == sorted(numbers):
         return Score(1.0, {"correct": 1.0, "format": 1.0}, said)
     return Score(0.0 if bare else WELL_FORMED_SCORE, {"correct": 0.0, "format": 1.0}, said)
 

@@ -26,7 +26,17 @@ from typing import Any
 from data.rows import PromptForm, TaskRows
 from data.stage import SPLITS
 from rlcore.config.base import expanded
-from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ReasoningGymData, TaskData
+from rlcore.config.data import (
+    BY_ROW,
+    CountdownData,
+    CustomData,
+    Gsm8kData,
+    MappedData,
+    ParquetData,
+    ReasoningGymData,
+    TaskData,
+    scorer_of_row,
+)
 from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
 from rlcore.start import import_path
 from rlcore.storage.documents import sha256_of
@@ -197,7 +207,7 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 
     dataset = dataset_directory(dataset_fingerprint(config, seed, root), root)
     if read_manifest(dataset) is not None:
-        return _of_dataset(dataset / "train.parquet")
+        return _of_dataset(config, dataset / "train.parquet")
     if isinstance(config, CustomData):
         return _by_process(config, seed)
     if isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None:
@@ -212,16 +222,19 @@ def require_sound_rows(
 ) -> int | None:
     """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
 
-    Rows of the hub, of parquet files in the row schema and of a user's build are not tried. `each_once`: no prompt
+    Rows of the hub, of parquet files in the row schema and of a user's build are not tried; of parquet files, whether a
+    scorer is known for each row. `each_once`: no prompt
     stands twice in a split, as the filter will ask; in two splits none ever does. Returns the number of the first
     split's rows; None where they are not tried.
 
     Raises:
         DataError: file and line of a row that cannot be used.
     """
-    from data.sources import local_files
+    from data.sources import local_files, require_scorers
     from data.tasks import dataset_directory, dataset_fingerprint, task_of
 
+    if isinstance(config, ParquetData):
+        require_scorers(config, splits)
     if isinstance(config, Gsm8kData | MappedData):
         is_local = local_files(config.source, []) is not None
     else:
@@ -262,11 +275,11 @@ def _again(split: str, place: str, first_split: str, first: str) -> DataError:
     )
 
 
-def _of_dataset(parquet: Path) -> FirstRow:
+def _of_dataset(config: TaskData, parquet: Path) -> FirstRow:
     from data.schema import open_parquet, provenance
 
     row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
-    truth = json.dumps(row["reward_model"]["ground_truth"])
+    truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
     form = provenance(parquet).get("prompt_form", "chat")
     return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
 
@@ -279,7 +292,19 @@ def _made(config: TaskData, seed: int) -> FirstRow:
     if row is None:
         raise DataError(f"{rows.data_source}: the train split has no row; raise data.train_size or check the source")
     prompt = [asdict(message) for message in row.prompt]
-    return FirstRow(prompt, rows.prompt_form, json.dumps(row.ground_truth), row.solution)
+    truth = _truth_json(config, row.data_source or rows.data_source, row.ground_truth)
+    return FirstRow(prompt, rows.prompt_form, truth, row.solution)
+
+
+def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
+    """A ground truth as the scorer of the settings takes it."""
+    scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
+    if scorer is None:
+        return json.dumps(ground_truth)
+    from data.schema import ground_truth_json
+    from rlcore.rollout.by_part import with_scorer
+
+    return with_scorer(ground_truth_json(ground_truth), scorer)
 
 
 def _by_process(config: CustomData, seed: int) -> FirstRow | None:

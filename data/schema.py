@@ -1,11 +1,13 @@
 """The row schema as Arrow types, and the check of a parquet file against it.
 
 A row is what the field writes: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}`,
-`extra_info{split, index, ...}`. The ground truth is the task's own: a struct, or a plain string.
+`extra_info{split, index, ...}`. The ground truth is the task's own: a struct, or a plain string. What nothing reads
+(style, index and split of a file from elsewhere) may be of any type, or missing.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +84,12 @@ _RULES: tuple[tuple[str, str, Check], ...] = (
     ("prompt", "list of {role: string, content: string}", _is_list),
     ("prompt.[].role", "string", _is_text),
     ("prompt.[].content", "string", _is_text),
-    ("ability", "string", _is_text),
-    ("reward_model", "struct {style, ground_truth}", pa.types.is_struct),
-    ("reward_model.style", "string", _is_text),
+    ("reward_model", "struct {ground_truth}", pa.types.is_struct),
     ("reward_model.ground_truth", "string, number, list or struct", _is_ground_truth),
-    ("extra_info", "struct {split, index}", pa.types.is_struct),
-    ("extra_info.split", "string", _is_text),
-    ("extra_info.index", "integer", pa.types.is_integer),
 )
 _OPTIONAL: tuple[tuple[str, str, Check], ...] = (
+    ("ability", "string", _is_text),
+    ("extra_info", "struct", pa.types.is_struct),
     ("extra_info.difficulty", "integer", pa.types.is_integer),
     ("extra_info.solution", "string", _is_text),
     ("extra_info.distractor", "string", _is_text),
@@ -110,7 +109,7 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
             problems.append((name, expected, "nothing" if found is None else str(found)))
     for name, expected, check in _OPTIONAL:
         found = find_type(schema, name)
-        if found is not None and not check(found):
+        if found is not None and not pa.types.is_null(found) and not check(found):
             problems.append((name, expected, str(found)))
     # The fields of a missing parent need no lines of their own.
     missing = {name for name, _, got in problems if got == "nothing"}
@@ -119,7 +118,8 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
         lines = "".join(f"\n  column {name}: expected {expected}, got {got}" for name, expected, got in told)
         raise DataError(
             f"{path}: does not have the row schema:{lines}\n"
-            "Rename or cast these columns (docs/data.md has the schema), or read the file by data=mapped."
+            "Rename or cast these columns (docs/data.md has the schema), or read the file by data=mapped, whose "
+            "data.question and data.answer may be fields such as prompt.0.content and reward_model.ground_truth."
         )
 
 
@@ -151,10 +151,13 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         ) from error
 
 
-def read_batches(file: pq.ParquetFile, path: Path, num_rows: int) -> Iterator[pa.RecordBatch]:
-    """The rows, at most `num_rows` at a time. Raises DataError where a page is damaged, naming the rows before it."""
+def read_batches(
+    file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows (of some columns), at most `num_rows` at a time. Raises DataError where a page is damaged, naming the
+    rows before it."""
     done = 0
-    batches = file.iter_batches(batch_size=num_rows)
+    batches = file.iter_batches(batch_size=num_rows, columns=columns)
     while True:
         try:
             batch = next(batches, None)
@@ -184,9 +187,24 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
+def has_no_number(ground_truth: object) -> bool:
+    """Whether NaN or an infinity stands somewhere in a ground truth.
+
+    >>> has_no_number({"numbers": [1, 2.5, float("nan")]}), has_no_number(["nan", 3])
+    (True, False)
+    """
+    if isinstance(ground_truth, Mapping):
+        return any(map(has_no_number, ground_truth.values()))
+    if isinstance(ground_truth, list | tuple):
+        return any(map(has_no_number, ground_truth))
+    return isinstance(ground_truth, float) and not math.isfinite(ground_truth)
+
+
 def ground_truth_json(ground_truth: object) -> str:
     """A row's ground truth as the scoring pool carries it: a plain string becomes `{"answer": ...}`."""
     value = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
+    if has_no_number(value):
+        raise DataError(f"ground_truth: NaN and infinity are no references, got {ground_truth}; repair the task's rows")
     return _encode(value)
 
 

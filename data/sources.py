@@ -1,22 +1,41 @@
 """Rows from data that exists: parquet files in the row schema, columns of any file, datasets of the hub.
 
+Files are JSON (objects one a line, or one array of them) and CSV, plain or compressed, parquet, and Arrow as
+`save_to_disk` writes it. Cells of a CSV file are texts as they stand: `007` and `0.10` are no numbers there.
+
 A hub dataset is taken at one commit, from the cache of this machine or fetched into it.
 """
 
+import codecs
+import csv
+import io
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic_core import from_json
 
 from data.rows import Message, PromptForm, Row, TaskRows
-from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
+from data.schema import (
+    ROWS_PER_GROUP,
+    find_type,
+    has_no_number,
+    open_parquet,
+    provenance,
+    read_batches,
+    require_row_schema,
+)
 from rlcore.config.base import expanded
-from rlcore.config.data import MappedData, ParquetData
+from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, MappedData, ParquetData, scorer_of_row
 from rlcore.errors import DataError
 from rlcore.storage.documents import sha256_of
 
@@ -24,6 +43,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Of one request to the hub; without an answer the cache decides.
 _ANSWER_TIMEOUT_S = 10.0
+_INDEX = re.compile(r"-?[0-9]+")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+_LONGEST_CELL = 2**31 - 1
+_MOST_SHOWN = 8
 
 
 # ---------------------------------------------------------------------- records of files and of the hub
@@ -37,17 +61,26 @@ class Record:
     values: Mapping[str, Any]
 
     def text(self, column: str) -> str:
-        """A column as text; `a.b` is field b of column a. Raises DataError where it is missing, empty or no text."""
-        found: Any = self.values
-        for part in column.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        """A column as text; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last.
+
+        Numbers are written without an exponent, and whole ones without a point: 1e-05 as 0.00001, 76.0 as 76.
+
+        Raises:
+            DataError: it is missing, empty, or neither text nor a finite number.
+        """
+        found = self._at(column)
+        if isinstance(found, float) and math.isfinite(found):
+            found = f"{Decimal(repr(found)):f}".removesuffix(".0")
+        elif isinstance(found, int) and not isinstance(found, bool):
             found = str(found)
         if not isinstance(found, str) or not found.strip():
-            has = ", ".join(map(str, self.values))
+            remedy = "repair or remove it, or name another column"
+            if isinstance(found, list | Mapping):
+                part = "0" if isinstance(found, list) else next(iter(found), "field")
+                remedy = f"name a part of it, such as {column}.{part}"
             raise DataError(
-                f"{self.where}: column {column}: must be a text that is not empty, got {found!r} (columns: {has}); "
-                "repair or remove it, or name another column"
+                f"{self.where}: column {column}: must be a text that is not empty or a number, got {found!r:.200} "
+                f"(columns: {', '.join(map(str, self.values))}); {remedy}"
             )
         try:
             found.encode()
@@ -55,12 +88,36 @@ class Record:
             raise DataError(f"{self.where}: column {column}: must be UTF-8 ({error}); repair or remove it") from error
         return found
 
+    def _at(self, column: str) -> Any:
+        if column in self.values:
+            return self.values[column]
+        found: Any = self.values
+        parts = column.split(".")
+        for depth, part in enumerate(parts):
+            if isinstance(found, Mapping) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and _INDEX.fullmatch(part) and -len(found) <= int(part) < len(found):
+                found = found[int(part)]
+            else:
+                has = f"is {found!r:.80}"
+                if isinstance(found, Mapping):
+                    has = f"has {', '.join(map(str, found)) or 'nothing'}"
+                elif isinstance(found, list):
+                    has = f"has {len(found)} entries"
+                has = f"{'.'.join(parts[:depth])} {has}" if depth else f"columns: {', '.join(map(str, found))}"
+                raise DataError(f"{self.where}: there is no column {column} ({has}); name another, or repair the row")
+        return found
+
 
 def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
     """Files of each split; None where `source` is a hub id.
 
-    A split is `<split>.jsonl`, `<split>.parquet`, or the hub's own layout `<split>-00000-of-00001.parquet`.
-    Raises DataError where `source` is neither a folder with these files nor a hub id.
+    A split is one file `<split>.jsonl` (or of another kind), all shards `<split>-00000-of-00002.parquet` as the hub
+    has them, or the folder `<split>` that `save_to_disk` has written.
+
+    Raises:
+        DataError: `source` is neither a folder with these files nor a hub id, shards are missing, or another file
+            looks as if it belonged to the split.
     """
     folder = expanded(source)
     if not source or not folder.is_dir():
@@ -68,22 +125,68 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
             return None
         raise DataError(
             f"data.source: must be a folder or a hub id (owner/name), got {source!r}, which is neither. Give the "
-            f"folder that holds {' and '.join(splits)} as .jsonl or .parquet"
+            f"folder that holds {' and '.join(splits)} as {KINDS_OF_FILES}"
         )
     found = {split: _files_of(folder, split) for split in splits}
     if missing := [split for split, files in found.items() if not files]:
+        inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if DATA_FILE.fullmatch(path.name))
         raise DataError(
-            f"data.source: {folder} lacks {' and '.join(f'{split}.jsonl or {split}.parquet' for split in missing)}. "
-            "Put the files there, or give the folder that has them"
+            f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its data files: "
+            f"{_shown(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
+            "or give the folder that has them"
         )
     return found
 
 
 def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
-    for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
-        if files := sorted(folder.glob(pattern)):
-            return tuple(files)
-    return ()
+    """Files of a split in their order; () where there is none."""
+    looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
+    names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
+    found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
+    state = folder / split / "state.json"
+    if state.is_file() and not found:
+        saved = [f"{split}/{file['filename']}" for file in json.loads(state.read_text())["_data_files"]]
+        if absent := [name for name in saved if not (folder / name).is_file()]:
+            raise DataError(
+                f"data.source: {folder} lacks {_shown(absent)}, which {state} names; save the dataset again"
+            )
+        return tuple(folder / name for name in saved)
+    if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
+        return tuple(folder / name for name in found)
+    shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?P<kind>\..+)")
+    shards = {int(match["number"]): match for match in map(shard.fullmatch, found) if match}
+    of_one_kind = len({(match["count"], match["kind"]) for match in shards.values()}) == 1
+    if of_one_kind and len(shards) == len(found) and not state.is_file():
+        one = next(iter(shards.values()))
+        count, first = int(one["count"]), 0 if 0 in shards else 1  # some count from 1
+        wanted = range(first, first + count)
+        if absent := [
+            f"{split}-{number:0{len(one['number'])}}-of-{one['count']}{one['kind']}"
+            for number in wanted
+            if number not in shards
+        ]:
+            raise DataError(
+                f"data.source: {folder} holds {count - len(absent)} of the {count} shards of {split}; missing: "
+                f"{_shown(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
+            )
+        if len(shards) == count:
+            return tuple(folder / shards[number][0] for number in wanted)
+    raise DataError(
+        f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
+        f"{_shown([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
+        "passed over"
+    )
+
+
+def _shown(names: Iterable[str]) -> str:
+    """A list for a message, cut.
+
+    >>> _shown("abcdefghij")
+    'a, b, c, d, e, f, g, h and 2 more'
+    """
+    found = list(names)
+    more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    return ", ".join(found[:_MOST_SHOWN]) + more
 
 
 def digests(source: str, splits: Sequence[str], subset: str = "", revision: str = "") -> dict[str, str]:
@@ -91,7 +194,9 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
     files = local_files(source, splits)
     if files is None:
         return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
-    return {path.name: sha256_of(path) for paths in files.values() for path in paths}
+    return {
+        path.relative_to(expanded(source)).as_posix(): sha256_of(path) for paths in files.values() for path in paths
+    }
 
 
 def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:
@@ -109,36 +214,115 @@ def records(source: str, split: str, subset: str = "", revision: str = "") -> It
 
 
 def records_of(path: Path) -> Iterator[Record]:
-    """All records of a .jsonl or .parquet file, in order. Raises DataError where one cannot be read."""
-    return _from_jsonl(path) if path.suffix == ".jsonl" else _from_parquet(path)
+    """All records of a file, in order. Raises DataError where one cannot be read, or the file's kind is unknown."""
+    match = DATA_FILE.fullmatch(path.name)
+    if match is None:
+        raise DataError(f"{path}: must be {KINDS_OF_FILES}, by its name; rename or convert it")
+    kind = match[2] or match[3]
+    if kind == "csv":
+        return _from_csv(path)
+    return _from_json(path) if kind in ("json", "jsonl") else _from_batches(path, kind)
 
 
-def _from_jsonl(path: Path) -> Iterator[Record]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}: line {number}"
-            try:
-                values = _parsed(line)
-            except ValueError as error:
-                raise DataError(f"{where}: is no JSON ({error}); repair or remove the line") from error
-            if not isinstance(values, dict):
-                raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]!r}; repair or remove the line")
-            yield Record(where, values)
+def _from_json(path: Path) -> Iterator[Record]:
+    """Objects of a file with one a line, or with one array of them."""
+    lines = _lines(path)
+    is_first = True
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if is_first and line.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield from _from_array(path, b"".join([line, *lines]))
+            return
+        is_first = False
+        where = f"{path}: line {number}"
+        try:
+            values = _parsed(line)
+        except ValueError as error:
+            raise DataError(f"{where}: is no JSON ({error}); repair or remove the line") from error
+        yield _of_object(where, values)
 
 
-def _parsed(line: bytes) -> Any:
+def _from_array(path: Path, text: bytes) -> Iterator[Record]:
     try:
-        return from_json(line)  # five times as fast
+        entries = _parsed(text)
+    except ValueError as error:
+        raise DataError(f"{path}: begins as a JSON array and is none ({error}); repair it") from error
+    yield from (_of_object(f"{path}: entry {number}", values) for number, values in enumerate(entries))
+
+
+def _of_object(where: str, values: object) -> Record:
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]!r}; repair or remove it")
+    return Record(where, values)
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return from_json(text)  # five times as fast
     except ValueError:
-        return json.loads(line)  # reads more (a byte-order mark, half a surrogate pair), and says what is wrong
+        return json.loads(text)  # reads more (a byte-order mark, half a surrogate pair), and says what is wrong
 
 
-def _from_parquet(path: Path) -> Iterator[Record]:
-    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP)
+def _from_csv(path: Path) -> Iterator[Record]:
+    """Rows of a file with a header; a place is the line where the row begins."""
+    csv.field_size_limit(_LONGEST_CELL)
+    names: list[str] = []
+    # Decoded line by line, so that a byte that is no UTF-8 is told with its line.
+    rows = csv.reader(
+        (line.decode("utf-8-sig" if n == 0 else "utf-8") for n, line in enumerate(_lines(path))), strict=True
+    )
+    while True:
+        where = f"{path}: line {rows.line_num + 1}"
+        try:
+            cells = next(rows, None)
+        except (csv.Error, ValueError) as error:
+            raise DataError(f"{where}: is no CSV ({error}); repair or remove it") from error
+        if cells is None:
+            return
+        if not names:
+            names = cells
+            if len(set(names)) < len(names):
+                raise DataError(f"{where}: must name each column once, got {', '.join(names)}; rename one")
+        elif cells and len(cells) != len(names):
+            raise DataError(
+                f"{where}: must have a cell for each column, got {len(cells)} for {', '.join(names)}; repair it"
+            )
+        elif cells:
+            yield Record(where, dict(zip(names, cells, strict=True)))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file, which is decompressed where it begins as gzip or zstd do, whatever its name."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            start = file.peek(4)
+            codec = next((codec for mark, codec in _COMPRESSED.items() if start.startswith(mark)), None)
+            for line in file if codec is None else io.BufferedReader(pa.CompressedInputStream(file, codec)):
+                number += 1
+                yield line
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read after line {number} ({error}); it is damaged or cut short") from error
+
+
+def _from_batches(path: Path, kind: str) -> Iterator[Record]:
+    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP) if kind == "parquet" else _of_arrow(path)
     rows = (values for batch in batches for values in batch.to_pylist())
     yield from (Record(f"{path}: row {number}", values) for number, values in enumerate(rows))
+
+
+def _of_arrow(path: Path) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file, as a stream (`save_to_disk`) or with an index."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            is_indexed = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)
+            for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_indexed else reader:
+                yield from (batch.slice(start, ROWS_PER_GROUP) for start in range(0, batch.num_rows, ROWS_PER_GROUP))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Arrow ({error}); it is damaged or cut short") from error
 
 
 def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[Record]:
@@ -285,7 +469,7 @@ def parquet_rows(settings: ParquetData, seed: int) -> TaskRows:
         )
     form: PromptForm = forms.pop() if settings.template == "auto" else settings.template
     return TaskRows(
-        data_source=Path(settings.train_file).stem,
+        data_source=_name(settings),
         ability="math",
         prompt_form=form,
         splits={split: _rows(path) for split, path in files.items()},
@@ -298,6 +482,32 @@ def parquet_digests(settings: ParquetData) -> dict[str, str]:
     return {split: sha256_of(path) for split, path in _files(settings).items()}
 
 
+def _name(settings: ParquetData) -> str:
+    """What rows without a data source are called."""
+    return Path(settings.train_file).stem
+
+
+def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
+    """Require that a scorer is known for every row of these splits.
+
+    Raises:
+        DataError: none is for the data source of some rows; or a file that cannot be read.
+    """
+    for path in (path for split, path in _files(settings).items() if split in splits):
+        file = open_parquet(path)
+        require_row_schema(file.schema_arrow, path)
+        sources: set[str | None] = set()
+        for batch in read_batches(file, path, ROWS_PER_GROUP, ["data_source"]):
+            sources.update(pc.unique(batch.column(0)).to_pylist())
+        named = {source or _name(settings) for source in sources}
+        if unknown := [source for source in named if scorer_of_row(settings, source) is None]:
+            raise DataError(
+                f"data.scorer: must be given for {path}: its rows have the data_source {_shown(sorted(unknown))}, for "
+                "which no scorer is known. Set data.scorer, such as data.math:score or a function of your own, or "
+                "take rows of one kind (docs/data.md)"
+            )
+
+
 def _files(settings: ParquetData) -> dict[str, Path]:
     named = {"train": settings.train_file, "validation": settings.validation_file}
     for split, name in named.items():
@@ -307,9 +517,10 @@ def _files(settings: ParquetData) -> dict[str, Path]:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    columns = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
-    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP)
-    rows = (values for batch in batches for values in batch.select(columns).to_pylist())
+    file = open_parquet(path)
+    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+    batches = read_batches(file, path, ROWS_PER_GROUP, columns)
+    rows = (values for batch in batches for values in batch.to_pylist())
     yield from (_row(values, f"{path}: row {number}") for number, values in enumerate(rows))
 
 
@@ -317,10 +528,16 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
     prompt = values["prompt"] or ()
     if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
         raise DataError(f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it")
+    roles = [message["role"] for message in prompt]
+    if "user" not in roles:
+        raise DataError(
+            f"{where}: prompt must have a turn of the user, got {', '.join(roles)}; repair or remove the row"
+        )
     truth = (values["reward_model"] or {}).get("ground_truth")
-    if truth is None:
-        raise DataError(f"{where}: reward_model.ground_truth must have a value, got nothing; repair or remove the row")
-    extra = values["extra_info"] or {}
+    if truth is None or has_no_number(truth):
+        got = "nothing" if truth is None else truth
+        raise DataError(f"{where}: reward_model.ground_truth must have a value, got {got}; repair or remove the row")
+    extra = values.get("extra_info") or {}
     return Row(
         prompt=tuple(Message(message["role"], message["content"]) for message in prompt),
         ground_truth=truth,
@@ -328,5 +545,5 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
         solution=extra.get("solution") or "",
         distractor=extra.get("distractor") or "",
         data_source=values["data_source"] or "",
-        ability=values["ability"] or "",
+        ability=values.get("ability") or "",
     )

@@ -121,10 +121,10 @@ def kept_code(folder: Path) -> Code | None:
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
     """Every `module:function` of the settings: scorers, the judge's rules, builders of datasets, environments, tools,
     loss and advantage."""
-    from rlcore.config.data import CustomData, parts_of
+    from rlcore.config.data import CustomData, parts_of, scorers_of
 
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
-    named = [data.scorer for data in tasks]
+    named = [scorer for data in tasks for scorer in scorers_of(data)]
     named += [data.build for data in tasks if isinstance(data, CustomData)]
     named += [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
     named += [*config.episode.tools, config.algo.policy_loss, config.algo.advantage, config.reward.judge.rules]

@@ -15,7 +15,8 @@ from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
 from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers, finite, num_answers
-from rlcore.config import MixtureData, RunConfig
+from rlcore.config import RunConfig
+from rlcore.config.data import BY_ROW
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import without_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
@@ -112,9 +113,9 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
 
 
 def truth_for(config: RunConfig, scorer: str | None) -> Callable[[str], str]:
-    """What makes the ground truth of a kept answer, as JSON, that of its row for a scorer: those of a mixture name the
-    scorer of their part, which only the run's own reads."""
-    names_one = isinstance(config.data, MixtureData)
+    """What makes the ground truth of a kept answer, as JSON, that of its row for a scorer: where rows have several
+    scorers they name them, which only the run's own reads."""
+    names_one = config.data.scorer == BY_ROW
     return without_scorer if names_one and scorer not in (None, config.data.scorer) else str
 
 

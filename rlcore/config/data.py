@@ -1,5 +1,6 @@
 """Settings of the dataset stage and the tokenization filter."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -18,8 +19,26 @@ Revision = Annotated[
 
 _ORDER = "Lower one or raise the other"
 
+DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arrow))")
+"""Names of files that are read as records: stem, and kind in one of two groups."""
+KINDS_OF_FILES = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
+
 ALL_SOURCES = "all"
 """Name of all held-out problems together, where they come from several sources: `val-core/all/...`."""
+
+
+BY_ROW = "rlcore.rollout.by_part:score"
+"""Hands each answer to the scorer of its row: that of its part in a mixture, or the one known for its data source."""
+
+_SCORERS = {
+    "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
+    "data.countdown:score": re.compile(r"countdown"),
+    "data.math:score": re.compile(
+        r"math|lighteval/MATH|DigitalLearningGmbH/MATH-lighteval|HuggingFaceH4/MATH-500|math_dapo(?:_reasoning)?|aime.*"
+        r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
+    ),
+}
+"""Scorers by the data sources whose rows they read: those that verl judges by the same rules, and TinyZero's."""
 
 
 RENDERING_NAMES = frozenset((
@@ -82,7 +101,7 @@ class Gsm8kData(Conversation):
     task: Literal["gsm8k"] = "gsm8k"
     """Which task in `data/` makes the rows."""
     source: str = "openai/gsm8k"
-    """A hub dataset by its id, or a folder holding `train` and `test` as .jsonl or .parquet."""
+    """A hub dataset by its id, or a folder holding `train` and `test`."""
     revision: Revision = ""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
@@ -101,25 +120,27 @@ class ParquetData(Conversation):
     template: Literal["auto", "chat", "text"] = "auto"
     """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: by the
     file's own provenance, chat without one."""
-    scorer: Scorer = "data.countdown:score"
+    scorer: str = BY_ROW
+    """`module:function` that scores an answer text against a ground truth. Unless given, the one known for the
+    `data_source` of each row (docs/data.md)."""
 
 
 class MappedData(Conversation):
-    """Questions and answers from any columns of jsonl or parquet files, or of a hub dataset."""
+    """Questions and answers from any columns of files (docs/data.md), or of a hub dataset."""
 
     task: Literal["mapped"] = "mapped"
     """Take columns by their names."""
     source: str = ""
-    """A folder holding the two splits as .jsonl or .parquet, or a hub id."""
+    """A folder holding the two splits, or a hub id."""
     subset: str = ""
     """Subset of a hub dataset; '' for its default."""
     revision: Revision = ""
     train_split: str = "train"
-    """Name of the training split: the file's stem, or the split on the hub."""
+    """Name of the training split: the file's stem, the folder of `save_to_disk`, or the split on the hub."""
     validation_split: str = "test"
     """Name of the held-out split."""
     question: str = "question"
-    """Column of the question; `a.b` is field b of column a."""
+    """Column of the question; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last."""
     answer: str = "answer"
     """Column of the reference answer: what the scorer gets as ground truth `answer`."""
     solution: str = ""
@@ -189,7 +210,7 @@ class MixtureData(Conversation):
     """Rows come from several tasks."""
     parts: tuple[MixturePart, ...] = ()
     """Two or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k, ...}}]`."""
-    scorer: str = "rlcore.rollout.by_part:score"
+    scorer: str = BY_ROW
     """Hands each answer to the scorer of its part."""
 
 
@@ -208,6 +229,25 @@ TASKS: Mapping[str, type[Section]] = {
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
     """The datasets of a run: those of a mixture, or the one."""
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
+
+
+def scorer_of_row(data: TaskData, data_source: str) -> str | None:
+    """The scorer of a row: that of the settings, or the one known for its data source, None where none is.
+
+    >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
+    ('data.gsm8k:score', None)
+    >>> scorer_of_row(ParquetData(scorer="my_reward:score"), "openai/gsm8k")
+    'my_reward:score'
+    """
+    if data.scorer != BY_ROW:
+        return data.scorer
+    return next((scorer for scorer, sources in _SCORERS.items() if sources.fullmatch(data_source)), None)
+
+
+def scorers_of(data: DataConfig) -> tuple[str, ...]:
+    """All scorers that the rows of a run may have."""
+    named = [part.data.scorer for part in parts_of(data)]
+    return tuple(one for scorer in named for one in (_SCORERS if scorer == BY_ROW else (scorer,)))
 
 
 class FilterConfig(Section):

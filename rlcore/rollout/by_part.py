@@ -1,4 +1,4 @@
-"""The scorer of a mixture: hands each answer to the scorer of the dataset that its prompt came from."""
+"""The scorer of rows that name one: of a mixture, each of whose parts has its own, and of known data sources."""
 
 import json
 from collections.abc import Mapping
@@ -34,4 +34,6 @@ def _rest(ground_truth: Mapping[str, object]) -> Mapping[str, object]:
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
     """The score by the named scorer, which gets the ground truth without that name."""
+    if SCORER_KEY not in ground_truth:
+        raise ValueError("data.scorer: must be given, for none is known for the row's data_source")
     return _scorer(str(ground_truth[SCORER_KEY]))(response, _rest(ground_truth))

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig
-from rlcore.config.data import parts_of
+from rlcore.config.data import scorers_of
 from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.gguf import (
     INSTALL_READER,
@@ -122,7 +122,7 @@ class RunInputs:
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
     """What a suite's figures depend on beside the weights: rows, lengths, sampling, how answers are scored."""
     seen = suite_settings(config, suite)
-    functions = [name for name in (suite.data.scorer, suite.data.environment, *seen.episode.tools) if name]
+    functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *seen.episode.tools) if name]
     payload = {
         "rows": filtered_directory.name,
         "seed": suite.seed,
@@ -261,11 +261,10 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 def answers_payload(config: RunConfig) -> dict[str, object]:
     """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code,
     `reward` and `sandbox` where they differ from the defaults, and the code of the rules beside a judge."""
-    scorers = [part.data.scorer for part in parts_of(config.data)]
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
-        "scorers": [code_payload(scorer) for scorer in scorers],
+        "scorers": [code_payload(scorer) for scorer in scorers_of(config.data)],
         **_scoring_payload(config),
     }
 

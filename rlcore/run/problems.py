@@ -12,7 +12,7 @@ from rlcore.batching.loader import MixedStream, PromptStream
 from rlcore.batching.pass_counts import CountedRows, PassCounts
 from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig, SuiteConfig
-from rlcore.config.data import parts_of
+from rlcore.config.data import BY_ROW, TaskData, parts_of, scorer_of_row, scorers_of
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
@@ -91,8 +91,8 @@ class HeldOut:
 
     def scoring_pool(self) -> ScoringPool:
         """Processes that score answers by the task's scorer."""
-        for part in parts_of(self.config.data):
-            require_scorer(part.data.scorer)
+        for scorer in scorers_of(self.config.data):
+            require_scorer(scorer)
         sandbox.use(self.config.sandbox)
         return ScoringPool(self.config.data.scorer, self.config.reward)
 
@@ -177,7 +177,7 @@ def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
     found = [read_prompts(file) for file in files]
     if empty := [file for file, prompts in zip(files, found, strict=True) if not prompts]:
         raise DataError(f"{empty[0]}: no row is left; loosen filter.max_prompt_tokens, or make a larger dataset")
-    if not isinstance(config.data, MixtureData):
+    if config.data.scorer != BY_ROW:
         return found
     named = [
         [
@@ -185,7 +185,7 @@ def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
                 prompt,
                 prompt_id=prompt.prompt_id + index * _ID_STEP,
                 data_source=part.name or prompt.data_source,
-                ground_truth_json=with_scorer(prompt.ground_truth_json, part.data.scorer),
+                ground_truth_json=_with_scorer(prompt, part.data),
             )
             for prompt in prompts
         ]
@@ -193,6 +193,11 @@ def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
     ]
     _require_own_names(named)
     return named
+
+
+def _with_scorer(prompt: Prompt, data: TaskData) -> str:
+    scorer = scorer_of_row(data, prompt.data_source)
+    return prompt.ground_truth_json if scorer is None else with_scorer(prompt.ground_truth_json, scorer)
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:

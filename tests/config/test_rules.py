@@ -18,7 +18,7 @@ SCRATCH = (
     "data.number_high=20 data.target_high=40 data.template=bare "
     "filter.max_prompt_tokens=32 rollout.max_response_tokens=8"
 )
-FILES = f"data.train_file={__file__} data.validation_file={__file__}"
+FILES = f"data.train_file={__file__} data.validation_file={__file__} reward.num_processes=1"
 
 
 def settings(words: str, base: str = HELD) -> RunConfig:

@@ -6,14 +6,23 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlcore.config.base import expanded
-from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData, parts_of
+from rlcore.config.data import (
+    ALL_SOURCES,
+    BY_ROW,
+    DATA_FILE,
+    KINDS_OF_FILES,
+    RENDERING_NAMES,
+    CountdownData,
+    MixtureData,
+    ParquetData,
+    parts_of,
+)
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
 from rlcore.config.suite import suite_settings
 
-_MIXTURE_SCORER = MixtureData().scorer
 JUDGE = "data.judge:score"
 """The scorer that reads `reward.judge`."""
 
@@ -102,8 +111,10 @@ RULES: tuple[Rule, ...] = (
     row("scorer_is_a_function", "data.scorer", "", "must be `module:function`",
         lambda c: _names_a_function(c.data.scorer), "Such as data.countdown:score"),
     row("mathematics_is_scored_apart", "reward.num_processes", "data.scorer",
-        "must be 1 or more with data.scorer=data.math:score, which some answers keep busy for ever",
-        lambda c: c.data.scorer != "data.math:score" or c.reward.num_processes > 0, "Set reward.num_processes=2"),
+        "must be 1 or more with data.scorer=data.math:score, which some answers keep busy for ever, and with "
+        "data=parquet without data.scorer, whose rows may be mathematics",
+        lambda c: isinstance(c.data, MixtureData) or c.data.scorer not in ("data.math:score", BY_ROW)
+        or c.reward.num_processes > 0, "Set reward.num_processes=2"),
     row("reasoning_gym_is_scored_apart", "reward.num_processes", "data.scorer",
         "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any answer",
         lambda c: c.data.scorer != "data.reasoning_gym:score" or c.reward.num_processes > 0,
@@ -134,8 +145,8 @@ RULES: tuple[Rule, ...] = (
     row("an_environment_has_its_rewards", "reward.weights", "data.environment",
         "must be empty with an environment, whose rewards are added up over an episode",
         lambda c: not c.data.environment or not c.reward.weights, "Leave it out, and weigh in the environment"),
-    row("a_mixture_scores_by_part", "data.scorer", "data.task", f"must be {_MIXTURE_SCORER} with data=mixture",
-        lambda c: not isinstance(c.data, MixtureData) or c.data.scorer == _MIXTURE_SCORER,
+    row("a_mixture_scores_by_part", "data.scorer", "data.task", f"must be {BY_ROW} with data=mixture",
+        lambda c: not isinstance(c.data, MixtureData) or c.data.scorer == BY_ROW,
         "Leave it out, and set `scorer` in the data of a part"),
     row("environment_is_a_class", "data.environment", "", "must be `module:Class`, or ''",
         lambda c: not c.data.environment or _names_a_function(c.data.environment), "Such as data.number_guessing:Game"),
@@ -167,9 +178,9 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.data.environment or c.algo.advantage != "remax", "Choose algo=rloo or algo=grpo"),
     a_mixture_has_parts,
     row("demonstrations_are_there", "warm_start.demonstrations", "warm_start.enabled",
-        "must be a .jsonl or .parquet file that exists",
+        f"must be a file that exists, {KINDS_OF_FILES}",
         lambda c: not c.warm_start.enabled or c.warm_start.demonstrations is None
-        or (Path(c.warm_start.demonstrations).suffix in (".jsonl", ".parquet")
+        or (DATA_FILE.fullmatch(Path(c.warm_start.demonstrations).name) is not None
             and expanded(c.warm_start.demonstrations).is_file()),
         "Give its path, or leave it out: a task's own solutions are shown then"),
     row("kept_rates_are_shares", "pass_rates.keep", "", _SHARES, lambda c: _goes_up(c.pass_rates.keep), _LIKE_SHARES),
