@@ -1,10 +1,14 @@
 """Demonstrations of one's own for the warm start, tokenized once: conversations, or prompts with completions.
 
-A row of the file (a line of .jsonl, a row of .parquet) is one of
+A row of the file is one of
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}     ShareGPT
+    {"prompt": [messages], "completion": [messages]}                                             TRL
+    {"instruction": ..., "input": ..., "output": ...}                                            Alpaca
     {"prompt": "plain text", "completion": "plain text"}
 
+A content is a text or a list of parts `{"type": "text", "text": ...}`; an answer may have `tool_calls` in place of it.
 Each turn of the assistant is learned, with the end token after it, and nothing else. A chat template may write a turn
 otherwise once another follows (some cut out what was thought): then what is learned is not what is sampled, so each
 prefix of a conversation must keep its tokens. The result has, for training and held out,
@@ -13,6 +17,7 @@ prefix of a conversation must keep its tokens. The result has, for training and 
     answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn
 """
 
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +43,11 @@ from rlcore.storage.publish import published_directory
 
 DEMONSTRATIONS_FORMAT = 1
 """Raise it when the columns of tokenized demonstrations change."""
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+_CONVERSATIONS = {"messages", "conversations", "instruction"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_NOT_SHOWN = ("tools", "history")
+"""Columns beside a conversation that belong to what the model sees, and are not put there."""
 MOST_HELD_OUT = 10
 """One row in so many is held out, at most."""
 _SOURCE = ("data.demonstrations", "data.sources", "data.tokenizer")
@@ -174,29 +183,87 @@ def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) ->
 # ---------------------------------------------------------------------- rows of the file
 
 
-def _messages(row: Record) -> list[dict[str, str]]:
-    """The row's messages, checked."""
-    messages = row.values.get("messages")
-    if not isinstance(messages, list) or not messages:
+def _messages(row: Record) -> list[dict[str, Any]]:
+    """The row's messages, checked: role, content as text, and what calls of tools have beside it."""
+    if left_out := [name for name in _NOT_SHOWN if row.values.get(name)]:
         raise DataError(
-            f"{row.where}: messages must be a list of messages with role and content, got {messages!r:.80}; repair or "
+            f"{row.where}: {left_out[0]} is not shown to the model, got {row.values[left_out[0]]!r:.80}; repair the "
+            "row: write it into the messages, and remove the column"
+        )
+    name, found = _conversation(row.values)
+    if not isinstance(found, list) or not found:
+        raise DataError(
+            f"{row.where}: {name} must be a list of messages with role and content, got {found!r:.80}; repair or "
             "remove it"
         )
-    for number, message in enumerate(messages):
-        role, content = (message.get(name) if isinstance(message, dict) else None for name in ("role", "content"))
-        if role not in ROLES:
-            raise DataError(
-                f"{row.where}: message {number}: role must be one of {', '.join(ROLES)}, got {role!r}; rename it, or "
-                "remove the row"
-            )
-        _require_text(content, f"{row.where}: message {number}: content")
+    if system := row.values.get("system"):
+        found = [{"role": "system", "content": system}, *found]
+    messages = [_message(entry, f"{row.where}: message {number}") for number, entry in enumerate(found)]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
         raise DataError(
             f"{row.where}: an assistant's turn must follow another one's, got the roles {', '.join(roles)}; there is "
             "nothing to learn: repair or remove it"
         )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return messages
+
+
+def _conversation(values: Mapping[str, Any]) -> tuple[str, Any]:
+    """What a row has its messages in, and these."""
+    for name in ("messages", "conversations"):
+        if name in values:
+            return name, values[name]
+    if "instruction" in values:
+        asked = [text for text in (values["instruction"], values.get("input")) if text]
+        question = "\n\n".join(asked) if all(isinstance(text, str) for text in asked) else None
+        answer = {"role": "assistant", "content": values.get("output")}
+        return "instruction and output", [{"role": "user", "content": question}, answer]
+    for name in ("prompt", "completion"):
+        if not isinstance(values.get(name), list):
+            return name, values.get(name)
+    return "prompt", [*values["prompt"], *values["completion"]]
+
+
+def _message(entry: Any, where: str) -> dict[str, Any]:
+    """A message as chat templates read it: without fields that are null, arguments of calls as an object."""
+    fields = {name: value for name, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
+    role = fields.get("role", _SHAREGPT_ROLES.get(fields.get("from", ""), fields.get("from")))
+    if role not in ROLES:
+        raise DataError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}; rename it, or remove the row")
+    calls = fields.get("tool_calls") or []
+    content = fields.get("content", fields.get("value", "" if calls else None))
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+            for part in content
+        ]
+        content = None if None in parts else "".join(parts)
+    _require_text(content, f"{where}: content")
+    message = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = [_call(call, f"{where}: tool_calls") for call in calls]
+    return message | {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool; its arguments may be JSON in a text, as in OpenAI's files."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise DataError(f"{where}: must have a name and arguments as an object each, got {call!r:.200}; repair it")
+    identity = {"id": call["id"]} if call.get("id") else {}
+    return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _words(message: Mapping[str, Any]) -> list[str]:
+    """What a template must write of an answer: its text, and the names of the tools that it calls."""
+    calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    return [word for word in (message["content"].strip(), *calls) if word]
 
 
 def _require_text(found: object, what: str) -> None:
@@ -213,14 +280,18 @@ def _require_text(found: object, what: str) -> None:
 
 def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
     """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
-    if "messages" in first.values:
+    values = first.values
+    has_both = {"prompt", "completion"} <= values.keys()
+    is_chat = has_both and not isinstance(values["prompt"], str)
+    if is_chat or not _CONVERSATIONS.isdisjoint(values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
-    if {"prompt", "completion"} <= first.values.keys():
+    if has_both:
         tokenizer = PromptTokenizer(tokenizer_dir, chat=False, short_way=False)
         return lambda rows: _completions(rows, tokenizer)
     columns = ", ".join(map(str, first.values)) or "none"
     raise DataError(
-        f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename them"
+        f"{first.where}: must have messages, conversations, instruction and output, or prompt and completion, got the "
+        f"columns {columns}; rename them"
     )
 
 
@@ -255,7 +326,7 @@ class _Conversations:
             for row, messages, texts in zip(rows, conversations, prefixes, strict=True)
         ]
 
-    def _prefixes(self, messages: list[dict[str, str]]) -> list[str]:
+    def _prefixes(self, messages: list[dict[str, Any]]) -> list[str]:
         """Up to each answer's first token, up to its end, and the whole: each begins with the one before."""
         render, found = self._tokenizer.render, []
         for place, message in enumerate(messages):
@@ -264,16 +335,16 @@ class _Conversations:
         return [*found, render(messages, opened=False)]
 
     def _tokenized(
-        self, where: str, messages: list[dict[str, str]], ids: list[bytes], texts: list[str]
+        self, where: str, messages: list[dict[str, Any]], ids: list[bytes], texts: list[str]
     ) -> Tokenized | None:
-        answers = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+        answers = [_words(message) for message in messages if message["role"] == "assistant"]
         if not all(answers):
             return None
         lengths: list[int] = []
         for number, answer in enumerate(answers):
             before, after, following = (2 * number, 2 * number + 1, 2 * number + 2)
             written = texts[after][len(texts[before]) :]
-            if not texts[after].startswith(texts[before]) or answer not in written:
+            if not texts[after].startswith(texts[before]) or any(word not in written for word in answer):
                 raise DataError(self._changed(where, number, "does not write it as it is"))
             if not (ids[after].startswith(ids[before]) and ids[following].startswith(ids[after])):
                 raise DataError(self._changed(where, number, "writes what came before it otherwise afterwards"))

@@ -96,7 +96,7 @@ def test_what_is_left_out_is_counted_by_reason(chat_tokenizer: Path, tmp_path: P
     [
         (
             {"messages": [{"role": "human", "content": "a"}]},
-            r"message 0: role must be one of system, user, assistant, got 'human'",
+            r"message 0: role must be one of system, user, assistant, tool, got 'human'",
         ),
         (
             chat("a", "b") | {"messages": [{"role": "user", "content": None}]},
@@ -110,6 +110,30 @@ def test_what_is_left_out_is_counted_by_reason(chat_tokenizer: Path, tmp_path: P
         ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]"),
         ({"messages": "a"}, r"messages must be a list"),
         ([1], r"must be a JSON object, got '\[1\]"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, r"message 0: role must be .*, got 'bot'"),
+        ({"conversations": "a"}, r"conversations must be a list of messages"),
+        ({"prompt": "a", "completion": "b"}, r"prompt must be a list of messages .*, got 'a'"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, r"completion must be a list .*, got 'b'"),
+        ({"instruction": "a", "output": None}, r"message 1: content must be text, got None"),
+        ({"instruction": "a", "input": 3, "output": "b"}, r"message 0: content must be text, got None"),
+        (
+            chat("a", "b") | {"tools": [{"type": "function"}]},
+            r"tools is not shown to the model, got \[\{.*; repair the row: write it",
+        ),
+        (chat("a", "b") | {"history": [["x", "y"]]}, r"history is not shown to the model, got \[\['x'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            r"message 0: content must be text, got None",
+        ),
+        (
+            {
+                "messages": [
+                    chat("a")["messages"][0],
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            r"message 1: tool_calls: must have a name and arguments as an object each, got \{'function'",
+        ),
     ],
 )
 def test_a_bad_row_is_refused_with_file_line_rule_and_remedy(
@@ -125,8 +149,74 @@ def test_a_bad_row_is_refused_with_file_line_rule_and_remedy(
     assert not list((tmp_path / "demonstrations").glob("*"))
 
 
+SHAPES = {
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi, ask me."}]},
+    "alpaca": {"instruction": "Hello", "input": "", "output": "Hi, ask me."},
+    "alpaca with an input": {"instruction": "Hello", "input": "you", "output": "Hi, ask me.", "history": []},
+    "parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Hi, ask me."}], "tool_calls": None},
+        ]
+    },
+    "trl": {"prompt": chat("Hello")["messages"], "completion": [{"role": "assistant", "content": "Hi, ask me."}]},
+    "a system's column": {**chat("Hello", "Hi, ask me."), "system": "Be short.", "tools": None},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_in_a_published_shape_is_the_conversation_that_it_means(
+    chat_tokenizer: Path, tmp_path: Path, shape: str, kind: str
+) -> None:
+    asked = "Hello\n\nyou" if shape == "alpaca with an input" else "Hello"
+    meant = chat(asked, "Hi, ask me.", system="Be short." if "system" in shape else "")
+    rows = [SHAPES[shape], json.loads(json.dumps(SHAPES[shape]).replace("Hi", "Well"))]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "shape.parquet")
+    else:
+        written(tmp_path / "shape.jsonl", rows)
+    plain = tokenized(written(tmp_path / "plain.jsonl", [meant, TALKS[0]]), chat_tokenizer)
+    found = tokenized(tmp_path / f"shape.{kind}", chat_tokenizer)
+    assert found.counts == {"train": 2, "validation": 0}
+    first, expected = (read_demonstrations(made.directory / "train.parquet")[0] for made in (found, plain))
+    assert list(first.token_ids) == list(expected.token_ids)
+    assert list(first.is_answer) == list(expected.is_answer)
+
+
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_of_tools_are_learned_as_the_template_writes_them(
+    trained_bpe: Tokenizer, chat_tokenizer: Path, tmp_path: Path
+) -> None:
+    def talk(arguments: object) -> dict[str, Any]:
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+        messages = [*chat("1+2?")["messages"], calling, {"role": "tool", "tool_call_id": "1", "content": "3"}]
+        return {"messages": [*messages, {"role": "assistant", "content": "It is 3."}]}
+
+    tokenizer = saved(trained_bpe, tmp_path / "calling", chat_template=CALLING)
+    file = written(tmp_path / "calls.jsonl", [talk('{"a": 1}'), talk({"a": 2}), talk("")])
+    found = tokenized(file, tokenizer)
+    decoder = AutoTokenizer.from_pretrained(tokenizer)
+    rows = read_demonstrations(found.directory / "train.parquet")
+    learned = [
+        decoder.decode([token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer])
+        for row in rows
+    ]
+    calls = ('{"a": 1}', '{"a": 2}', "{}")
+    assert learned == [f"<call>add{call}</call><|im_end|>It is 3.<|im_end|>" for call in calls]
+    with pytest.raises(DataError, match=r"line 1: the chat template .* drops or changes answer 0 .*write it as it is"):
+        tokenized(file, chat_tokenizer)
+
+
 def test_a_file_of_another_form_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"line 1: must have messages, or prompt and completion, got the columns text"):
+    with pytest.raises(DataError, match=r"line 1: must have messages, conversations, .*, got the columns text"):
         tokenized(written(tmp_path / "texts.jsonl", [{"text": "a"}]), chat_tokenizer)
 
 
