@@ -109,7 +109,7 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
             problems.append((name, expected, "nothing" if found is None else str(found)))
     for name, expected, check in _OPTIONAL:
         found = find_type(schema, name)
-        if found is not None and not check(found):
+        if found is not None and not pa.types.is_null(found) and not check(found):
             problems.append((name, expected, str(found)))
     # The fields of a missing parent need no lines of their own.
     missing = {name for name, _, got in problems if got == "nothing"}

@@ -44,7 +44,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Of one request to the hub; without an answer the cache decides.
 _ANSWER_TIMEOUT_S = 10.0
 _INDEX = re.compile(r"-?[0-9]+")
-_SHARD = re.compile(r"(?P<split>.+)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?P<kind>\..+)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _LONGEST_CELL = 2**31 - 1
@@ -143,31 +142,40 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
     """Files of a split in their order; () where there is none."""
     looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
-    found = [match for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
-    saved = folder / split / "state.json"
-    if saved.is_file() and not found:
-        return tuple(saved.parent / file["filename"] for file in json.loads(saved.read_text())["_data_files"])
-    if not found or [match[1] for match in found] == [split]:
-        return tuple(folder / match[0] for match in found)
-    pieces = {match[0]: _SHARD.fullmatch(match[0]) for match in found}
-    shards = {int(piece["number"]): piece for piece in pieces.values() if piece}
-    kinds = {(piece["split"], piece["count"], piece["kind"]) for piece in shards.values()}
-    if len(shards) < len(pieces) or len(kinds) > 1 or saved.is_file():
-        got = _shown([*pieces, *[f"{split}/"] * saved.is_file()])
-        raise DataError(
-            f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
-            f"{got}. Move elsewhere what does not count, so that no file is passed over"
-        )
-    count = int(next(iter(shards.values()))["count"])
-    first = 0 if 0 in shards else 1  # some count from 1
-    if missing := sorted(set(range(first, first + count)) - set(shards)):
+    found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
+    state = folder / split / "state.json"
+    if state.is_file() and not found:
+        saved = [f"{split}/{file['filename']}" for file in json.loads(state.read_text())["_data_files"]]
+        if absent := [name for name in saved if not (folder / name).is_file()]:
+            raise DataError(
+                f"data.source: {folder} lacks {_shown(absent)}, which {state} names; save the dataset again"
+            )
+        return tuple(folder / name for name in saved)
+    if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
+        return tuple(folder / name for name in found)
+    shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?P<kind>\..+)")
+    shards = {int(match["number"]): match for match in map(shard.fullmatch, found) if match}
+    of_one_kind = len({(match["count"], match["kind"]) for match in shards.values()}) == 1
+    if of_one_kind and len(shards) == len(found) and not state.is_file():
         one = next(iter(shards.values()))
-        absent = (f"{split}-{n:0{len(one['number'])}}-of-{one['count']}{one['kind']}" for n in missing)
-        raise DataError(
-            f"data.source: {folder} holds {len(shards)} of the {count} shards of {split}; missing: {_shown(absent)}. "
-            f"Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
-        )
-    return tuple(folder / shards[number][0] for number in sorted(shards))
+        count, first = int(one["count"]), 0 if 0 in shards else 1  # some count from 1
+        wanted = range(first, first + count)
+        if absent := [
+            f"{split}-{number:0{len(one['number'])}}-of-{one['count']}{one['kind']}"
+            for number in wanted
+            if number not in shards
+        ]:
+            raise DataError(
+                f"data.source: {folder} holds {count - len(absent)} of the {count} shards of {split}; missing: "
+                f"{_shown(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
+            )
+        if len(shards) == count:
+            return tuple(folder / shards[number][0] for number in wanted)
+    raise DataError(
+        f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
+        f"{_shown([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
+        "passed over"
+    )
 
 
 def _shown(names: Iterable[str]) -> str:
@@ -310,12 +318,8 @@ def _of_arrow(path: Path) -> Iterator[pa.RecordBatch]:
         with pa.memory_map(str(path)) as file:
             is_indexed = file.read(6) == b"ARROW1"
             file.seek(0)
-            if is_indexed:
-                reader = pa.ipc.open_file(file)
-                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-            else:
-                batches = iter(pa.ipc.open_stream(file))
-            for batch in batches:
+            reader = pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)
+            for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_indexed else reader:
                 yield from (batch.slice(start, ROWS_PER_GROUP) for start in range(0, batch.num_rows, ROWS_PER_GROUP))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as Arrow ({error}); it is damaged or cut short") from error

@@ -198,13 +198,14 @@ def test_words_without_a_token_in_a_prompt_are_told(scratch_tokenizer, artifacts
     [
         ("prompt", "text", r"column prompt: expected list of \{role: string, content: string\}, got string"),
         ("data_source", 3, r"column data_source: expected string, got int64"),
-        ("extra_info", {"split": "train"}, r"column extra_info.index: expected integer, got nothing"),
+        ("extra_info", "train", r"column extra_info: expected struct, got string"),
+        ("extra_info", {"solution": 3}, r"column extra_info.solution: expected string, got int64"),
         (
             "reward_model",
             {"style": "rule", "ground_truth": None},
             r"column reward_model.ground_truth: expected string, number, list or struct, got null",
         ),
-        ("reward_model", None, r"column reward_model: expected struct \{style, ground_truth\}, got null"),
+        ("reward_model", None, r"column reward_model: expected struct \{ground_truth\}, got null"),
     ],
 )
 def test_a_missing_or_mistyped_column_is_named(artifacts_root, tmp_path, column, value, told):
@@ -219,7 +220,7 @@ def test_every_broken_column_is_told_at_once(artifacts_root, tmp_path):
     with pytest.raises(DataError) as caught:
         build_dataset(written(tmp_path, broken, rows(2)), seed=1, root=artifacts_root)
     lines = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]]
-    assert lines == [f"column {name}" for name in ("data_source", "ability", "reward_model", "extra_info")]
+    assert lines == [f"column {name}" for name in ("data_source", "reward_model", "ability")]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """Records of files, rows in the row schema, and ground truths as JSON."""
 
+import codecs
+import csv
+import gzip
+import io
 import json
+import math
 import re
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 
 from data import sources
 from data.rows import Message, Row
@@ -24,132 +29,229 @@ from data.schema import (
 from data.sources import Record, digests, local_files, mapped_rows, parquet_rows, records, records_of
 from data.stage import StageResult, publish_mixture
 from rlcore.config import MappedData
-from rlcore.config.data import KINDS_OF_FILES, ParquetData
+from rlcore.config.data import ParquetData
 from rlcore.errors import DataError
 
 
 def test_a_column_is_a_text_or_a_number_and_may_be_a_field_of_another() -> None:
-    record = Record("x: line 1", {"a": {"b": " one "}, "n": 3, "f": 2.5, "t": True, "e": "  ", "z": 0})
-    assert [record.text(name) for name in ("a.b", "n", "f", "z")] == [" one ", "3", "2.5", "0"]
-    for name, got, remedy in (
-        ("t", "True", "repair or remove it, or name another column"),
-        ("e", "'  '", "repair or remove it, or name another column"),
-        ("a", "{'b': ' one '}", "name a part of it, such as a.b"),
-    ):
+    values = {"a": {"b": " one "}, "n": 3, "t": True, "e": "  ", "z": 0, "l": [{"c": "x"}, {"c": ["y"]}], "d.e": "flat"}
+    record = Record("x: line 1", values)
+    texts = {"a.b": " one ", "n": "3", "z": "0", "l.0.c": "x", "l.-1.c.0": "y", "l.-2.c": "x", "d.e": "flat"}
+    assert {name: record.text(name) for name in texts} == texts
+    columns = "a, n, t, e, z, l, d.e"
+    for name, got in (("t", "True"), ("e", "'  '")):
         told = (
-            f"x: line 1: column {name}: must be a text that is not empty or a number, got {got} "
-            f"(columns: a, n, f, t, e, z); {remedy}"
+            f"x: line 1: column {name}: must be a text that is not empty or a number, got {got} (columns: {columns}); "
+            "repair or remove it, or name another column"
         )
         with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
             record.text(name)
-    for name, has in (("a.b.c", "a.b is ' one '"), ("a.c", "a has b"), ("g", "columns: a, n, f, t, e, z")):
-        with pytest.raises(DataError, match=rf"^x: line 1: there is no column {name} \({has}\); name another"):
+    for name, part in (("a", "a.b"), ("l", "l.0"), ("l.1.c", "l.1.c.0")):
+        with pytest.raises(DataError, match=rf"column {name}: must be a text .*; name a part of it, such as {part}$"):
+            record.text(name)
+    for name, has in (
+        ("g", f"columns: {columns}"),
+        ("a.c", "a has b"),
+        ("a.b.c", "a.b is ' one '"),
+        ("l.2.c", "l has 2 entries"),
+        ("l.-3", "l has 2 entries"),
+        ("l.c", "l has 2 entries"),
+    ):
+        told = f"x: line 1: there is no column {name} ({has}); name another, or repair the row"
+        with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
             record.text(name)
 
 
-def test_numbers_are_written_as_people_write_them_and_nan_is_none() -> None:
-    numbers = {"a": 1e-05, "b": 1e16, "c": 76.0, "d": -0.1, "e": 1e22, "f": 12345678.9}
-    record = Record("x: line 1", {**numbers, "nan": float("nan"), "inf": float("-inf")})
-    assert [record.text(name) for name in numbers] == [
-        "0.00001", "10000000000000000", "76", "-0.1", "1" + "0" * 22, "12345678.9",
-    ]  # fmt: skip
-    for name in ("nan", "inf"):
-        with pytest.raises(DataError, match=rf"x: line 1: column {name}: must be .* a number, got -?(nan|inf) "):
-            record.text(name)
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (2.5, "2.5"),
+        (0.1, "0.1"),
+        (76.0, "76"),
+        (1e-05, "0.00001"),
+        (-1.5e-7, "-0.00000015"),
+        (1e16, "10000000000000000"),
+        (1e23, "100000000000000000000000"),
+        (12345678901234567890, "12345678901234567890"),
+    ],
+)
+def test_numbers_are_written_as_people_write_them(number: float, text: str) -> None:
+    assert Record("x", {"a": number}).text("a") == text
+    assert type(number)(text) == number
 
 
-def test_a_column_may_be_an_entry_of_a_list() -> None:
-    record = Record("x: line 1", {"messages": [{"content": "a"}, {"content": "b"}], "a.b": "whole"})
-    columns = ("messages.0.content", "messages.1.content", "messages.-1.content", "a.b")
-    assert [record.text(column) for column in columns] == ["a", "b", "b", "whole"]
-    with pytest.raises(DataError, match=r"there is no column messages\.2\.content \(messages has 2 entries\)"):
-        record.text("messages.2.content")
+def test_nan_and_infinity_are_no_references(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "a?", "answer": 1}\n{"question": "b?", "answer": NaN}\n')
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*, got nan \(columns"):
+        list(mapped_rows(MappedData(source=str(tmp_path)), 0).splits["train"])
+    (tmp_path / "train.jsonl").unlink()
+    pq.write_table(pa.table({"question": ["a?", "b?"], "answer": [1.0, -math.inf]}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: row 1: column answer: .*, got -inf \(columns"):
+        list(mapped_rows(MappedData(source=str(tmp_path)), 0).splits["train"])
+    with pytest.raises(
+        DataError, match=r"^ground_truth: NaN and infinity are no references, got \{'a': \[nan\]\}; rep"
+    ):
+        ground_truth_json({"a": [math.nan]})
 
 
-def test_a_folder_has_a_split_as_lines_or_as_parquet_files_in_their_order(tmp_path: Path) -> None:
+def test_a_folder_has_a_split_as_one_file_or_as_shards_in_their_order(tmp_path: Path) -> None:
     assert local_files("owner/name", ["train"]) is None
-    for name in ("b.jsonl", "a-00001-of-00002.parquet", "a-00000-of-00002.parquet", "ab.jsonl"):
+    for name in (
+        "b.csv.gz",
+        "a-00001-of-00002.parquet",
+        "a-00000-of-00002.parquet",
+        "ab.jsonl",
+        "a_more.json",
+        "c.txt",
+    ):
         (tmp_path / name).write_text(name)
-    found = local_files(str(tmp_path), ["a", "b"])
+    for number in range(1, 12):  # some count from 1, without zeros before
+        (tmp_path / f"d-{number}-of-11.jsonl").touch()
+    found = local_files(str(tmp_path), ["a", "b", "d", "a_more"])
     assert found == {
         "a": (tmp_path / "a-00000-of-00002.parquet", tmp_path / "a-00001-of-00002.parquet"),
-        "b": (tmp_path / "b.jsonl",),
+        "b": (tmp_path / "b.csv.gz",),
+        "d": tuple(tmp_path / f"d-{number}-of-11.jsonl" for number in range(1, 12)),
+        "a_more": (tmp_path / "a_more.json",),
     }
-    assert digests(str(tmp_path), ["b", "ab"]).keys() == {"b.jsonl", "ab.jsonl"}
+    assert digests(str(tmp_path), ["b", "ab"]).keys() == {"b.csv.gz", "ab.jsonl"}
     for subset, named in (("main", "owner/name/main"), ("", "owner/name")):
         assert digests("owner/name", ["a"], subset, "a" * 40) == {"hub": named, "commit": "a" * 40}
+    for number in range(1, 12):
+        (tmp_path / f"d-{number}-of-11.jsonl").unlink()
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "c.csv").touch()
     with pytest.raises(DataError) as error:
-        local_files(str(tmp_path), ["c", "a", "d"])
+        local_files(str(tmp_path), ["c", "a", "e"])
     assert str(error.value) == (
-        f"data.source: {tmp_path} lacks c and d, as {KINDS_OF_FILES}. Its data files: a-00000-of-00002.parquet, "
-        "a-00001-of-00002.parquet, ab.jsonl, b.jsonl. Put the files there, "
-        "rename them, or give the folder that has them"
+        f"data.source: {tmp_path} lacks c and e, as .jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow. "
+        "Its data files: a-00000-of-00002.parquet, a-00001-of-00002.parquet, a_more.json, ab.jsonl, b.csv.gz, "
+        "inner/c.csv. Put the files there, rename them, or give the folder that has them"
     )
     with pytest.raises(DataError) as error:
         local_files("no/such/folder", ["c", "d"])
     assert str(error.value) == (
         "data.source: must be a folder or a hub id (owner/name), got 'no/such/folder', which is neither. Give the "
-        f"folder that holds c and d as {KINDS_OF_FILES}"
+        "folder that holds c and d as .jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
     )
 
 
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["a-00000-of-00005.parquet"], r"holds 1 of the 5 shards of a; missing: a-00001-of-00005\.parquet, .*Fetch"),
-        (["a-00000-of-00003.parquet", "a-00002-of-00003.parquet"], r"holds 2 of the 3 .*missing: a-00001-of-00003\."),
-        (["a-00000-of-00001.parquet", "a-00000-of-00002.parquet", "a-00001-of-00002.parquet"], r"of one count"),
-        (["a.jsonl", "a.parquet"], r"got a\.jsonl, a\.parquet\. Move elsewhere what does not count"),
-        (["a.csv", "a-00000-of-00001.csv"], r"must be one file or folder, or all shards"),
-        (["a.jsonl", "a_1.jsonl"], r"got a\.jsonl, a_1\.jsonl"),
-        (["data/a-00000-of-00001.parquet"], r"lacks a, .* Its data files: data/a-00000-of-00001\.parquet\."),
+        (
+            ["a-00000-of-00005.parquet"],
+            "holds 1 of the 5 shards of a; missing: a-00001-of-00005.parquet, a-00002-of-00005.parquet, "
+            "a-00003-of-00005.parquet, a-00004-of-00005.parquet. Fetch them, or write the rows that shall count into "
+            "one file a.parquet",
+        ),
+        (
+            ["a-00000-of-00003.jsonl.gz", "a-00002-of-00003.jsonl.gz"],
+            "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl.gz. Fetch them",
+        ),
+        (["a-0-of-20.csv"], "missing: a-1-of-20.csv, a-2-of-20.csv, a-3-of-20.csv, a-4-of-20.csv, a-5-of-20.csv, "
+                            "a-6-of-20.csv, a-7-of-20.csv, a-8-of-20.csv and 11 more. Fetch"),
+        (
+            ["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
+            "a must be one file or folder, or all shards of one count and kind, got a-00000-of-00001.parquet, "
+            "a-00000-of-00002.parquet, a-00001-of-00002.parquet. Move elsewhere what does not count",
+        ),
+        (["a.jsonl", "a.parquet"], "got a.jsonl, a.parquet. Move elsewhere"),
+        (["a-00000-of-00001.parquet", "a-00000-of-00001.jsonl"], "got a-00000-of-00001.jsonl, a-00000-of-00001.par"),
+        (["a.jsonl", "a-00000-of-00001.parquet"], "got a-00000-of-00001.parquet, a.jsonl. Move"),
+        (["a.jsonl", "a (1).jsonl"], "got a (1).jsonl, a.jsonl. Move"),
+        (["a-00000-of-00001.parquet", "a-more.parquet"], "got a-00000-of-00001.parquet, a-more.parquet. Move"),
+        (["a_01.json", "a2.csv"], "got a2.csv, a_01.json. Move"),
+        (["a.csv", "a/state.json"], "got a.csv, a/. Move"),
+        (["a-00000-of-00002.parquet", "a-00002-of-00002.parquet"], "missing: a-00001-of-00002.parquet. Fetch"),
+        (["a-00000-of-00001.csv", "a-00001-of-00001.csv"], "got a-00000-of-00001.csv, a-00001-of-00001.csv. Move"),
     ],
-)
-def test_a_split_that_is_not_whole_or_not_alone_is_refused(tmp_path: Path, names: list[str], told: str) -> None:
+)  # fmt: skip
+def test_a_split_of_which_a_file_would_be_passed_over_is_refused(names: list[str], told: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError) as error:
         local_files(str(tmp_path), ["a"])
+    assert told in str(error.value)
+    assert str(error.value).startswith(f"data.source: {tmp_path}")
 
 
-def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
-    rows = [{"q": f'a, "b" {n}\u00e9\nc', "a": f"0{n}.10"} for n in range(20)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    table = Dataset.from_list(rows)
-    wanted = [row["a"] for row in rows]
-    found = {}
-    for kind in ("jsonl", "json", "jsonl.gz", "jsonl.zst", "json.gz", "csv", "csv.gz", "parquet", "arrow", "saved"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        file, raw = folder / f"train.{kind}", lines
-        if kind == "saved":
-            table.save_to_disk(folder / "train", num_shards=2)
-        elif kind == "parquet":
-            table.to_parquet(file)
-        elif kind == "arrow":
-            with pa.OSFile(str(file), "wb") as out, pa.ipc.new_file(out, table.data.table.schema) as writer:
-                writer.write_table(table.data.table)
-        else:
-            if kind.startswith("json.") or kind == "json":
-                raw = json.dumps(rows, indent=2).encode()
-            if kind.startswith("csv"):
-                raw = table.to_pandas().to_csv(index=False).encode()
-            if kind.endswith(("gz", "zst")):
-                raw = pa.compress(raw, "gzip" if kind.endswith("gz") else "zstd", asbytes=True)
-            file.write_bytes(raw)
-        found[kind] = [record.text("a") for record in records(str(folder), "train")]
-    assert found == dict.fromkeys(found, wanted)
+ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]
 
 
-def test_a_compressed_file_under_a_plain_name_is_read_and_a_cut_one_refused(tmp_path: Path) -> None:
-    raw = pa.compress(b'{"a": "1"}\n' * 1000, "gzip", asbytes=True)
-    file = tmp_path / "train.jsonl"
-    file.write_bytes(raw)
-    assert len(list(records(str(tmp_path), "train"))) == 1000
-    file.write_bytes(raw[:-20])
-    with pytest.raises(DataError, match=r"train\.jsonl: .*(damaged|cut short|no JSON)"):
-        list(records(str(tmp_path), "train"))
+def saved(folder: Path) -> dict[str, Path]:
+    """The rows in files of every kind."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    cells = io.StringIO(newline="")
+    csv.writer(cells).writerows([["q", "a"], *(row.values() for row in ROWS)])
+    plain = {"x.jsonl": lines, "x.json": json.dumps(ROWS, indent=2).encode(), "x.csv": cells.getvalue().encode()}
+    plain["pretty.jsonl"], plain["lines.json"] = plain["x.json"], lines
+    for name, content in list(plain.items()):
+        plain[f"{name}.gz"] = gzip.compress(content[:20]) + gzip.compress(content[20:])
+        plain[f"{name}.zst"] = pa.compress(content, codec="zstd", asbytes=True)
+    plain["named_so.jsonl"] = plain["x.jsonl.gz"]
+    plain["marked.csv"] = codecs.BOM_UTF8 + plain["x.csv"]
+    for name, content in plain.items():
+        (folder / name).write_bytes(content)
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "x.parquet")
+    with pa.ipc.new_file(folder / "x.arrow", pa.schema([("q", pa.string()), ("a", pa.string())])) as writer:
+        writer.write_table(pa.Table.from_pylist(ROWS))
+    return {name: folder / name for name in (*plain, "x.parquet", "x.arrow")}
+
+
+def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
+    files = saved(tmp_path)
+    assert len(files) == 19
+    for name, file in files.items():
+        assert [record.values for record in records_of(file)] == ROWS, name
+    places = {
+        name: [record.where.removeprefix(f"{files[name]}: ") for record in records_of(files[name])] for name in files
+    }
+    assert places["x.jsonl.gz"] == places["lines.json"] == ["line 1", "line 2"]
+    assert places["x.json"] == places["pretty.jsonl.zst"] == ["entry 0", "entry 1"]
+    assert places["x.csv"] == ["line 2", "line 4"], "the line where a row begins"
+    assert places["x.arrow"] == places["x.parquet"] == ["row 0", "row 1"]
+
+
+def test_what_save_to_disk_writes_is_a_folder_with_splits(tmp_path: Path) -> None:
+    both = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    )
+    both.save_to_disk(tmp_path, num_shards={"train": 2, "test": 1})
+    assert [record.values for record in records(str(tmp_path), "train")] == ROWS
+    assert [record.values for record in records(str(tmp_path), "test")] == ROWS[:1]
+    assert digests(str(tmp_path), ["train", "test"]).keys() == {
+        "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow", "test/data-00000-of-00001.arrow",
+    }  # fmt: skip
+    (tmp_path / "train" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"lacks train/data-00001-of-00002\.arrow, which .*/state\.json names"):
+        local_files(str(tmp_path), ["train"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("x.csv", b"q,a\n1,2\n3\n", "line 3: must have a cell for each column, got 1 for q, a; repair it"),
+        ("x.csv", b"q,a\n1,2\n\xff,3\n", "line 3: is no CSV ('utf-8' codec"),
+        ("x.csv", b'q,a\n1,2\n"3,4\n', "line 3: is no CSV (unexpected end of data)"),
+        ("x.csv", b"q,q\n1,2\n", "line 1: must name each column once, got q, q; rename one"),
+        ("x.json", b'[{"a": 1}, 2]', "entry 1: must be a JSON object, got '2'; repair or remove it"),
+        ("x.jsonl", b'[\n{"a": 1},\n', ": begins as a JSON array and is none (Expecting value: line 3"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-9], "cannot be read after line "),
+        ("x.arrow", b"ARROW1 and no more", "cannot be read as Arrow"),
+        ("x.txt", b"a", "must be .jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow, by its name"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_place(
+    name: str, content: bytes, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        list(records_of(tmp_path / name))
+    assert told in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / name}: ")
 
 
 def test_lines_are_counted_with_the_empty_ones_and_rows_through_all_batches(
@@ -234,7 +336,7 @@ def test_rows_of_parquet_files_are_as_they_are_and_broken_ones_told_by_their_num
         ({"prompt": [{"role": "user", "content": None}]}, "row 1: prompt must be messages with role and content, got"),
         (
             {"reward_model": None},
-            "row 1: reward_model.ground_truth must have a value, got nothing; repair or remove the row",
+            "row 1: reward_model.ground_truth must have a value, got nothing; repair or remove the",
         ),
     ):
         parquet(train, [ROW, ROW | broken], pa.int64(), prompt_form="text")

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data import custom
@@ -13,7 +15,7 @@ from flows.plan.checks import try_parts
 from flows.plan.plan import make_plan
 from rlcore.config import CustomData, ScratchModel
 from rlcore.config.compose import load_config
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.models.tokenizer import build_scratch_tokenizer
 
 OWN = """
@@ -252,3 +254,35 @@ def test_an_environment_that_fails_on_a_row_of_the_task(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"data\.environment: must .* got tried_out:{environment}, which {why}"):
         dry_run(f"data.environment=tried_out:{environment}", "warm_start.enabled=false", *task)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "words", "why"),
+    [
+        ("codecontests", '{"inputs": ["1"]}', (), r"^data\.scorer: must be given for .*data_source codecontests"),
+        (
+            "openai/gsm8k",
+            "18",
+            ("data.scorer=data.countdown:score",),
+            r"TypeError: the ground truth of countdown is \{",
+        ),
+        ("countdown", {"target": 3, "numbers": [1, 2]}, ("data.scorer=data.gsm8k:score",), r"KeyError: 'answer'"),
+        ("openai/gsm8k", "18", (), ""),
+    ],
+)
+def test_a_scorer_that_cannot_read_the_rows_ground_truth_is_told(
+    dry_run: Try, tmp_path: Path, source: str, truth: object, words: tuple[str, ...], why: str
+) -> None:
+    files = {name: tmp_path / f"{name}.parquet" for name in ("train", "validation")}
+    for name, file in files.items():
+        prompt = [{"role": "user", "content": f"{name}?"}]
+        row = {"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": truth}}
+        pq.write_table(pa.Table.from_pylist([row] * 8), file)
+    given = (f"data.{name}_file={file}" for name, file in files.items())
+    plain = ("data.template=text", "reward.num_processes=1", "filter.duplicates=keep", "warm_start.enabled=false")
+    words = ("data=parquet", *given, *plain, model(tmp_path / "model"), *words)
+    if not why:
+        dry_run(*words)
+        return
+    with pytest.raises(MillraceError, match=why):
+        dry_run(*words)
