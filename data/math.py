@@ -18,12 +18,11 @@ The library computes the answer, which for some never ends (`9^{9^{9}}`), so it 
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Rational
 
 from data.math_reading import COMMAND, LIST, LONGEST_CHARS, Said, expression_problem, number_in_words, read, read_words
 from data.written_numbers import Number, read_number
@@ -31,7 +30,7 @@ from rlcore.score import Score
 
 # Units are read here: math-verify takes 6m for 6.
 _LATEX = LatexExtractionConfig(
-    normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
+    normalization_config=replace(LatexExtractionConfig().normalization_config, units=False, boxed="none")
 )
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its time limit is off
@@ -167,9 +166,8 @@ def _states_number(wanted: Number, names: tuple[str, ...], answer: Said) -> bool
     own, said = _name(names), _name(left)
     if own and said and own != said:
         return False
-    gold = [Rational(wanted.value.numerator, wanted.value.denominator)]
     return all(
-        wanted.says(step) if (step := read_number(side.strip())) else _verified(gold, side)
+        wanted.says(step) if (step := read_number(side.strip())) else _verified(_parsed(str(wanted.value)), side)
         for side in left
         if not _has_letters(side)
     )
