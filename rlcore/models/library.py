@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         AutoTokenizer,
         DynamicCache,
         GenerationConfig,
+        GgufConfig,
         PreTrainedConfig,
         PreTrainedModel,
         PreTrainedTokenizerBase,
