@@ -221,7 +221,7 @@ def _published_model(config: RunConfig) -> str | None:
 
 
 def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
-    digest = dataset_fingerprint(config.data, config.seed, root)
+    digest = dataset_fingerprint(config.data, config.seed)
     place = dataset_directory(digest, root)
     manifest, damage = finished_or_why(place)
     rows = _again(damage) if manifest is None else _rows(manifest.values["counts"])

@@ -241,7 +241,7 @@ def _changed_files(config: RunConfig, layout: RunLayout) -> list[str]:
     except DataError:
         return []
     then = {} if inputs.dataset_directory is None else inputs_of(inputs.dataset_directory)
-    now = input_digests(config.data, layout.root) if then else {}
+    now = input_digests(config.data) if then else {}
     shown, file = inputs.demonstrations_directory, config.warm_start.demonstrations
     manifest = None if shown is None or file is None else read_manifest(shown)
     if manifest is not None and FILE_SHA256 in manifest.values:
