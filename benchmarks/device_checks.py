@@ -9,7 +9,6 @@ short_memory   an update that runs out of memory is done again in finer micro-ba
 handover       30 hand-overs without a false alarm; a stale layer, head, shard and prefix cache are each found
 logprobs       mean |engine's - trainer's| log-probability over the answers of a step
 correction     importance correction off, truncated and masked: the loss against sums by hand
-short_steps    answers with and without the short steps of vLLM's runner agree as well as two batches of vLLM's own do
 offload        moments and reference that wait on the host: equal numbers, less memory held on the device
 waits          the host waits for the GPU as often with many micro-batches as with few
 plan           the memory plan beside what each phase of a step held
@@ -35,7 +34,6 @@ from benchmarks.checks import (
     offload,
     plan,
     short_memory,
-    short_steps,
     waits,
     warm_start,
     wrong_handover,
@@ -50,7 +48,6 @@ ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
     "correction": numbers.correction,
     "short_memory": short_memory.check,
     "handover": wrong_handover.check,
-    "short_steps": short_steps.check,
     "offload": offload.check,
     "waits": waits.check,
 }

@@ -37,27 +37,13 @@ class StageResult:
     counts: Mapping[str, int]
 
 
-_EARLIER = {
-    "8a93323134a2bf94": "a63d37882c7559b8",  # countdown
-    "ad807e128fed6f65": "a09048efc44283de",  # gsm8k
-    "5f7fb572b8138239": "9538ab35cefd03fb",  # mapped, parquet
-    "87a0d28197fc1ae4": "73eafe51822f28ca",  # custom
-    "ba35954433e26383": "dcf37d3e29550884",  # reasoning_gym
-    "660931dc9aad1eb5": "8bf03f727474bf7c",  # filter
-    "39d2769bfbd191d7": "30f39456b8e733b5",  # demonstrations
-}
-"""Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
-that writes otherwise has no line here."""
-
-
 def source_digest(*modules: str) -> str:
     """Digest of the source of modules of this package, so that a change of the code changes the fingerprint."""
     digest = hashlib.sha256()
     for module in sorted(modules):
         path = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
         digest.update(module.encode() + b"\0" + path.read_bytes() + b"\0")
-    found = digest.hexdigest()[:16]
-    return _EARLIER.get(found, found)
+    return digest.hexdigest()[:16]
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:

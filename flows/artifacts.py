@@ -13,7 +13,6 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
-from flows.live import last_answers
 from flows.server.watch import few_retries
 from flows.work.open_run import OpenRun
 from flows.work.results import CI_ENDS, Judgement, with_interval
@@ -97,24 +96,10 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 
 def show_summary(run: OpenRun, now: str) -> None:
-    """Where the run stands, with its curves and its last answers."""
-
-    def text() -> str:
-        page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
-        curves = [f"### {title}\n\n![{title}]({address})" for title, address in run.followed.curves()]
-        answers = [_answer(one) for one in last_answers(run.layout)]
-        head = ["### last answers"] if answers else []
-        return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
-
-    _follow(run, "summary", text)
-
-
-def _answer(one: Mapping[str, Any]) -> str:
-    """An answer as a block of code, since a model's text is not Markdown."""
-    score = "no score" if one["score"] is None else f"score {one['score']:.3g}"
-    lines = [*one["prompt"].splitlines(), "→", *one["answer"].splitlines()]
-    head = f"{one['validation'] or 'training'}, step {one['step']}, {score}:"
-    return "\n".join([head, "", *(f"    {line}" for line in lines)])
+    """Show the run's progress and the link to its curves in MLflow."""
+    page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
+    text = "\n\n".join(part for part in (f"## {run.run_id}", now, page) if part)
+    _follow(run, "summary", lambda: text)
 
 
 def show_validation(run: OpenRun, judgement: Judgement) -> None:

@@ -22,7 +22,7 @@ import typer
 
 from flows import SOURCE_FOLDER
 from flows.commands import complete
-from flows.commands.settings import MOST_SLOTS, SLOWER_BY, Commands, composed_or_shown, root_folder
+from flows.commands.settings import MOST_SLOTS, Commands, composed_or_shown, root_folder
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 from rlcore.start import collect_rarely
@@ -245,23 +245,6 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
 ) -> None:
     """Judge models or checkpoints on suites. Figures have intervals; each model is paired with the first."""
-
-
-@command("commands.regression:run", "millrace regression countdown_demo", "millrace regression countdown_demo --accept")
-def regression(
-    experiment: Annotated[str, typer.Argument(help="A name in conf/experiment, or the path of a file.")],
-    overrides: Settings = None,
-    slower_by: Annotated[float, typer.Option(min=0, help="Share by which a step may take longer.")] = SLOWER_BY,
-    take: Annotated[
-        bool, typer.Option("--accept", help="Run nothing; hold later nights against the newest one, whatever it is.")
-    ] = False,
-    root: RootOfRun = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The verdict and its figures as JSON.")] = False,
-) -> None:
-    """Run an experiment anew, and judge it against its last good run. Better, same, worse or broken, and its speed.
-
-    Exit code 0 if it is as good as before or the first one, 3 if it is worse or slower, 1 if it is broken.
-    """
 
 
 @command("commands.run:report", "millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>")

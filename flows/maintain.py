@@ -4,22 +4,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from shlex import join, quote
-from typing import Annotated, Any
 
 from prefect import flow
-from prefect.client.schemas.objects import State
-from prefect.states import Completed
-from pydantic import Field
 
 from flows.artifacts import show
 from flows.chain import Stage
 from flows.commands import evaluate as evaluation
-from flows.commands import regression as nightly
-from flows.commands.settings import SLOWER_BY
-from flows.parameters import NO_WORDS, Experiment, Root, compose_settings
+from flows.parameters import NO_WORDS, Root
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
-from flows.tasks import as_task, emit, flow_run_name, tell, tell_command, tell_idle
+from flows.tasks import as_task, tell, tell_command
 from flows.work import runs as several
 from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
@@ -98,32 +92,3 @@ def evaluate(
     tell("\n".join(lines))
     show(found[0].folder.name, "evaluation", lambda: "\n".join(["```", *lines, "```"]))
     return [str(one.folder) for one in found]
-
-
-@flow(name="regression", flow_run_name=flow_run_name)
-def regression(
-    experiment: Experiment = None,
-    overrides: list[str] = NO_WORDS,
-    slower_by: Annotated[float, Field(ge=0)] = SLOWER_BY,
-    root: Root = None,
-) -> State[Any]:
-    """Run an experiment anew and judge it against its last good run; the verdict is the name of the run's last state.
-
-    Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
-        overrides: Settings as on the command line, such as trainer.total_steps=40.
-        slower_by: Share by which a step may take longer, such as 0.1, before it is told.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
-    """
-    settings = compose_settings(overrides, experiment, root=root)
-    name = settings.config.name
-    tell_command(join([*settings.command("regression"), f"--slower-by={slower_by}"]))
-    tell_idle(settings.idle())
-    with watched():
-        night, files = nightly.night(settings, as_task, slower_by=slower_by)
-    text = nightly.said(name, night)
-    tell(text)
-    page = f"{files.summary}\n\nFull page: `{files.html}`"
-    show(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
-    emit(f"regression.{night.word}", "regression", name, {"text": text})
-    return Completed(name=night.word.capitalize(), message=text)

@@ -5,9 +5,9 @@ python -m tests.notebook
 
 import json
 import re
+from pathlib import Path
 
-from tests.test_readme_tree import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
 
 

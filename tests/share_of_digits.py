@@ -12,13 +12,3 @@ LEARNING = ("warm_start.enabled=false", "data.scorer=tests.share_of_digits:score
 def score(text: str, ground_truth: Mapping[str, object]) -> float:
     """The share of digits among an answer's characters."""
     return sum(character.isdigit() for character in text) / max(len(text), 1)
-
-
-def half(text: str, ground_truth: Mapping[str, object]) -> float:
-    """Half of it: a scorer that has been changed without anybody meaning to."""
-    return score(text, ground_truth) / 2
-
-
-def raises(*given: object, **more: object) -> float:
-    """Fails on whatever it is given."""
-    raise ArithmeticError("it cannot be said")

@@ -18,7 +18,6 @@ from flows.plan.checks import check_evaluation
 from flows.progress import Display, display, display_for_console, shown_on
 from flows.stack.state import in_stack
 from flows.work.open_run import EVALUATION, open_run
-from flows.work.trainer import kept_between_runs
 from rlcore.config import RunConfig
 from rlcore.config.base import expanded
 from rlcore.config.compose import checked_config
@@ -165,8 +164,7 @@ def evaluate_all(
             "artifacts/runs/<run id> --suite gsm8k"
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
-    with kept_between_runs():
-        return [evaluate(model, config, command, do) for model, config in configs.items()]
+    return [evaluate(model, config, command, do) for model, config in configs.items()]
 
 
 def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
-from rlcore.start import uncollected
 from rlcore.storage.publish import write_text_atomically
 
 
@@ -42,8 +41,7 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
         show_memory(plan.memory)
     api = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
-    with uncollected():
-        from flows.pipeline import run_checked  # imports Prefect, while the server comes up
+    from flows.pipeline import run_checked  # imports Prefect, while the server comes up
 
     with flow_of_a_command(api, verbose=verbose):
         result = run_checked(settings)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 ROOT = "paths.root="
 MOST_SLOTS = 1_024
 """Of `millrace slots`: a lock on a file each."""
-SLOWER_BY = 0.1
-"""Default of `millrace regression --slower-by`: a step that takes more than a tenth longer is told."""
 
 
 class Commands(TyperGroup):

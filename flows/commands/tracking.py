@@ -79,7 +79,7 @@ def ui(root: Path, port: int | None) -> None:
     if running is not None:
         store = MlflowStore(tracking_in_stack(TrackingConfig(), root), root)
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
-        print(f"{_answers_pages(running.url)}\nLog in with {how_to_log_in(root)}")
+        print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
         return
     if port is not None and not is_free(port):
         raise MillraceError(
@@ -101,7 +101,7 @@ def ui(root: Path, port: int | None) -> None:
             os.environ.update(mlflow_client(login_of(root)))
             tracking = TrackingConfig(uri=recipe.url)
         page = MlflowStore(tracking, root).runs_url(recipe.url)
-        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\n{_answers_pages(recipe.url)}")
+        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nAnswers: {recipe.url}/answers/")
         print(f"Log in with {how_to_log_in(root)}", flush=True)
         code = server.wait()
         raise MillraceError(f"MLflow's server has ended by itself (exit code {code}).\n{end_of(str(log_file))}")
@@ -110,7 +110,3 @@ def ui(root: Path, port: int | None) -> None:
     finally:
         if server.poll() is None:
             end_server(psutil.Process(server.pid))
-
-
-def _answers_pages(url: str) -> str:
-    return f"Answers: {url}/answers/\nLive: {url}/answers/live"

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
-from flows.server.database import address_in, lay_out
+from flows.server.database import address_in
 from flows.server.launch import python_path, start_tethered
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
 from rlcore.errors import MillraceError
@@ -67,7 +67,6 @@ class LocalServer:
         # Two servers that make the database at the same time would get in each other's way.
         self._making = HeldLock(home / "server-start.lock", what=f"the Prefect database in {home}", wait_s=START_WAIT_S)
         self._making.__enter__()
-        lay_out(home)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

@@ -1,18 +1,14 @@
-"""The pages of a root's kept answers and of a run that goes on: beside MLflow's on its server, behind the same guard
-and login.
+"""The page of a root's kept answers: beside MLflow's on its server, behind the same guard and login.
 
     GET /answers/                     the page
     GET /answers/runs                 names of the runs that have answers on record
     GET /answers/find?run=&...        50 answers of a search (`Query.read`), and how many it has found
     GET /answers/one?run=&key=        one answer with its tokens
-    GET /answers/live                 the page of a run that goes on
-    GET /answers/now?run=             its state, curves and last answers; without `run`: of the one that wrote last
 
-A run may be named by the beginning of its id. The pages ask for what they show; nothing is written. What a
+A run may be named by the beginning of its id. The page asks for what it shows; nothing is written. What a
 model wrote goes out as JSON and into the page as text.
 """
 
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,9 +19,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flows.live import Followed, last_answers
-from flows.work.runs import named_run
-from flows.work.status import status_of
 from rlcore.answers.query import MOST_DIGITS, Query, find_answers, finite, num_answers, one_answer
 from rlcore.answers.store import LIGHT
 from rlcore.answers.tokens import pieces, tokenizer_of
@@ -38,8 +31,6 @@ ROWS = 50
 """Answers that the page asks for at a time."""
 SHOWN = 400
 """Characters of an answer in the list."""
-MOST_RUNS = 200
-"""Runs that the page of a run offers."""
 LISTED = [*LIGHT.names, "answer"]
 
 
@@ -55,19 +46,17 @@ def with_answers(root: Path, app: ASGIApp) -> ASGIApp:
 
 
 def answers_app(root: Path) -> Starlette:
-    """The pages of the runs under a root. A mistake in a request is a sentence for whoever asked."""
+    """The page of the runs under a root. A mistake in a request is a sentence for whoever asked."""
 
     def told(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400)
 
     runs = Runs(root)
     routes = {
-        "": lambda _: _page("answers.html.j2"),
-        "runs": lambda _: JSONResponse(runs.newest_first("*/answers/*.parquet")),
+        "": _page,
+        "runs": lambda _: JSONResponse(runs.newest_first()),
         "find": runs.find,
         "one": runs.one,
-        "live": lambda _: _page("live.html.j2"),
-        "now": runs.now,
     }
     return Starlette(
         routes=[Route(PREFIX + path, answer) for path, answer in routes.items()],
@@ -75,28 +64,25 @@ def answers_app(root: Path) -> Starlette:
     )
 
 
-def _page(template: str) -> Response:
+def _page(request: Request) -> Response:
     from rlcore.report.page import scripted_page
 
-    return HTMLResponse(scripted_page(template))
+    return HTMLResponse(scripted_page("answers.html.j2"))
 
 
 class Runs:
-    """The runs of a root and what is asked of them, by several threads."""
+    """The runs of a root and what is asked of them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._followed: dict[str, Followed] = {}
-        self._lock = threading.Lock()
 
-    def newest_first(self, *patterns: str) -> list[str]:
-        """The runs that have such files, those that wrote one last first."""
+    def newest_first(self) -> list[str]:
+        """The runs that have answers on record, those that wrote some last first."""
         newest: dict[str, float] = {}
-        for pattern in patterns:
-            for file in (self._root / "runs").glob(pattern):
-                name = file.relative_to(self._root / "runs").parts[0]
-                with suppress(OSError):  # it is deleted at this moment
-                    newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
+        for file in (self._root / "runs").glob("*/answers/*.parquet"):
+            name = file.relative_to(self._root / "runs").parts[0]
+            with suppress(OSError):  # it is deleted at this moment
+                newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
@@ -108,24 +94,6 @@ class Runs:
             return RunLayout(self._root, found[0])
         why = "is the beginning of several runs" if found else "is none of this root"
         raise DataError(f"run {name!r}: {why}")
-
-    def now(self, request: Request) -> Response:
-        """State, curves and last answers of a run; where there is none of the name, the runs to choose from."""
-        names = self.newest_first("*/settings.json", "*/metrics.jsonl")
-        name = request.query_params.get("run") or next(iter(names), "")
-        if not name:
-            return JSONResponse({"runs": []})
-        try:
-            layout = self._layout(name)
-            name = layout.run_dir.name
-            with self._lock:
-                if name not in self._followed:
-                    self._followed[name] = Followed(named_run([name], self._root)[0], layout.journal)
-                curves = self._followed[name].curves()
-        except DataError as error:
-            return JSONResponse({"error": str(error), "runs": names[:MOST_RUNS]}, 400)
-        found = {"runs": names[:MOST_RUNS], **status_of(layout.run_dir).to_json(), "curves": curves}
-        return JSONResponse(finite(found | {"answers": last_answers(layout)}))
 
     def find(self, request: Request) -> Response:
         """A page of the answers that a search finds."""

@@ -11,17 +11,13 @@ from pathlib import Path
 from shlex import quote
 
 from flows import SOURCE_FOLDER
-from flows.server.database import PREFECT_DATABASE
 from flows.stack import services
 from flows.stack.services import PortTakenError, answers, end_server, end_worker, say, start, wait_until_ready
 from flows.stack.state import (
-    MLFLOW_DATABASE,
     Databases,
     Service,
     StackState,
     read_stack,
-    require_same,
-    without_passwords,
     write_stack,
 )
 from rlcore.config.problems import masked
@@ -73,18 +69,21 @@ def up(root: Path, wishes: Wishes | None = None) -> StackState:
             _require_fit(root, recorded, wishes)
             ran_before = _running(recorded)
             try:
-                return _started(root, _with_databases(recorded, databases), wishes, databases)
+                return _started(root, recorded, wishes, databases)
             except BaseException:
                 _end(_running(read_stack(root)) - ran_before)
                 raise
     except MillraceError as error:
-        raise MillraceError(without_passwords(str(error), databases)) from None
+        raise MillraceError(masked(str(error))) from None
 
 
 def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases) -> StackState:
     state = _ensure(root, state, "prefect", partial(services.prefect_recipe, root, databases, wishes.prefect_port))
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
+    earlier = state.service("mlflow")
     state = _ensure(root, state, "mlflow", partial(services.mlflow_recipe, root, databases, wishes.mlflow_port))
+    if state.service("mlflow") != earlier:
+        state = replace(state, mlflow_database=masked(databases.mlflow))
     state = replace(state, mlflow_url=_url(state, "mlflow"), mlflow_version=version("mlflow"))
     if wishes.ray:
         state = _ensure(root, state, "ray", services.ray_recipe)
@@ -141,17 +140,14 @@ def _end(ended: Iterable[Service]) -> None:
 
 
 def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
-    """A server that is up is of the installed version, has the port that was asked for, and guards itself.
-
-    Millrace 0.1.0 began with servers that any web page could command; one of those may still be up.
-    """
+    """A server that is up is of the installed version and has the port that was asked for."""
     again = f"`millrace down --root {quote(str(root))}`"
     for name, was, port in (
         ("prefect", state.prefect_version, wishes.prefect_port),
         ("mlflow", state.mlflow_version, wishes.mlflow_port),
     ):
         service = state.service(name)
-        if service is None or (process := service.process()) is None:
+        if service is None or service.process() is None:
             continue
         if was and was != version(name):
             raise MillraceError(
@@ -163,18 +159,6 @@ def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
                 f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. {again} first, or "
                 "leave the port out."
             )
-        if services.SERVE not in process.cmdline():
-            raise MillraceError(
-                f"{name} is up (process {process.pid}) and asks nobody for a login: another Millrace has started it. "
-                f"{again}, then `millrace up` again."
-            )
-
-
-def _with_databases(state: StackState, databases: Databases) -> StackState:
-    prefect, mlflow = masked(databases.prefect), masked(databases.mlflow)
-    require_same(state.prefect_database, prefect, PREFECT_DATABASE)
-    require_same(state.mlflow_database, mlflow, MLFLOW_DATABASE)
-    return replace(state, prefect_database=prefect, mlflow_database=mlflow)
 
 
 def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], services.Recipe]) -> StackState:

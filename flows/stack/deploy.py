@@ -283,12 +283,9 @@ def _eased(one: Mapping[str, Any]) -> dict[str, Any]:
 BLOCK = "millrace-notify"
 ENDED_BADLY = "millrace: tell of a run that failed or waits"
 SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
-REGRESSED = "millrace: tell of a night that is not as the ones before"
 BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
 """States that people are told of. A flow run is Paused only while it waits, for room on a disk or for slots: of room
 the automation SHORT_OF_ROOM tells, also where no deployment has started the run."""
-TOLD_NIGHTS = ("broken", "worse", "slower", "better")
-"""Verdicts of a regression that people are told; better too, since nobody may have meant it."""
 ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 STARTED_AS_DEPLOYMENT = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
@@ -325,11 +322,9 @@ def notify(client: SyncPrefectClient, url: str | None, block: str | None) -> Non
     bad_ends = {f"prefect.flow-run.{end}" for end in BAD_ENDS}
     runs = at_once(expect=bad_ends, match=ANY_RUN, match_related=STARTED_AS_DEPLOYMENT)
     room = at_once(expect={"millrace.paused_for_disk"})
-    nights = at_once(expect={f"millrace.regression.{word}" for word in TOLD_NIGHTS})
     for name, trigger, document, (subject, body) in (
         (ENDED_BADLY, runs, OF_A_FLOW_RUN, WORDS_OF_A_FLOW_RUN),
         (SHORT_OF_ROOM, room, OF_A_RUN, WORDS_OF_A_RUN),
-        (REGRESSED, nights, OF_A_RUN, WORDS_OF_A_RUN),
     ):
         actions: list[CallWebhook | SendNotification] = []
         if hook is not None:

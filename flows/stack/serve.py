@@ -19,8 +19,6 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlcore.start import uncollected
-
 if TYPE_CHECKING:
     from flows.server.guard import Guard
 
@@ -36,8 +34,7 @@ def main() -> None:
     import uvicorn
 
     name, place = sys.argv[1:]
-    with uncollected():
-        app = _mlflow() if name == "mlflow" else _prefect(for_one_command=name == ONE_COMMAND)
+    app = _mlflow() if name == "mlflow" else _prefect(for_one_command=name == ONE_COMMAND)
     if name == ONE_COMMAND:
         uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
     else:

@@ -1,12 +1,9 @@
 """What `millrace up` has started under a root: `stack.json` there. A process is known by its id and its birth."""
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -14,7 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_TOO, PREFECT_SQLITE
 from flows.server.secret import login_of, mlflow_client
 from rlcore.config import RunConfig, TrackingConfig
-from rlcore.config.problems import masked
 from rlcore.errors import MillraceError
 from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import process_of
@@ -45,15 +41,14 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """All of it. `prefect_api_url`: for flows; `mlflow_url`: for people; databases without their passwords. `root`: the
-    folder that it was written to; '' in a record of an earlier Millrace.
+    """All of it. `prefect_api_url`: for flows; `mlflow_url`: for people; `mlflow_database`: without a password; `root`:
+    the folder that it was written to.
     """
 
     format_version: int = FORMAT_VERSION
     root: str = ""
     prefect_version: str = ""
     mlflow_version: str = ""
-    prefect_database: str = ""
     mlflow_database: str = ""
     prefect_api_url: str = ""
     mlflow_url: str = ""
@@ -88,7 +83,7 @@ def read_stack(root: Path) -> StackState:
             f"{path}: format_version must be {FORMAT_VERSION}, got {state.format_version}. Run `millrace down` with "
             "the Millrace that wrote it, then `millrace up`."
         )
-    return state if state.root in ("", str(root.resolve())) else StackState()
+    return state if state.root == str(root.resolve()) else StackState()
 
 
 def write_stack(root: Path, state: StackState) -> None:
@@ -98,12 +93,6 @@ def write_stack(root: Path, state: StackState) -> None:
 
 
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
-DRIVERS = {
-    PREFECT_DATABASE: ("postgresql+asyncpg://", "sqlite+aiosqlite://"),
-    MLFLOW_DATABASE: ("postgresql+psycopg://", "postgresql+psycopg2://", "postgresql://", "mysql+pymysql://",
-                      "sqlite://"),
-}  # fmt: skip
-"""How an address may begin: the drivers that each server can load."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -115,16 +104,9 @@ class Databases:
 
     @classmethod
     def chosen(cls, root: Path, environment: Mapping[str, str] = os.environ) -> "Databases":
-        """What the environment names, else files under the root.
-
-        Raises:
-            MillraceError: an address is of a kind that the server cannot use, or its driver is not installed.
-        """
+        """What the environment names, else files under the root."""
         prefect = environment.get(PREFECT_DATABASE) or environment.get(PREFECT_DATABASE_TOO)
         mlflow = environment.get(MLFLOW_DATABASE)
-        for key, address in ((PREFECT_DATABASE, prefect), (MLFLOW_DATABASE, mlflow)):
-            if address:
-                _check(key, address)
         files = cls(
             sqlite_address(root / "prefect" / DATABASE, PREFECT_SQLITE),
             sqlite_address(root / "mlflow.db"),
@@ -134,45 +116,6 @@ class Databases:
     def mlflow_is_the_file(self, root: Path) -> bool:
         """Whether runs under this root find their metrics in the database without being told where it is."""
         return self.mlflow == sqlite_address(root / "mlflow.db")
-
-
-def without_passwords(text: str, databases: "Databases") -> str:
-    """What a server has written, fit to be shown."""
-    for address in (databases.prefect, databases.mlflow):
-        for secret in (address, *_passwords(address)):
-            text = text.replace(secret, "***") if secret != masked(address) else text
-    return text
-
-
-def _passwords(address: str) -> set[str]:
-    found = re.match(r"^[\w+]+://[^:@/]*:(.*)@", address)
-    return set() if found is None or not found[1] else {found[1], unquote(found[1])}
-
-
-def require_same(recorded: str, chosen: str, key: str) -> None:
-    """Require that a stack keeps its databases: another one would show an empty history.
-
-    Raises:
-        MillraceError: the stack was begun with another database.
-    """
-    if recorded and recorded != chosen:
-        raise MillraceError(
-            f"{key}: must name the database that this stack was begun with, {recorded}; it now means {chosen}. Set it "
-            "as it was; or `millrace down`, delete stack.json, and `millrace up` begins with the other database."
-        )
-
-
-def _check(key: str, address: str) -> None:
-    known = DRIVERS[key]
-    if not address.startswith(known):
-        raise MillraceError(f"{key}: must begin with one of {', '.join(known)}; got {masked(address)}")
-    driver = urlsplit(address).scheme.partition("+")[2] or {"postgresql": "psycopg2"}.get(urlsplit(address).scheme, "")
-    if driver and find_spec(driver) is None:
-        raise MillraceError(
-            f"{key}: {masked(address)} needs the package {driver}, which is not installed. "
-            "In the checkout, pip install -c constraints.txt -e '.[postgres]' brings asyncpg (for Prefect) and psycopg "
-            "(for MLflow, as postgresql+psycopg://)."
-        )
 
 
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"

@@ -12,7 +12,6 @@ from pydantic import JsonValue
 from flows.server.watch import end_if_cancelled, end_if_suspended
 from flows.sweep.record import Member, PointRecord, members_of, sweep_directory, write_record
 from flows.tasks import tell
-from flows.work.trainer import end_kept
 from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep
 from rlcore.storage.locks import FileLock, HeldLock
@@ -237,7 +236,6 @@ class Drive:
             for task, error in self._work(self._claimed(to_do)):
                 self._take(task, error)
             if to_do:
-                end_kept()  # the others may wait for its slot
                 pause()
 
     def _claimed(self, to_do: list[Task]) -> Iterator[Task]:

@@ -50,7 +50,6 @@ from flows.sweep.result import (
 )
 from flows.tasks import CHECKED, as_task, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
-from flows.work.trainer import kept_between_runs
 from rlcore.config.compose import group_members
 from rlcore.config.fingerprint import run_id
 from rlcore.config.sweep import Budget
@@ -290,8 +289,7 @@ def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[W
     if on_workers:
         yield OnWorkers(parent, sweep_directory(sweep).parent.parent).work
         return
-    with kept_between_runs():
-        yield partial(work_here, mlflow_parent=parent)
+    yield partial(work_here, mlflow_parent=parent)
 
 
 def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> SweepResult:

@@ -11,7 +11,6 @@ from uuid import UUID
 import psutil
 
 from data.tasks import input_digests, inputs_of
-from flows.live import Followed
 from flows.stack.state import FLOW_RUN, log_in
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
@@ -66,12 +65,11 @@ class OpenRun:
         self.title = title or config.name
         self.layout = RunLayout.of(config)
         self.shown = Shown()
-        self.followed = Followed(config, self.layout.journal)
         self.has_lineage = False
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
         claim = Claim.of(config, self.layout.root, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim, runtime=config.runtime)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim)
 
     @property
     def run_id(self) -> str:

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -222,24 +222,6 @@ class HeldSlots:
         named = [devices[number] for number in self._locks if devices[number]]
         self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
         self.descriptors = [lock.fileno() for lock in self._locks.values()]
-
-    def handed_to(self, claim: "Claim") -> bool:
-        """Let another run go on with the same trainer and the same slots; False where others come before it, or its
-        root has slots of its own."""
-        wish = claim.wish
-        if not self._locks:
-            return not claim.slots.devices()
-        if claim.slots.folder != self._slots.folder:
-            return False
-        with self._slots.mutex():
-            state = self._slots.state()
-            if state.num_free < state.num_wanted_before(wish):
-                return False
-            self._wish = replace(wish, number=len(self._locks))
-            for lock in self._locks.values():
-                lock.write(self._wish.encoded())
-        self._slots.note("took", self._wish, slots=list(self._locks), waited_s=0.0)
-        return True
 
     def must_yield(self, *, at_once: bool = False) -> bool:
         """Whether runs of higher priority need these slots. `at_once`: whether one cannot wait for the chunk's end;

@@ -8,18 +8,16 @@ middle of a step, and a dead flow is seen as dead. It ends with us all the same:
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from flows.server.launch import python_path, start_tethered
 from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
 from flows.work.slots import Claim, HeldSlots
-from rlcore.config import RuntimeConfig
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
@@ -101,35 +99,6 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
-_spare: "list[_Child] | None" = None
-"""A trainer that has left its run and waits for the next one; None: none is kept."""
-
-
-@contextmanager
-def kept_between_runs() -> Iterator[None]:
-    """Inside the block a trainer that is done with a run serves the next, for to start one takes seconds of imports.
-
-    The next one has equal settings of `runtime`, with its ranks in that process. A trainer that has failed is never
-    kept; a block inside another shares its own.
-    """
-    global _spare
-    if _spare is not None:
-        yield
-        return
-    _spare = []
-    try:
-        yield
-    finally:
-        end_kept()
-        _spare = None
-
-
-def end_kept() -> None:
-    """End the trainer that is kept for the next run, whose slots other runs may wait for."""
-    while _spare:
-        _end_idle(_spare.pop())
-
-
 _stopping: "set[_Child]" = set()
 
 
@@ -150,7 +119,6 @@ class TrainerProcess:
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
         claim: the slots that the run waits for before the process is started.
-        runtime: settings with which the process is started; None: those of no run, as in tests.
         command: what is started; tests start something smaller.
     """
 
@@ -160,7 +128,6 @@ class TrainerProcess:
         *,
         stop_wait_s: float,
         claim: Claim,
-        runtime: RuntimeConfig | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -172,7 +139,6 @@ class TrainerProcess:
         self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
         self._claim = claim
-        self._runtime = runtime
         self._command = tuple(command)
         self._child: _Child | None = None
         self._is_told_to_end = False
@@ -224,18 +190,18 @@ class TrainerProcess:
 
     def let_go(self) -> None:
         """Tell an idle process to end, and go on: it takes seconds. `close` waits for it; a call starts another one."""
-        if self._child is None or self._is_told_to_end or (_spare is not None and self._has_its_ranks):
+        if self._child is None or self._is_told_to_end:
             return
         self._is_told_to_end = True
         with suppress(WorkerLostError):
             self._child.send(command_line("close"))
         self._child.held.release()  # the trainer has them until it has ended
 
-    def close(self, *, hand_on: bool = True) -> None:
-        """Tell an idle process to end, and wait until it has. `hand_on`: it may serve the next run instead."""
+    def close(self) -> None:
+        """Tell an idle process to end, and wait until it has."""
         child, self._child = self._child, None
         was_told, self._is_told_to_end = self._is_told_to_end, False
-        if child is None or (hand_on and not was_told and self._handed_on(child)):
+        if child is None:
             return
         try:
             if not was_told:
@@ -248,37 +214,12 @@ class TrainerProcess:
         finally:
             child.destroy()
 
-    @property
-    def _has_its_ranks(self) -> bool:
-        return self._runtime is None or self._runtime.backend == "local"
-
-    def _handed_on(self, child: "_Child") -> bool:
-        if _spare is None or _spare or self._command != TRAINER or not self._has_its_ranks:
-            return False
-        try:
-            child.send(command_line("leave"))
-            reply = self._wait_for_reply(child)
-        except (WorkerLostError, _YieldNow):
-            return False
-        except BaseException:
-            child.destroy()
-            raise
-        if isinstance(reply, Done):
-            _spare.append(child)
-        return isinstance(reply, Done)
-
     def _started(self) -> "_Child":
         if self._child is not None and (self._is_told_to_end or self._child.has_ended()):
             self._is_told_to_end = False
             self._let_end(self._child)
         if self._child is not None and self._child.held.must_yield():
-            self.close(hand_on=False)
-        if self._child is None:
-            spare = _spare.pop() if _spare and self._command == TRAINER else None
-            if spare is not None and (spare.runtime != self._runtime or not spare.held.handed_to(self._claim)):
-                _end_idle(spare)
-            elif spare is not None and spare.opened(self._run_dir):
-                self._child = spare
+            self.close()
         if self._child is None:
             held = self._claim.take(self._wait_in_line)
             try:
@@ -286,7 +227,7 @@ class TrainerProcess:
                     number = len(held.descriptors)
                     self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
                     self._reason = ""
-                self._child = _Child(self._command, self._run_dir, held, self._runtime)
+                self._child = _Child(self._command, self._run_dir, held)
             except BaseException:
                 held.release()
                 raise
@@ -366,7 +307,7 @@ class _YieldNow(BaseException):
 class _Child:
     """The process, its two pipes, its log and the slots that it has inherited."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, runtime: RuntimeConfig | None) -> None:
+    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots) -> None:
         log_file = _new_log(run_dir / "logs")
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
@@ -384,23 +325,12 @@ class _Child:
             os.close(child_writes)
         self.log = LogTail(log_file)
         self.held = held
-        self.runtime = runtime
         self._rest = b""
         self._oom_kills = num_oom_kills()
         self._last_step = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._replies_fd, selectors.EVENT_READ)
         self._at_end = False
-
-    def opened(self, run_dir: Path) -> bool:
-        try:
-            log_file = _new_log(run_dir / "logs")
-            self.send(command_line("open", settings=str(run_dir / "settings.json"), log=str(log_file)))
-        except (MillraceError, OSError):
-            self.destroy()
-            return False
-        self.log = LogTail(log_file)
-        return True
 
     def send(self, line: bytes) -> None:
         try:
@@ -470,16 +400,6 @@ class _Child:
         self._selector.close()
         os.close(self._commands_fd)
         os.close(self._replies_fd)
-
-
-def _end_idle(child: _Child) -> None:
-    try:
-        with suppress(MillraceError):
-            child.send(command_line("close"))
-        with suppress(subprocess.TimeoutExpired):
-            child.process.wait(TERMINATE_WAIT_S)
-    finally:
-        child.destroy()
 
 
 def _new_log(folder: Path) -> Path:

@@ -9,12 +9,12 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from pydantic import JsonValue
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 
 from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.shards import BaseRecord, load_shards
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.errors import CheckpointError
-from rlcore.models.library import AutoConfig, GenerationConfig
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, write_peft
 from rlcore.models.parallel import adapter_state, full_state

@@ -12,9 +12,6 @@ from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 FORMAT_VERSION = 1
 STATE = "state.json"
 """Its name in a checkpoint's folder."""
-FORMER_KEYS = frozenset({"mlflow_run_id", "attempt", "token_budget", "rng", "torch_rng"})
-"""What older checkpoints say too, and nothing ever read."""
-
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -60,7 +57,7 @@ class TrainerState(LoopState):
     journal_bytes: Count = 0
     """Length of metrics.jsonl with this step's line as its last."""
     journal_sha256: str = ""
-    """Of so many bytes of it; empty in checkpoints that are older than this entry."""
+    """Of so many bytes of it."""
     settings_fingerprint: str
     """Fingerprint of the settings that the numbers depend on."""
 
@@ -89,7 +86,7 @@ class TrainerState(LoopState):
                 "that wrote it."
             )
         try:
-            return _STATE.validate_python({key: value for key, value in document.items() if key not in FORMER_KEYS})
+            return _STATE.validate_python(document)
         except ValidationError as reason:
             first = reason.errors()[0]
             raise CheckpointError(
@@ -109,7 +106,7 @@ def journal_problem(state: TrainerState, journal: Path) -> str:
         size = journal.stat().st_size
         if size < wanted:
             return f"{journal}: was cut: it has {size} of the {wanted} bytes that it had at step {state.step}"
-        if state.journal_sha256 not in ("", sha256_of(journal, wanted)):
+        if state.journal_sha256 != sha256_of(journal, wanted):
             return f"{journal}: was changed: its first {wanted} bytes are not those that it had at step {state.step}"
     except FileNotFoundError:
         return f"{journal}: is lost: it had {wanted} bytes at step {state.step}"

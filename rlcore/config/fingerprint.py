@@ -10,8 +10,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlcore.config.base import covers, leaves
-from rlcore.config.model import WarmStartConfig
-from rlcore.config.rollout import RewardConfig
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -57,7 +55,6 @@ MAY_CHANGE: tuple[str, ...] = (
     "rollout.memory_share",
     "rollout.sleep_level",
     "rollout.enforce_eager",
-    "rollout.short_steps",
     "rollout.max_batched_tokens",
     "rollout.prefix_caching",
     "rollout.canary_bound",
@@ -65,8 +62,6 @@ MAY_CHANGE: tuple[str, ...] = (
 """Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`;
 `lasting_settings` says where `validation.suites` and `warm_start.steps_per_chunk` may not."""
 
-_UNSAID = leaves({"reward": RewardConfig().model_dump(mode="json")}).items()
-"""Lasting settings that are left out at these values: they were no part of earlier fingerprints."""
 _DIGITS = 16
 
 
@@ -103,17 +98,16 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
         name: value
         for name, value in found.items()
         # of the key and the sections in which it lies
-        if may_change.isdisjoint(accumulate(name.split("."), "{}.{}".format)) and (name, value) not in _UNSAID
+        if may_change.isdisjoint(accumulate(name.split("."), "{}.{}".format))
     }
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
         ]
     warm = config.warm_start
-    # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken. Earlier fingerprints had no
-    # such key: they stay with the default, and with one chunk alone.
+    # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken.
     is_chosen = warm.enabled and warm.stop_at_reward is None and warm.held_out_rows > 0
-    if is_chosen and WarmStartConfig().steps_per_chunk != warm.steps_per_chunk < warm.max_steps:
+    if is_chosen and warm.steps_per_chunk < warm.max_steps:
         lasting["warm_start.steps_per_chunk"] = warm.steps_per_chunk
     return lasting
 

@@ -43,9 +43,6 @@ class RolloutConfig(Section):
     memory, 2 cache and weights, which the next hand-over brings back."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
-    short_steps: bool = True
-    """On a GPU, do the steps in which every answer grows by one token by CUDA graphs around vLLM's own, on a release of
-    vLLM that this is made for. Off, with another release, or with an engine over several GPUs: vLLM's runner."""
     max_batched_tokens: Annotated[
         int | None, Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null")
     ] = Field(default=None, ge=1)
@@ -57,11 +54,6 @@ class RolloutConfig(Section):
     """After each hand-over to vLLM some prompts of the run are answered, and the log-probabilities compared with the
     trainer's: a mean absolute difference above this is told, and stops the run where a tensor could not be compared.
     None: 4 times that of the first hand-over, at least 0.0001 in float32 and 0.02 in bfloat16."""
-
-    @property
-    def asks_for_short_steps(self) -> bool:
-        """Whether vLLM on a GPU gets the graphs of `short_steps`."""
-        return self.engine == "vllm" and self.short_steps and not self.enforce_eager and self.tensor_parallel_size == 1
 
 
 class JudgeConfig(Section):

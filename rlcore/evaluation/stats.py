@@ -175,32 +175,3 @@ def paired_difference(
     gain = second - first
     (interval,) = bootstrap_intervals(gain.reshape(-1, 1), confidence=confidence, num_resamples=num_resamples)
     return PairedDifference(interval, wins=int((gain > 0).sum()), losses=int((gain < 0).sum()))
-
-
-def median_ratio(a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95) -> Interval:
-    """Median of `b / a` over pairs of positive values, with the interval that the sign test leaves.
-
-    For times, of which some are many times as long as the others: no outlier moves it, and nothing is assumed of their
-    distribution. The ends are the r-th smallest and the r-th largest ratio, r the largest with
-    P(Binomial(n, 1/2) < r) <= (1 - confidence) / 2 (Thompson 1936); 0 and infinity where n is too small for any.
-
-    Args:
-        a: [n], n >= 1, above 0.
-        b: [n], in the same order, above 0.
-        confidence: level of the interval, at least.
-
-    >>> median_ratio([1.0] * 9, [1.3] * 8 + [40.0], confidence=0.99)
-    Interval(value=1.3, low=1.3, high=40.0)
-    """
-    first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
-    if first.shape != second.shape or first.ndim != 1 or not first.size:
-        raise ValueError(f"a and b must be values of the same pairs, got {first.shape} and {second.shape}")
-    if not (np.isfinite(first) & np.isfinite(second) & (first > 0) & (second > 0)).all():
-        raise ValueError("a and b must be finite and above 0")
-    from scipy.special import bdtr  # P(Binomial <= k); here, since no trainer needs it
-
-    ratios = np.sort(second / first)
-    n = len(ratios)
-    rank = int(np.searchsorted(bdtr(np.arange(n), n, 0.5), (1.0 - confidence) / 2.0, side="right"))
-    ends = (ratios[rank - 1], ratios[n - rank]) if rank else (0.0, np.inf)
-    return Interval(float(np.median(ratios)), float(ends[0]), float(ends[1]))

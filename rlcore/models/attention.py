@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from rlcore.errors import ModelError
-from rlcore.models.library import AttentionInterface
 from rlcore.models.memory import to_device
 from rlcore.models.shared_prompts import Integers, SharedOrder, SharedPrompts
 

@@ -8,21 +8,21 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-
-from rlcore.config.model import TESTED, ModelConfig
-from rlcore.errors import ModelError
-from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import attempt, is_local, located
-from rlcore.models.library import (
+from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    no_progress_bars,
 )
+
+from rlcore.config.model import TESTED, ModelConfig
+from rlcore.errors import ModelError
+from rlcore.models.attention import ATTENTION_NAME
+from rlcore.models.hub import attempt, is_local, located
 from rlcore.models.nf4 import hold_in_4_bits
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
+from rlcore.models.progress_bars import no_progress_bars
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
 from rlcore.models.tokenizer import load_tokenizer
 

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional
-
-from rlcore.models.library import PreTrainedModel
+from transformers import PreTrainedModel
 
 BLOCK = 64
 """Weights that share a scale, along a matrix's rows."""

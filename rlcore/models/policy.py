@@ -7,10 +7,10 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import Array, AttentionChoice, PackedLayout, build_layout, causal_band, choose_attention
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
-from rlcore.models.library import DynamicCache, PreTrainedModel
 from rlcore.models.memory import to_device
 from rlcore.models.shared_prompts import Integers
 

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import torch
-
-from rlcore.config.model import ScratchModel
-from rlcore.models.library import (
+from transformers import (
     GenerationConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
-    no_progress_bars,
 )
+
+from rlcore.config.model import ScratchModel
+from rlcore.models.progress_bars import no_progress_bars
 
 
 def build_scratch_model(

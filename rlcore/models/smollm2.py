@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2
 from rlcore.errors import ModelError
-from rlcore.models.library import AutoModelForCausalLM, AutoTokenizer, GgufConfig, no_progress_bars
+from rlcore.models.progress_bars import no_progress_bars
 
 
 def write_smollm2(file: Path, directory: Path) -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import transformers
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from rlcore.config.model import ScratchModel
-from rlcore.models import library
 from rlcore.models.hub import attempt, hub_answers, located
-from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFast, cached_file
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
@@ -97,7 +98,7 @@ def _tokenizer_class(where: str) -> type[Any]:
     file = _file_of(where, "tokenizer_config.json")
     has_file = _file_of(where, "tokenizer.json") is not None
     is_plain = has_file and file is not None and is_plain_tokenizer(file)
-    return PreTrainedTokenizerFast if is_plain else library.AutoTokenizer  # which imports torch
+    return PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer  # which imports torch
 
 
 def _file_of(where: str, name: str) -> Path | None:

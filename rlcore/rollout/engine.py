@@ -12,7 +12,6 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import end_of_text_ids, load_policy
-from rlcore.start import uncollected
 from rlcore.types import Prompt, Rollout, SentOften
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
@@ -169,9 +168,8 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
         return NoEngine()
     end_of_text = end_of_text_ids(model_directory)
     if config.rollout.engine == "vllm":
-        with uncollected():
-            from rlcore.rollout.vllm.engine import VllmEngine
-            from rlcore.rollout.vllm.start import EngineShape
+        from rlcore.rollout.vllm.engine import VllmEngine
+        from rlcore.rollout.vllm.start import EngineShape
 
         max_model_len = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
         shape = EngineShape(model_directory, max_model_len, config.answers_together, device, dtype)

@@ -12,8 +12,6 @@ With the descriptors it serves commands, one JSON object a line, and answers in 
     {"command": "evaluate"}                                   # the model of step 0 on the suites, and train nothing
     {"command": "export", "checkpoint": "last"}
     {"command": "close"}
-    {"command": "leave"}                                      # end this run; the process waits for the next one:
-    {"command": "open", "settings": ".../settings.json", "log": ".../logs/trainer-1.log"}
 
     {"event": "progress", ...}  {"event": "note", "text": ...}
     {"event": "done", "command": ..., "result": {...}}
@@ -25,7 +23,6 @@ ends the process too (`rlcore.run.watchdog`): the next one goes on from the last
 """
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -38,20 +35,13 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError
-from rlcore.start import uncollected
+from rlcore.run.layout import RunLayout
+from rlcore.run.session import Session
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Report, end_at_once, say_and_end
 from rlcore.user_code import working_by
 
-with uncollected():
-    from rlcore.models.memory import release_cached_memory
-    from rlcore.run.layout import RunLayout
-    from rlcore.run.session import Session
-    from rlcore.run.stop import StopFlag
-    from rlcore.run.watchdog import Report, end_at_once, say_and_end
-
 EXIT_DONE, EXIT_FAILED = 0, 1
-LEFT = -1
-"""No exit code: the run is left, and the process waits for another one."""
-
 POLL_S = 0.25
 """Seconds between two checks whether a stop was asked for, while there is no command."""
 
@@ -123,8 +113,6 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
         name = str(arguments.pop("command", None))
         if stop() or name == "close":
             break
-        if name == "leave":
-            return LEFT
         try:
             result = COMMANDS[name](session, **arguments)
         except StopRequestedError as wish:
@@ -152,38 +140,15 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
     return {"event": "error", "command": command, "type": type(error).__name__, "message": message}
 
 
-def next_settings(channel: Channel, stop: StopFlag) -> Path | None:
-    """Wait for the next run: its settings, with our output in its log; None if there is none."""
-    gc.collect()  # what the last run held: a GPU's memory is needed by the next one
-    release_cached_memory()
-    channel.send({"event": "done", "command": "leave", "result": {}})
-    command = next(channel.commands(stop), None)
-    if command is None or command.get("command") != "open":
-        return None
-    log_fd = os.open(str(command["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(log_fd, stream.fileno())
-    os.close(log_fd)
-    return Path(command["settings"])
-
-
 def run(settings: Path, channel: Channel | None, report: Report) -> int:
-    """Serve one run after the other, or without a channel go through one; the exit code."""
+    """Serve a run until it is stopped, or without a channel go through it; the exit code."""
     stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
     stop.install()
-    while True:
-        code = run_one(settings, channel, report, stop)
-        if code != LEFT or channel is None:
-            return code
-        following = next_settings(channel, stop)
-        if following is None or stop():
-            return EXIT_DONE
-        settings = following
+    return run_one(settings, channel, report, stop)
 
 
 def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopFlag) -> int:
-    """Serve or go through one run; the exit code, or LEFT."""
+    """Serve or go through a run; the exit code."""
     config = RunConfig.model_validate_json(settings.read_bytes())
 
     def give_up(error: MillraceError) -> None:

@@ -107,7 +107,7 @@ def loopback_environment() -> Mapping[str, str]:
         folder.mkdir(mode=0o700)
     if problem := folder_problem():
         raise ConfigError(problem)
-    folder.chmod(0o700)  # one that an older Millrace has left is 0777
+    folder.chmod(0o700)  # one that is there may be open to others
     if not token.exists():
         write_secret_once(token, secrets.token_hex(32))
     token.chmod(0o600)

@@ -32,13 +32,11 @@ from rlcore.runtime.cluster import (
     store_bytes,
     unreachable,
 )
-from rlcore.start import collect_rarely, uncollected
+from rlcore.start import collect_rarely
 from rlcore.tracking.lineage import SOURCE_FOLDER
-
-with uncollected():  # a rank's process begins with these
-    from rlcore.workers.device import free_address, keep_freed_memory
-    from rlcore.workers.group import P, R
-    from rlcore.workers.worker import Worker
+from rlcore.workers.device import free_address, keep_freed_memory
+from rlcore.workers.group import P, R
+from rlcore.workers.worker import Worker
 
 ALL_FAIL_WAIT_S = 10.0
 """After one rank's error: time for the others to show whether a rank has died, which is then the cause."""

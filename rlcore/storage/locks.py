@@ -22,7 +22,7 @@ from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 
 POLL_S = 0.1
 BIRTH_TOLERANCE_S = 2.0
-"""The time at which a process started is computed from the time of boot, which is read anew each time."""
+"""Of a time of day, which psutil computes from the time of boot that it reads each time."""
 # A command line can hold a whole program; its beginning is enough to know it by.
 MAX_COMMAND_CHARS = 300
 
@@ -120,17 +120,18 @@ def birth_of(process: psutil.Process) -> float:
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return process.create_time()
-    return (1 << 32) + boot + ticks / os.sysconf("SC_CLK_TCK")  # beyond all times of day that earlier records have
+    return (1 << 32) + boot + ticks / os.sysconf("SC_CLK_TCK")  # beyond all times of day
 
 
 def process_of(pid: int, born: float) -> psutil.Process | None:
     """The process of this host with that id, while it lives. Another process may have the id by now: that is not it.
 
-    `born`: its `birth_of`, or as earlier records have it, its start in seconds since the epoch.
+    `born`: its `birth_of`.
     """
     try:
         process = psutil.Process(pid)
-        is_it = birth_of(process) == born or abs(process.create_time() - born) < BIRTH_TOLERANCE_S
+        found = birth_of(process)
+        is_it = found == born or (max(found, born) < 1 << 32 and abs(found - born) < BIRTH_TOLERANCE_S)
         return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None

@@ -56,8 +56,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a run's values go in MLflow, and how it is described there. `settings` is the run's settings as JSON;
-    `traces_per_step` says how many answers of a step go there as traces."""
+    """Where a run's values go in MLflow, and how it is described there. `settings` is the run's settings as JSON."""
 
     uri: str
     experiment: str
@@ -65,7 +64,6 @@ class Destination:
     run_id: str
     tags: Mapping[str, str]
     settings: Mapping[str, object]
-    traces_per_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

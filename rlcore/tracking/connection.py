@@ -1,24 +1,13 @@
-"""The connection to MLflow: which store, with which limits on waiting; its names, its errors explained, its server.
-
-    python -m rlcore.tracking.connection
-
-makes an empty store beside this Python's other files; `make` does so when it installs. A new store on sqlite begins
-with a copy. Without it, or with another version of MLflow, MLflow's migrations make the tables, which takes seconds.
-"""
+"""The connection to MLflow: which store, with which limits on waiting; its names, its errors explained, its server."""
 
 import logging
 import os
 import posixpath
 import re
-import shutil
-import sqlite3
-import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,10 +99,7 @@ def _make_store(database: Path) -> None:
     beside = database.with_name(f".tmp-{database.name}")
     for left in (beside, beside.with_name(f"{beside.name}-journal")):
         left.unlink(missing_ok=True)
-    if (made := prebuilt_store()).is_file():
-        shutil.copyfile(made, beside)
-    else:
-        _with_tables(sqlite_address(beside))
+    _with_tables(sqlite_address(beside))
     beside.replace(database)
 
 
@@ -124,24 +110,6 @@ def _with_tables(address: str) -> "MlflowClient":
     client = MlflowClient(address, address)
     client.search_experiments(max_results=1)
     return client
-
-
-def prebuilt_store() -> Path:
-    """Where the empty store of this installation and this MLflow is, if it was made."""
-    return Path(sys.prefix) / "share" / "millrace" / f"mlflow-{version('mlflow')}.db"
-
-
-def make_empty_store(target: Path) -> None:
-    """Have MLflow make it. Its default experiment is left out: each store makes one that names its own folder."""
-    _set_environment()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        _with_tables(sqlite_address(made))
-        with closing(sqlite3.connect(made)) as database:
-            database.execute("delete from experiments")
-            database.commit()
-        made.replace(target)
 
 
 def explain(error: BaseException, uri: str) -> str:
@@ -234,7 +202,3 @@ def mlflow_app(database: str, artifacts: str) -> "ASGIApp":
         initialize_backend_stores(database, database, CLIENTS_ASK_THE_SERVER)
     application: ASGIApp = app
     return application
-
-
-if __name__ == "__main__":
-    make_empty_store(prebuilt_store())

@@ -76,8 +76,7 @@ class TrackingState:
 
     `attempt` is the newest attempt that MLflow has a description of; `main_bytes` counts what has been delivered of
     `metrics.jsonl`; `settled_status` is the end of that attempt as MLflow has it; `num_failures` counts deliveries
-    that failed; `traced_step` is the last step whose sample of answers has been sent. Files of earlier versions have
-    more keys, which are ignored, and no `experiment`.
+    that failed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -88,7 +87,6 @@ class TrackingState:
     main_bytes: int = 0
     settled_status: FinalStatus | None = None
     num_failures: int = 0
-    traced_step: int = 0
 
 
 _STATE = TypeAdapter(TrackingState)
@@ -149,7 +147,6 @@ class Delivery:
             raise TrackingError(f"{journal}: is not there, so there is nothing to deliver. Put it back.") from error
         self._repeated = self._values_cut_off(history.cuts)
         self._refused: set[str] = set()
-        self._takes_traces = True
         self._batch_size = MAX_METRICS_PER_BATCH
 
     def close(self) -> None:
@@ -168,7 +165,6 @@ class Delivery:
             if self.state.attempt != self._attempt.number:
                 self._begin_attempt()
             self._send_journal()
-            self._send_traces()
         except Exception:
             # Perhaps the server cannot take so much at once before its time limit.
             self._batch_size = max(MIN_METRICS_PER_BATCH, self._batch_size // 2)
@@ -247,7 +243,7 @@ class Delivery:
         new = _create_run(self._run_dir, self._store, self._destination, self._attempt.time)
         self._store.set_tags(old, {SUPERSEDED_TAG: new})
         self._store.set_status(old, "KILLED")
-        self._save(mlflow_run_id=new, attempt=0, main_bytes=0, traced_step=0)
+        self._save(mlflow_run_id=new, attempt=0, main_bytes=0)
 
     def _values_cut_off(self, cuts: Mapping[int, str]) -> frozenset[tuple[int, str]]:
         """Step and name of all values in these files."""
@@ -282,30 +278,6 @@ class Delivery:
     def _send(self, points: "list[Metric]") -> None:
         for first in range(0, len(points), self._batch_size):
             self._store.client.log_batch(self._main_run_id(), metrics=points[first : first + self._batch_size])
-
-    def _send_traces(self) -> None:
-        """Send a sample of the answers that have been kept since; see `rlcore.tracking.traces`."""
-        per_step = self._destination.traces_per_step
-        if per_step == 0 or not self._takes_traces:
-            return
-        from mlflow.exceptions import RestException
-
-        from rlcore.tracking.traces import parts_to_trace, send
-
-        store, run_id = self._store, self._main_run_id()
-        try:
-            for step, rows in parts_to_trace(self._run_dir / "answers", self.state.traced_step, per_step):
-                times_s = {record.step: record.time for record in _records(self._run_dir / JOURNAL_FILE)}
-                send(store.uri, store.experiment_id, run_id, rows, times_s)
-                self._save(traced_step=step)
-        except FileNotFoundError:
-            pass  # A part was deleted or cut just now: the next turn lists them anew.
-        except (RestException, NotImplementedError) as error:
-            # A server that is too old, or that forbids it, must not keep the metrics waiting.
-            self._takes_traces = False
-            log.warning(
-                "MLflow does not take the answers as traces: %s. It gets the metrics.", explain(error, store.uri)
-            )
 
     def _points(self, record: Record | None, skip: frozenset[tuple[int, str]]) -> "list[Metric]":
         from mlflow.entities import Metric
@@ -342,7 +314,7 @@ class Delivery:
 
 def _of_store(state: TrackingState, target: Destination) -> TrackingState:
     """The state if it is of this store and experiment, else a fresh one: another gets everything from the beginning."""
-    is_there = state.uri == target.uri and state.experiment in ("", target.experiment)
+    is_there = state.uri == target.uri and state.experiment == target.experiment
     return state if is_there else TrackingState(uri=target.uri, experiment=target.experiment)
 
 
@@ -428,7 +400,6 @@ def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) ->
         experiment=config.tracking.experiment,
         artifact_root=os.fspath(root),
         run_id=run_dir.name,
-        traces_per_step=config.tracking.traces_per_step,
         tags={**lineage_tags(config, stage="train", run_id=run_dir.name), **tags},
         settings=config.model_dump(mode="json"),
     )

@@ -51,8 +51,7 @@ ENOUGH_TOKENS = 16_384
 """A token budget that is not worth more memory: the engine stays awake where this much is left beside it."""
 SHORT_PASS_TOKENS = 8_192
 """Tokens of vLLM's largest pass where its cache has no room for all answers: what a larger one keeps for itself the
-cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768
-(`benchmarks.lora_24gb`)."""
+cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768."""
 KEPT_FREE = 0.08
 """Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
 tensors on an H200 with room to spare), and what the plan gets wrong."""
@@ -332,9 +331,6 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
         held["critic: float32 weights"] = FULL * number // ranks
         if not config.critic.optim.offload:
             held["critic: moments"] = MOMENTS * number // ranks
-    if config.rollout.asks_for_short_steps:
-        # of the graphs around vLLM's own, which are not in its share and do not sleep
-        held["engine: logits of short steps"] = FULL * config.rollout.max_num_seqs * shape.vocab
     return held
 
 

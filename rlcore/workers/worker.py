@@ -28,7 +28,6 @@ from rlcore.models.parallel import adapter_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
-from rlcore.start import leave_uncollected
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, Reference
@@ -79,7 +78,6 @@ class Worker:
         self._meter = MemoryMeter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
-        self._is_frozen = False  # to the garbage collector, what is alive since the first update
         self._probe: tuple[Prompt, ...] = ()
 
     def setup(self, rendezvous: str) -> None:
@@ -119,7 +117,6 @@ class Worker:
         if hasattr(self, "_actor"):
             del self._actor
             self._critic = None
-            self._collect_again()
             gc.collect()  # their hooks and parameters refer to each other
             release_cached_memory()
         self._actor = Actor(config, self._model_directory, place, mesh)
@@ -253,9 +250,6 @@ class Worker:
         Raises:
             EngineError: the engine did not take them, or took them and computes with others; on all ranks.
         """
-        if self._num_updates and self._config.model.compile and not self._is_frozen:
-            leave_uncollected()
-            self._is_frozen = True
         self._version, self._num_updates = version, 0
         self._wake_engine()
         dtype = engine_dtype(self._config, self._place.dtype)
@@ -353,14 +347,8 @@ class Worker:
         self._actor.put_base_away()
         self._meter.engine_sleeps(False)
 
-    def _collect_again(self) -> None:
-        if self._is_frozen:
-            gc.unfreeze()
-            self._is_frozen = False
-
     def close(self) -> None:
         """Release the engine and leave the other ranks."""
-        self._collect_again()
         self._engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -10,7 +10,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.rank_balance import waiting
 from rlcore.batching import balance
 from rlcore.batching.balance import Dealer, Shares, Sizes, micro_batches, mini_batches, partition
 from rlcore.batching.pack import pack, select
@@ -173,6 +172,16 @@ def test_a_sequence_costs_its_operations() -> None:
     assert [6.0 * cost for cost in Sizes.of(everywhere, share_prompts=False).costs(SHAPE)] == [
         SHAPE.update_flops([length], vocabularies=1) for length in lengths
     ]
+
+
+def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
+    """Share of a pass in which a rank waits; shared out by cost, or by tokens without a shape."""
+    shares = Dealer(num_ranks=ranks, max_tokens=32_768, shape=shape).deal(batch, batch.num_sequences).whole
+    whole, by_rank = Sizes.of(batch, share_prompts=False).costs(SHAPE), []
+    for mine in shares.sequences:
+        parts = micro_batches(select(batch, mine), shares.num_micro, shape)
+        by_rank.append([sum(whole[mine[i]] for i in part) for part in parts])
+    return float(np.max(by_rank, axis=0).sum() / np.mean(np.sum(by_rank, axis=1)) - 1)
 
 
 @pytest.mark.parametrize(

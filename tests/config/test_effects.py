@@ -63,9 +63,6 @@ CASES = [
     *[("", "rollout.engine=vllm", f"rollout.{word}") for word in ("memory_share=0.3", "canary_bound=1",
                                                                  "sleep_level=1", "tensor_parallel_size=1")],
     ("rollout.engine=vllm runtime.device=cpu", "rollout.engine=vllm", "rollout.enforce_eager=true"),
-    ("rollout.engine=vllm rollout.enforce_eager=true", "rollout.engine=vllm", "rollout.short_steps=false"),
-    ("rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.num_workers=2 runtime.backend=ray",
-     "rollout.engine=vllm", "rollout.short_steps=false"),
     ("", "reward.num_processes=1", "reward.deadline_s=1"),
     ("", "data.scorer=data.judge:score", "reward.judge.tries=2"),
     ("", "data.environment=a:B", "episode.max_turns=3"),
@@ -84,7 +81,6 @@ CASES = [
     ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
     ("", "runtime.profile.first_step=2", "runtime.profile.max_mb=1"),
     ("tracking.enabled=false", "", "tracking.log_best=true"),
-    ("answers.every_steps=0", "", "tracking.traces_per_step=2"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from rlcore.config import RunConfig
 from rlcore.config.compose import CONF_DIR, GROUPS, experiment_names, group_members, load_config
 from rlcore.config.data import TASKS
-from rlcore.config.documents import RESOLVED_DIR, resolved_text, write_resolved
+from rlcore.config.documents import to_yaml
 
 
 @pytest.mark.parametrize("name", experiment_names())
@@ -23,35 +23,11 @@ def test_first_line_of_an_experiment_is_the_command_that_runs_it(name):
     assert first == f"# millrace run experiment={name}"
 
 
-@pytest.fixture(scope="module")
-def resolved(tmp_path_factory):
-    """A folder with the resolved settings as they are now; it had a file of an experiment that is gone."""
-    folder = tmp_path_factory.mktemp("resolved")
-    (folder / "gone.yaml").write_text("name: gone\n")
-    assert {file.stem for file in write_resolved(folder)} == set(experiment_names())
-    return folder
-
-
-@pytest.mark.parametrize("name", experiment_names())
-def test_resolved_settings_are_true(resolved, name):
-    file = RESOLVED_DIR / f"{name}.yaml"
-    assert file.is_file(), "run `make generated`"
-    assert file.read_bytes() == (resolved / file.name).read_bytes(), "run `make generated`"
-
-
 @pytest.mark.parametrize("load", [yaml.safe_load, lambda text: OmegaConf.to_container(OmegaConf.create(text))])
-def test_resolved_settings_read_back_as_the_same(load):
+def test_settings_as_yaml_read_back_as_the_same(load):
     """Both YAML readers agree on every value: 1e-06 is a number and "off" no boolean."""
-    text = resolved_text("verl_gsm8k_grpo")
-    assert RunConfig.model_validate(load(text)) == load_config([], experiment="verl_gsm8k_grpo")
-
-
-def test_no_resolved_file_is_left_over():
-    assert sorted(file.stem for file in RESOLVED_DIR.glob("*.yaml")) == list(experiment_names())
-
-
-def test_writing_resolved_settings_removes_what_is_gone(resolved):
-    assert {file.stem for file in resolved.iterdir()} == set(experiment_names())
+    config = load_config([], experiment="verl_gsm8k_grpo")
+    assert RunConfig.model_validate(load(to_yaml(config))) == config
 
 
 def test_every_member_of_every_group_composes():

@@ -10,7 +10,7 @@ from rlcore.config.algo import AlgoConfig, CriticConfig
 from rlcore.config.base import Bound, covers, expanded
 from rlcore.config.data import MappedData, ParquetData, PassRatesConfig, parts_of
 from rlcore.config.model import ModelConfig
-from rlcore.config.rollout import RolloutConfig, ValidationConfig
+from rlcore.config.rollout import ValidationConfig
 from rlcore.config.run import value_at
 from rlcore.config.suite import suite_settings
 from rlcore.config.trainer import DeadlineConfig, PathsConfig
@@ -42,21 +42,6 @@ def test_a_validation_is_due_at_both_ends_and_every_so_many_steps(every: int, du
 def test_the_longest_deadline_is_found() -> None:
     assert DeadlineConfig().longest_s() == 7_200.0
     assert DeadlineConfig(load_s=9_000).longest_s() == 9_000.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "asks"),
-    [
-        ({}, True),
-        ({"engine": "hf"}, False),
-        ({"short_steps": False}, False),
-        ({"enforce_eager": True}, False),
-        ({"tensor_parallel_size": 2}, False),
-    ],
-)
-def test_short_steps_are_asked_for_where_vllm_has_graphs_on_one_gpu(settings: dict[str, Any], asks: bool) -> None:
-    config = RolloutConfig.model_validate({"engine": "vllm", "short_steps": True, "enforce_eager": False} | settings)
-    assert config.asks_for_short_steps is asks
 
 
 @pytest.mark.parametrize(

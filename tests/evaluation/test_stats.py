@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rlcore.evaluation.stats import (
     bootstrap_intervals,
     majority,
-    median_ratio,
     paired_difference,
     pass_all_at_k,
     pass_at_k,
@@ -198,37 +197,3 @@ def test_values_that_have_no_mean_are_refused(values):
 def test_pairs_must_match():
     with pytest.raises(ValueError, match="same problems"):
         paired_difference([1.0], [1.0, 2.0])
-
-
-def accepts(ratios: list[float], median: float, confidence: float) -> bool:
-    """Whether the two-sided sign test accepts this median, by every way in which signs can fall."""
-    n, above = len(ratios), sum(ratio > median for ratio in ratios)
-    extreme = max(above, n - above)
-    ways = sum(max(sum(signs), n - sum(signs)) >= extreme for signs in itertools.product((0, 1), repeat=n))
-    return ways / 2**n > 1 - confidence
-
-
-@given(st.lists(st.integers(1, 1_000), min_size=1, max_size=11, unique=True), st.sampled_from([0.5, 0.9, 0.99]))
-def test_the_interval_of_a_median_ratio_is_what_the_sign_test_accepts(times, confidence):
-    found = median_ratio(np.full(len(times), 2.0), times, confidence=confidence)
-    ratios = sorted(time / 2 for time in times)
-    assert found.value == statistics.median(ratios)
-    between = [low + (high - low) / 2 for low, high in itertools.pairwise([0.0, *ratios, ratios[-1] * 2])]
-    accepted = [median for median in between if accepts(ratios, median, confidence)]
-    assert [found.low < median < found.high for median in between] == [median in accepted for median in between]
-
-
-def test_outliers_do_not_move_a_median_ratio_and_many_pairs_do_not_overflow():
-    rng = np.random.default_rng(0)
-    before = rng.gamma(4.0, 0.1, 3_000)
-    after = 1.3 * before * rng.lognormal(0.0, 0.2, 3_000)
-    after[:300] *= 50
-    found = median_ratio(before, after, confidence=0.99)
-    assert 1.25 < found.low < found.value < found.high < 1.4
-    assert median_ratio([1.0] * 7, [2.0] * 7, confidence=0.99).low == 0.0
-
-
-@pytest.mark.parametrize("times", [[], [0.0], [float("nan")]])
-def test_a_median_ratio_needs_times(times):
-    with pytest.raises(ValueError, match="must be"):
-        median_ratio(times, times)

@@ -93,12 +93,6 @@ def main() -> None:
         if command["command"] == "who":
             trainer.send(event="done", command="who", result={"pid": os.getpid(), "session": os.getsid(0)})
             continue
-        if command["command"] == "open":
-            continue
-        if command["command"] == "leave":
-            if trainer.behaviour == "leaves":
-                trainer.send(event="done", command="leave", result={})
-            continue  # the others take their time
         trainer.is_idle = False
         trainer.train(command["to_step"])
         trainer.is_idle = True

@@ -15,7 +15,6 @@ from typing import Any
 from flows.sweep.flow import sweep
 from flows.sweep.record import members_of, sweep_directory
 from flows.sweep.result import BEST_FILE
-from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep_load import load_sweep
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 
@@ -34,24 +33,23 @@ def main(root: Path) -> None:
         calls[what] = {"result": asdict(result), "sweep": document, "seconds": time.monotonic() - begun}
         print(what, f"{time.monotonic() - begun:.1f} s", flush=True)
 
-    with kept_between_runs():
-        obstacle = in_the_way(folder, root)
-        call("grid", "grid")
-        obstacle.unlink()
-        call("grid again", "grid")
-        call("list", "list")
-        call("random, one run", "random", max_runs=1)
-        call("random", "random")
-        call("paired", "paired")
-        call("optuna, three runs", "optuna", max_runs=3)
-        call("optuna", "optuna")
-        call("alone", "alone")
-        call("tracked", "tracked", ())
-        (best_in_the_way(folder, root)).mkdir(parents=True)
-        try:
-            call("spoiled", "spoiled", ())
-        except OSError as error:
-            calls["spoiled"] = str(error)
+    obstacle = in_the_way(folder, root)
+    call("grid", "grid")
+    obstacle.unlink()
+    call("grid again", "grid")
+    call("list", "list")
+    call("random, one run", "random", max_runs=1)
+    call("random", "random")
+    call("paired", "paired")
+    call("optuna, three runs", "optuna", max_runs=3)
+    call("optuna", "optuna")
+    call("alone", "alone")
+    call("tracked", "tracked", ())
+    (best_in_the_way(folder, root)).mkdir(parents=True)
+    try:
+        call("spoiled", "spoiled", ())
+    except OSError as error:
+        calls["spoiled"] = str(error)
     (root / "series.json").write_text(json.dumps(calls, indent=2, default=str))
 
 

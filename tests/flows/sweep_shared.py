@@ -16,7 +16,6 @@ from flows import chain
 from flows.sweep.drive import Drive, Task
 from flows.sweep.record import sweep_directory
 from flows.work.open_run import open_run
-from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.storage.publish import write_text_atomically
 from tests.share_of_digits import LEARNING
@@ -63,7 +62,7 @@ class Logged:
 
 def main(root: Path, name: str) -> None:
     sweep = shared_sweep(root)
-    with disable_run_logger(), kept_between_runs():
+    with disable_run_logger():
         Drive(sweep, sweep_directory(sweep), Logged(root, name).work, {}).run()
 
 

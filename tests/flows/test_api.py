@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import millrace
-from flows.work.trainer import kept_between_runs
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.layout import RunLayout
@@ -26,10 +25,9 @@ def test_the_notebook_is_true(
     shutil.copy(empty_store, tmp_path / "artifacts" / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    with kept_between_runs():  # one trainer for both: to start one takes seconds of imports
-        for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-            if cell["cell_type"] == "code":
-                exec("".join(cell["source"]), names)
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
     shown = capsys.readouterr().out
     assert "checkpoint after step 1:" in shown, "the trainer's events are shown"
     assert "warm-start: step 1/" in shown

@@ -138,7 +138,7 @@ def test_a_file_in_place_of_the_root(here: Here) -> None:
     assert done.err.startswith(f"paths.root: must be a folder, and {here.root} is none")
 
 
-@pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "gc", "down", "regression debug"])
+@pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "gc", "down"])
 def test_a_root_that_is_no_folder_is_refused_by_its_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -15,16 +14,12 @@ from typing import Any
 
 import pytest
 
-from flows.commands.regression import SERIES_TAG
-from flows.stack.control import Wishes, up
-from rlcore.config import TrackingConfig
-from rlcore.tracking.mlflow_store import MlflowStore
+from flows.stack.control import Wishes, status
+from flows.stack.state import read_stack
 from tests.flows.conftest import HELD, Millrace, ended, forked, numbers, wait_until
-from tests.flows.serving import serving
 from tests.flows.stack import ENDS, Stack, stack_up
 from tests.flows.sweep_series import in_the_way
 from tests.flows.sweep_specs import SPECS, UNTRACKED
-from tests.share_of_digits import LEARNING
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.lengthy, pytest.mark.timeout(1800)]
 
@@ -43,7 +38,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
         environment.setenv("PYTHONPATH", str(HELD))
         (root / "held").touch()
-        with stack_up(root) as stack:
+        with stack_up(root, Wishes(ray=True)) as stack:
             yield stack
 
 
@@ -132,44 +127,6 @@ def test_each_stage_runs_alone(stack: Stack) -> None:
             stack.wait(run, "COMPLETED")
     files = {path.name for path in stack.run_dir("clock").rglob("*")}
     assert {"before.json", "after.json", "report.html"} <= files
-
-
-# ---------------------------------------------------------------------- nights by a worker
-
-BLOCK = """
-import sys
-from prefect.blocks.notifications import SlackWebhook
-from pydantic import SecretStr
-SlackWebhook(url=SecretStr(f"json://{sys.argv[1].removeprefix('http://')}/")).save("team")
-"""
-
-
-def test_a_worker_runs_the_nights_and_tells_of_the_worse_one(stack: Stack) -> None:
-    told: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-    with serving(Handler) as server:
-        assert stack.python("-c", BLOCK, server).returncode == 0
-        up(stack.root, Wishes(notify_block="slack-webhook/team"))
-        runs = []
-        for scorer in (LEARNING[1], LEARNING[1], "data.scorer=tests.share_of_digits:half"):
-            night = stack.start("regression/debug", overrides=["name=watched", LEARNING[0], scorer])
-            runs.append(stack.wait(night, "COMPLETED"))
-        assert [run["state_name"] for run in runs] == ["First", "Same", "Worse"]
-        wait_until(lambda: told, "the block tells of the worse night")
-    assert [one["title"] for one in told] == ["watched: millrace.regression.worse"]
-    assert told[0]["message"] == runs[-1]["state"]["message"]
-    store = MlflowStore(TrackingConfig(), stack.root)
-    (series,) = store.find_runs({SERIES_TAG: "watched"})
-    nights = store.client.get_metric_history(series.info.run_id, "regression/verdict")
-    assert {point.step: point.value for point in nights} == {1: 0.0, 2: 0.0, 3: -1.0}
-    (artifact,) = stack.api.filter("artifacts", artifacts={"key": {"any_": ["regression-watched-nights"]}}, limit=1)
-    assert "worse" in artifact["data"]
 
 
 # ---------------------------------------------------------------------- sweeps on workers
@@ -338,6 +295,16 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
 
 
 # ---------------------------------------------------------------------- Ray
+
+
+def test_a_run_joins_the_ray_head_of_the_stack_and_no_file_has_the_login(stack: Stack) -> None:
+    assert {state for _, state in status(stack.root)} == {"up"}
+    head = read_stack(stack.root).service("ray")
+    assert head is not None
+    joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]
+    stack.wait(stack.start("train/local", overrides=joins), "COMPLETED")
+    assert sorted(numbers(stack.run_dir("on_head"))) == [0, 1]
+    stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
 def test_the_log_of_ray_workers_is_in_the_flow_runs_log(stack: Stack) -> None:

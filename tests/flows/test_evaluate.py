@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flows.commands.evaluate import evaluation_settings
-from flows.work.trainer import kept_between_runs
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -62,13 +60,6 @@ def test_each_suite_is_judged_at_its_own_steps_and_chooses_no_checkpoint(run: Sm
     assert "val-core/ends/reward/greedy" not in steps[0]
     saved = list_checkpoints(run.layout.checkpoints, verify_hashes=False)[-1].metrics
     assert {name.split("/")[1] for name in saved if name.startswith("val-core/")} == {"countdown"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_trainer() -> Iterator[None]:
-    """It serves an evaluation after the other: to start one takes seconds of imports."""
-    with kept_between_runs():
-        yield
 
 
 def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(

@@ -1,6 +1,5 @@
 """The pipeline as Prefect runs it: a real server, a real trainer, the debug experiment."""
 
-import base64
 import json
 import os
 import re
@@ -121,13 +120,6 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert summary.startswith(f"## {reference.run_dir.name}")
     assert "train: step 60/60" in summary
     assert f"[{reference.run_dir.name} in MLflow](" in summary
-    drawn = re.search(r"!\[reward\]\(data:image/svg\+xml;base64,([^)]+)\)", summary)
-    assert drawn is not None
-    _, held_out = re.findall(r'<polyline points="([^"]+)"', base64.b64decode(drawn[1]).decode())
-    assert len(held_out.split()) == 4, "a point for each validation"
-    assert "![entropy, nats a token](data:image/svg+xml;base64," in summary
-    assert len(re.findall(r"^training, step \d+, score [\d.]+:\n\n    ", summary, re.MULTILINE)) > 0, "its last answers"
-    assert len(summary) < 100_000
     of_the_summary = [one for one in shown if str(one["key"]).endswith("-summary")]
     assert len(of_the_summary) == 1, "it is changed, not made anew: the server keeps no history of it"
     assert "/runs/" in artifacts["mlflow"]

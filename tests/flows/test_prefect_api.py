@@ -2,18 +2,15 @@
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flows.server.database import empty_database, lay_out
 from tests.flows.conftest import REPOSITORY, Millrace, wait_until
 from tests.flows.serving import serving
 
@@ -48,33 +45,6 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
         assert [folder.name for folder in tmp_path.iterdir()] == [root.name]
         starter.send_signal(signal.SIGKILL)
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
-
-
-def made_in(folder: Path) -> Path:
-    made = folder / "share" / "made.db"
-    code = "import sys; from pathlib import Path; from flows.server.database import make; make(Path(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, str(made)], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert list(made.parent.iterdir()) == [made]
-    return made
-
-
-@pytest.mark.parametrize("is_installed", [True, pytest.param(False, marks=pytest.mark.lengthy)])  # the same, made anew
-def test_an_empty_database_is_made_once_and_a_new_home_begins_with_a_copy(tmp_path: Path, is_installed: bool) -> None:
-    """The installation has one, which `make` lets Prefect make in 5 s."""
-    made = empty_database() if is_installed and empty_database().is_file() else made_in(tmp_path)
-    home = tmp_path / "home"
-    home.mkdir()
-    assert lay_out(home, made)
-    with closing(sqlite3.connect(home / "prefect.db")) as database:
-        assert len(database.execute("select version_num from alembic_version").fetchall()) == 1
-        assert database.execute("select count(*) from flow_run").fetchone() == (0,)
-        database.execute("update alembic_version set version_num = 'mine'")
-        database.commit()
-    assert not lay_out(home, made), "what is there stays"
-    with closing(sqlite3.connect(home / "prefect.db")) as database:
-        assert database.execute("select version_num from alembic_version").fetchone() == ("mine",)
-    assert not lay_out(tmp_path, tmp_path / "there is none")
 
 
 @pytest.fixture

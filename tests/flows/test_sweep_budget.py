@@ -13,7 +13,7 @@ from flows.sweep.drive import Drive, Spending, Task
 from flows.sweep.record import best_of, sweep_directory
 from flows.sweep.study import Study
 from flows.work.slots import Claim, Slots, Wish
-from flows.work.trainer import TrainerProcess, kept_between_runs
+from flows.work.trainer import TrainerProcess
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.storage.locks import FileLock
@@ -105,8 +105,7 @@ def test_points_of_an_earlier_call_keep_their_scores_and_those_beyond_num_points
 
 def test_who_waits_for_a_run_of_another_process_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That process may wait for the slot."""
-    command = (sys.executable, SMALL_TRAINER, "leaves")
-    monkeypatch.setattr("flows.work.trainer.TRAINER", command)
+    command = (sys.executable, SMALL_TRAINER, "none")
     slots = Slots(tmp_path)
     slots.set_devices([""])
 
@@ -117,7 +116,6 @@ def test_who_waits_for_a_run_of_another_process_holds_no_slot(tmp_path: Path, mo
             held = Claim(slots, wish)
             with TrainerProcess(tmp_path / run_id, stop_wait_s=1, claim=held, command=command) as trainer:
                 trainer.call("train", to_step=1)
-            assert slots.look().num_free == 0, "the trainer waits for this process's next run"
             yield task, "no score"
 
     (tmp_path / "list.yaml").write_text(SPECS["list"])
@@ -135,6 +133,6 @@ def test_who_waits_for_a_run_of_another_process_holds_no_slot(tmp_path: Path, mo
 
     monkeypatch.setattr("flows.sweep.drive.pause", paused)
     drive.points.clear()
-    with disable_run_logger(), kept_between_runs():
+    with disable_run_logger():
         drive.run()
     assert waits == [1]

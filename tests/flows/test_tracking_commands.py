@@ -32,6 +32,7 @@ from flows.work.open_run import open_run
 from flows.work.runs import sync
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.evaluation.result import ValidationResult
+from rlcore.storage.locks import birth_of
 from rlcore.tracking.attempts import ATTEMPTS_FILE
 from rlcore.tracking.connection import explain, mlflow_name
 from rlcore.tracking.delivery import read_state
@@ -346,7 +347,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             folder = tmp_path / "runs" / name
             config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
             Tracker(folder, config, tags={}).log_step(3, {"a": 1.0})
-        server = Service("mlflow", os.getpid(), psutil.Process().create_time(), 1, stack, "", "")
+        server = Service("mlflow", os.getpid(), birth_of(psutil.Process()), 1, stack, "", "")
         ended = replace(server, born=server.born - 100)
         record = StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack)
         for service in (ended, server):  # another user may have the port of a server that has ended

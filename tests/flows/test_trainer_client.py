@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from flows.work.protocol import Event, Happening, Note, Progress
-from flows.work.slots import Claim, HeldSlots, Preempt, Slots, Wish
-from flows.work.trainer import WAITS, TrainerProcess, kept_between_runs
-from rlcore.config import RuntimeConfig
+from flows.work.slots import Claim, Preempt, Slots, Wish
+from flows.work.trainer import WAITS, TrainerProcess
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import read_faults
 
@@ -338,7 +337,6 @@ class Run:
         priority: int = 0,
         preempt: Preempt = "chunk",
         behaviour: str = "slow",
-        runtime: RuntimeConfig | None = None,
     ) -> None:
         self.to_steps = to_steps
         self.folder = root / name
@@ -349,7 +347,6 @@ class Run:
             on_event=self.events.append,
             stop_wait_s=WAIT_S,
             claim=claim(root, name, priority, preempt),
-            runtime=runtime,
             command=(sys.executable, SMALL_TRAINER, behaviour),
         )
         self.thread = Thread(target=self._train)
@@ -409,82 +406,6 @@ def test_an_error_of_ours_in_the_middle_of_a_step_lets_the_process_save(tmp_path
     with low.client, pytest.raises(MillraceError, match="the flow run was cancelled"):
         low.client.call("train", to_step=1_000)
     assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
-
-
-def test_between_two_runs_it_gives_the_slot_to_a_run_that_needs_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "slow"))
-    Slots(tmp_path).set_devices([""])
-    low, urgent = Run(tmp_path, "low", ()), claim(tmp_path, "urgent", 5, "now")
-    took: list[HeldSlots] = []
-    thread = Thread(target=lambda: took.append(urgent.take(lambda reason: None)))
-    with kept_between_runs():
-        low.client.call("train", to_step=1)
-        thread.start()
-        wait_until(lambda: bool(Slots(tmp_path).look().waiting))
-        low.client.close()
-    thread.join(WAIT_S)
-    took[0].release()
-
-
-def test_a_trainer_that_waits_for_the_next_run_ends_where_another_run_comes_before_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "leaves"))
-    Slots(tmp_path).set_devices([""])
-    first = Run(tmp_path, "first", (), behaviour="leaves")
-    other, last = claim(tmp_path, "other"), Run(tmp_path, "last", (), behaviour="leaves")
-    thread = Thread(target=lambda: other.take(lambda reason: None).release(), daemon=True)
-    with kept_between_runs():
-        first.client.call("train", to_step=1)
-        thread.start()
-        wait_until(lambda: bool(Slots(tmp_path).look().waiting))
-        first.client.close()
-        assert [wish.run_id for wish in Slots(tmp_path).look().holders.values()] == ["first"]
-        last.client.call("train", to_step=1)
-        last.client.close()
-    thread.join(WAIT_S)
-    assert [line["run_id"] for line in log_of(tmp_path, "took")] == ["first", "other", "last"]
-
-
-def test_a_trainer_whose_log_cannot_be_made_takes_no_slot_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "leaves"))
-    Slots(tmp_path).set_devices([""])
-    kept = Run(tmp_path, "kept", (), behaviour="leaves")
-    with kept_between_runs():
-        for name in ("first", "second"):  # a trainer of its own; the one that is kept
-            run = Run(tmp_path, name, (), behaviour="leaves")
-            (run.folder / "logs").touch()
-            with pytest.raises(FileExistsError):
-                run.client.call("train", to_step=1)
-            assert Slots(tmp_path).look().num_free == 1
-            kept.client.call("train", to_step=1)
-            kept.client.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_started"),
-    [
-        ([{"threads_per_worker": 1}] * 2, 1),
-        ([{"threads_per_worker": 1}, {"threads_per_worker": 2}], 2),
-        ([{"backend": "ray"}] * 2, 2),
-    ],
-)
-def test_a_trainer_serves_the_next_run_if_that_has_equal_settings_of_it_and_no_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[dict[str, Any]], num_started: int
-) -> None:
-    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "leaves"))
-    Slots(tmp_path).set_devices([""])
-    found = set()
-    with kept_between_runs():
-        for number, given in enumerate(settings):
-            run = Run(tmp_path, str(number), (), behaviour="leaves", runtime=RuntimeConfig(**given))
-            found.add(run.client.call("who")["pid"])
-            run.client.close()
-    assert len(found) == num_started
 
 
 def log_of(root: Path, what: str) -> list[dict[str, Any]]:

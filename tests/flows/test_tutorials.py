@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.stack.control import down
 from tests.flows.stack import Stack
 from tests.flows.test_documented_commands import BLOCK, REPOSITORY
 
@@ -97,13 +96,3 @@ def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
     settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout.engine=hf rollout.max_response_tokens=8"}
     told = go_through("real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
     assert "finished" not in told["millrace run experiment=smollm2_countdown --dry-run"]
-
-
-def test_a_group_that_shares_its_cards(tmp_path: Path) -> None:
-    try:
-        told = go_through("nightly.md", tmp_path, {}, {"countdown_demo": "debug", "total_steps: 60": "total_steps: 2"})
-    finally:
-        down(tmp_path / "artifacts")
-    assert "team-s2" in told["millrace runs"]
-    assert "3 of 3 points finished" in told["millrace sweep rates.yaml runtime.priority=-1"]
-    assert "first" in told["millrace regression team.yaml"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from rlcore.models.library import DynamicCache
 from tests.models.tiny import (
     CONFIGS,
     VOCAB,

@@ -588,7 +588,7 @@ def test_a_report_holds_no_password_of_an_address(tmp_path):
     typed = ("millrace", "run", "tracking.uri=http://me:SECRET@host", "tags.why=two words")
     Lineage(command=typed).write(tmp_path)
     assert "SECRET" not in (tmp_path / "lineage.json").read_text()
-    (tmp_path / "lineage.json").write_text(json.dumps({"command": typed}))  # as earlier versions wrote it
+    (tmp_path / "lineage.json").write_text(json.dumps({"command": typed}))  # as somebody may have written it
     words = page_of(build_report(tmp_path)).words
     assert "'tracking.uri=http://me:***@host' 'tags.why=two words'" in words
     assert "SECRET" not in words

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
 from rlcore.errors import DeviceMemoryError, EngineError
-from rlcore.models.library import DynamicCache
 from rlcore.models.load import end_of_text_ids, load_policy
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model

@@ -5,14 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import engine as vllm_engine
-from rlcore.rollout.vllm.engine import Span, VllmEngine, _Answer, _short_runner
-from rlcore.rollout.vllm.start import EngineShape
+from rlcore.rollout.vllm.engine import Span, VllmEngine, _Answer
 from rlcore.types import Prompt
 
 REQUESTS = [SamplingRequest(Prompt(4, (3, index), "countdown", "{}"), index, 1) for index in range(3)]
@@ -36,7 +33,7 @@ def engine() -> Any:
     """An engine whose vLLM was not started."""
     engine: Any = object.__new__(VllmEngine)
     engine.policy_version, engine._sleep_level, engine._asleep = 7, 0, False
-    engine._engine, engine.short_runner, engine._span = None, None, Span(1)
+    engine._engine, engine._span = None, Span(1)
     return engine
 
 
@@ -130,11 +127,11 @@ def test_a_stream_that_is_given_up_ends_what_is_being_written(engine: Any) -> No
 
 def test_a_vllm_that_gives_nothing_for_too_long_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "_MOST_IDLE_STEPS", 3)
-    core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
+    core = Core([said("r1", [5], "stop")], [], [], [], [said("r0", [5])])
     with pytest.raises(EngineError) as caught:
         list(writing(engine, core))
     assert str(caught.value) == "vLLM ended without an answer to 2 requests"
-    assert core.num_steps == 1 + 5 + 1 + 6, "3 steps and one for each token of the limit may give nothing"
+    assert core.num_steps == 1 + 3 + 1 + 4, "3 steps may give nothing"
     assert core.aborted == ["r0", "r2"]
 
 
@@ -142,29 +139,9 @@ def test_an_engine_that_may_not_sleep_stays_awake_and_closes_twice(engine: Any) 
     engine.sleep()
     engine._wake()
     assert (engine._asleep, engine.policy_version) == (False, 7)
-    ended: list[str] = []
-    engine.short_runner = SimpleNamespace(remove=lambda: ended.append("short steps"))
     engine.close()
     engine.close()
-    assert (ended, engine.short_runner) == (["short steps"], None)
 
 
 def test_a_rank_alone_has_its_own_requests() -> None:
     assert Span(1).gather(REQUESTS) == (REQUESTS, range(3))
-
-
-def test_short_steps_that_cannot_be_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    shape = EngineShape("nowhere", 8, 1, torch.device("cuda"), torch.float32)
-    config = RolloutConfig.model_validate({"engine": "vllm", "short_steps": True, "enforce_eager": False})
-    found: list[Any] = ["it needs one GPU", SimpleNamespace()]
-    monkeypatch.setattr(vllm_engine, "shorten_runner", lambda given: found[given])
-    assert _short_runner(0, shape, config) is None
-    assert _short_runner(1, shape, config) is found[1]
-    assert caplog.messages == ["rollout.short_steps: vLLM's own steps are used: it needs one GPU"]
-
-
-@pytest.mark.parametrize(("device", "settings"), [("cpu", {}), ("cuda", {"short_steps": False})])
-def test_short_steps_are_not_looked_for_without_a_gpu_or_a_wish(device: str, settings: dict[str, Any]) -> None:
-    shape = EngineShape("nowhere", 8, 1, torch.device(device), torch.float32)
-    config = RolloutConfig.model_validate({"engine": "vllm", "short_steps": True, "enforce_eager": False} | settings)
-    assert _short_runner(object(), shape, config) is None

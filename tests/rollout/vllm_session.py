@@ -26,8 +26,6 @@ from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.rollout.vllm.engine import VllmEngine
-from rlcore.rollout.vllm.short import runner_obstacle, runner_of
-from rlcore.rollout.vllm.short import scheduler as short_scheduler
 from rlcore.rollout.vllm.start import EngineShape, sleep_beside_others
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout, Score
@@ -171,8 +169,6 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     stopped.close()
     facts["after_a_stopped_stream"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
 
-    facts["short_steps"] = short_steps_facts(engine)
-    facts["short_runner"] = short_runner_facts(engine)
     engine.generate(long, SAMPLING, MAX_TOKENS)  # fills the prefix cache with the first weights
     engine.update_weights(weights_of(second), version=4)
     facts["handed_over"] = answers(engine.generate(long, SAMPLING, MAX_TOKENS))
@@ -187,54 +183,6 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["differing_when_right"] = differing(engine, weights_of(first))
     facts["differing_when_wrong"] = len(differing(engine, weights_of(second)))
     engine.close()
-    return facts
-
-
-def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
-    """The same answers with short steps and with vLLM's own alone; with room for all of them, without, and for five
-    times as many requests as there are places."""
-    scheduler = engine._engine.engine_core.engine_core.scheduler
-    most_tokens = 100  # answers that go over the end of a cache block
-    most_steps, short_scheduler._MOST_STEPS = short_scheduler._MOST_STEPS, 24
-    pool = scheduler.kv_cache_manager.block_pool
-    facts: dict[str, Any] = {}
-    for room in ("enough", "scarce", "many"):
-        requests = some_requests(40 if room == "many" else 8, 4, 118)
-        if room == "many":  # that end one after the other
-            requests = [replace(request, max_tokens=20 + i % 31) for i, request in enumerate(requests)]
-        held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
-        for way in ("short", "own"):
-            scheduler.short_steps_allowed = way == "short"
-            steps, preempting = scheduler.num_short_steps, scheduler.num_preempting_steps
-            found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
-            facts[f"{room} {way}"] = {
-                "answers": answers(found),
-                "logprobs": [rollout.behavior_logprobs.tolist() for rollout in found],
-                "reasons": [rollout.finish_reason for rollout in found],
-                "steps": scheduler.num_short_steps - steps,
-                "preempting": scheduler.num_preempting_steps - preempting,
-                "left": len(scheduler.requests),
-            }
-            engine._engine.reset_prefix_cache()
-        pool.free_blocks(held)
-    scheduler.short_steps_allowed = True
-    short_scheduler._MOST_STEPS = most_steps
-    return facts
-
-
-def short_runner_facts(engine: VllmEngine) -> dict[str, Any]:
-    """On a CPU vLLM's runner keeps its own steps, and it is known why."""
-    import vllm
-
-    runner = runner_of(engine._engine)
-    facts = {
-        "asked_for": SETTINGS.short_steps,
-        "own": engine.short_runner is None and not {"execute_model", "sample_tokens"} & vars(runner).keys(),
-        "obstacle": runner_obstacle(runner),
-    }
-    release, vllm.__version__ = vllm.__version__, "0.99.1"
-    facts["obstacle_to_another_release"] = runner_obstacle(runner)
-    vllm.__version__ = release
     return facts
 
 

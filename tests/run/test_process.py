@@ -1,6 +1,5 @@
 """The trainer process: its channel, the commands of a whole run, and what ends it, in this process."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,10 +15,9 @@ from rlcore.config import PassRatesConfig, PathsConfig, RunConfig, TrainerConfig
 from rlcore.errors import DataError, MillraceError, StopRequestedError
 from rlcore.run import process
 from rlcore.run.layout import RunLayout
-from rlcore.run.process import Channel, next_settings, run, serve, whole_run
+from rlcore.run.process import Channel, serve, whole_run
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
-from tests.storage.test_publish import num_open
 
 Event = Mapping[str, object]
 
@@ -79,7 +77,6 @@ def test_commands_are_answered_until_the_last_one() -> None:
     assert served(session, train, {**train, "at_most": 4}) == (0, [done, done])
     assert session.called == [{"to_step": 3}, {"to_step": 3, "at_most": 4}]
     assert served(session, {"command": "close"}, train) == (0, [])
-    assert served(session, {"command": "leave"}, train) == (-1, [])
     assert len(session.called) == 2
 
 
@@ -186,47 +183,6 @@ def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pyt
     assert "nobody reads the replies any more; going on until the next checkpoint" in caplog.text
 
 
-def test_the_next_run_is_taken_with_its_log(pipes: Pipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (tmp_path / "before.log").open("w") as out, (tmp_path / "errors.log").open("w") as err:
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "stderr", err)
-        print("of the run before")
-        following = {"command": "open", "settings": "next/settings.json", "log": str(tmp_path / "next.log")}
-        os.write(pipes.commands, json.dumps(following).encode() + b"\n")
-        before = num_open()
-        assert next_settings(pipes.channel, Asked()) == Path("next/settings.json")
-        assert num_open() <= before
-        print("of the next run")
-        print("and its errors", file=sys.stderr)
-        monkeypatch.undo()
-    assert (tmp_path / "before.log").read_text() == "of the run before\n"
-    assert sorted((tmp_path / "next.log").read_text().splitlines()) == ["and its errors", "of the next run"]
-    assert os.read(pipes.replies, 1000) == b'{"event": "done", "command": "leave", "result": {}}\n'
-    os.write(pipes.commands, json.dumps({**following, "command": "train"}).encode() + b"\n")
-    assert next_settings(pipes.channel, Asked()) is None
-    assert next_settings(pipes.channel, Asked(True)) is None
-
-
-@pytest.mark.parametrize("following", [None, Path("second")])
-def test_no_run_follows_where_none_is_asked_for_or_a_stop_is(
-    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, following: Path | None
-) -> None:
-    seen: list[Path] = []
-    installed: list[StopFlag] = []
-
-    def one(settings: Path, *given: Any) -> int:
-        seen.append(settings)
-        assert len(seen) == 1
-        return -1
-
-    monkeypatch.setattr(process, "run_one", one)
-    monkeypatch.setattr(process, "next_settings", lambda channel, stop: following)
-    monkeypatch.setattr(StopFlag, "install", lambda flag: installed.append(flag))
-    monkeypatch.setattr(StopFlag, "__call__", lambda flag: following is not None)
-    assert run(Path("first"), pipes.channel, lambda event: None) == 0
-    assert (seen, len(installed)) == ([Path("first")], 1)
-
-
 @pytest.mark.parametrize("served", [True, False])
 def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, served: bool, caplog: pytest.LogCaptureFixture
@@ -305,32 +261,6 @@ def test_the_command_line_of_the_process(
         process.main()
     assert refused.value.code == 2
     assert "the following arguments are required: --settings" in capsys.readouterr().err
-
-
-def test_a_run_without_a_channel_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    codes = [-1, 0]
-    monkeypatch.setattr(process, "run_one", lambda *given: codes.pop(0))
-    monkeypatch.setattr(StopFlag, "install", lambda flag: None)
-    assert run(tmp_path / "settings.json", None, lambda event: None) == -1
-    assert codes == [0]
-
-
-@pytest.mark.parametrize("codes", [[-1, -1, 1], [-1, 0], [75]])
-def test_runs_follow_each_other_until_one_is_not_left(
-    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, codes: list[int]
-) -> None:
-    seen: list[Path] = []
-    following = [Path("second"), Path("third")]
-
-    def one(settings: Path, *given: Any) -> int:
-        seen.append(settings)
-        return codes[len(seen) - 1]
-
-    monkeypatch.setattr(process, "run_one", one)
-    monkeypatch.setattr(process, "next_settings", lambda channel, stop: following.pop(0))
-    monkeypatch.setattr(StopFlag, "install", lambda flag: None)
-    assert run(Path("first"), pipes.channel, lambda event: None) == codes[-1]
-    assert seen == [Path("first"), Path("second"), Path("third")][: len(codes)]
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])

@@ -14,8 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from rlcore.run.process import Channel, next_settings
-from rlcore.run.stop import StopFlag
 from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_settings
 from tests.small_run import SmallRun
 
@@ -148,15 +146,3 @@ def test_a_stop_between_two_commands_saves_what_is_ahead_of_the_last_checkpoint(
     assert rest["code"] == 0, said(run)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
-
-
-def test_a_trainer_that_no_run_follows_ends(tmp_path: Path) -> None:
-    """The flow has gone, or asks for something else than the next run."""
-    for said_last in (b"", b'{"command": "train"}\n'):
-        read, write = os.pipe()
-        os.write(write, said_last)
-        os.close(write)
-        channel = Channel(read, os.open(tmp_path / "replies", os.O_WRONLY | os.O_CREAT))
-        assert next_settings(channel, StopFlag(lambda: None)) is None
-        channel._replies.close()
-        os.close(read)

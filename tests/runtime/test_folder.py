@@ -55,7 +55,7 @@ def test_the_folder_and_its_secret_are_this_users_alone(private: Path) -> None:
 
 def test_a_folder_that_others_could_write_to_is_closed(private: Path) -> None:
     private.mkdir()
-    private.chmod(0o777)  # as an older Millrace left it
+    private.chmod(0o777)
     cluster.loopback_environment()
     assert mode(private) == 0o700
 

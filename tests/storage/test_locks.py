@@ -263,7 +263,10 @@ def test_a_holder_in_words_says_where_it_has_ended() -> None:
     assert str(NAMELESS) == "process 0 on an unknown host since  (another process that has not said its name yet)"
 
 
-def test_a_process_is_known_by_its_id_and_the_time_of_its_start() -> None:
+def test_without_the_id_of_a_boot_a_process_is_known_by_its_id_and_the_time_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "absent")
     born = psutil.Process().create_time()
     for seconds, is_it in ((0, True), (1.9, True), (-1.9, True), (2.1, False), (-2.1, False)):
         assert (process_of(os.getpid(), born + seconds) is not None) == is_it
@@ -277,9 +280,10 @@ def test_a_process_is_known_after_the_clock_was_set_and_not_after_another_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = Holder.me()
-    old = replace(me, born=psutil.Process().create_time())
+    begun = psutil.Process().create_time()
     assert 2**32 <= me.born < 2**33 + 1e9
-    assert me.process() == old.process() == psutil.Process()
+    assert me.process() == psutil.Process()
+    assert replace(me, born=begun).process() is None, "a time of day"
     assert replace(me, born=me.born + 0.01).process() is None, "a tick later"
     # What setting the clock by an hour does: the time of boot that the kernel tells is another.
     lines = [
@@ -290,14 +294,13 @@ def test_a_process_is_known_after_the_clock_was_set_and_not_after_another_boot(
     (tmp_path / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-        assert abs(psutil.Process().create_time() - old.born - 3600) < 2
+        assert abs(psutil.Process().create_time() - begun - 3600) < 2
         assert me.process() is not None
-        assert old.process() is None, "the start alone does not tell"
     (tmp_path / "boot_id").write_text("ffffffff-0000\n")
     monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "boot_id")
     assert me.process() is None
     monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "absent")
-    assert birth_of(psutil.Process()) == old.born, "as on other systems"
+    assert birth_of(psutil.Process()) == begun, "as on other systems"
 
 
 def test_of_a_long_command_line_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The record of a run's attempts and the state of its delivery on disk. No MLflow."""
 
-import json
 import os
 import socket
 from dataclasses import replace
@@ -119,18 +118,9 @@ def test_an_alarms_roll_back_begins_another_line_of_steps_whichever_checkpoint_i
     assert (history.line, history.cuts) == (2, {3: "cut-2"})
 
 
-def test_attempts_of_an_earlier_version_repeat_their_steps(tmp_path: Path):
-    history_of(tmp_path, begun(1, 0, 0), begun(2, 0, 0, "cut-1"))
-    path = tmp_path / "attempts.jsonl"
-    path.write_text(path.read_text().replace(',"repeats":true', "").replace(',"traces_per_step":0', ""))
-    history = read_history(path)
-    assert {attempt.destination.traces_per_step for attempt in history.attempts} == {0}
-    assert (history.line, history.cuts, len(history.attempts)) == (0, {2: "cut-1"}, 2)
-
-
 def test_a_run_of_which_nothing_was_delivered_has_a_fresh_state(tmp_path: Path):
     fresh = TrackingState(format_version=1, uri="", mlflow_run_id=None, attempt=0, main_bytes=0,
-                          settled_status=None, num_failures=0, traced_step=0)  # fmt: skip
+                          settled_status=None, num_failures=0)  # fmt: skip
     assert read_state(tmp_path) == fresh
 
 
@@ -139,15 +129,6 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path):
     assert change_state(tmp_path, lambda _: state) == state
     assert read_state(tmp_path) == state
     assert not list(tmp_path.glob(".tmp*"))
-
-
-def test_a_state_of_an_earlier_version_is_read(tmp_path: Path):
-    earlier = {"format_version": 1, "uri": "u", "mlflow_run_id": "r", "superseded_run_ids": ["o"], "attempt": 2,
-               "attempt_run_id": "a", "lost_attempt_run_ids": [], "described_attempt": 2, "control_bytes": 9,
-               "committed_bytes": 70, "main_bytes": 70, "live_bytes": 90, "delivered_ahead": [[3, "a"]],
-               "final_status": "FINISHED", "final_time": 1.5, "settled": True, "num_failures": 1}  # fmt: skip
-    (tmp_path / "tracking.json").write_text(json.dumps(earlier))
-    assert read_state(tmp_path) == TrackingState(uri="u", mlflow_run_id="r", attempt=2, main_bytes=70, num_failures=1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from rlcore.errors import TrackingError
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.delivery import (
     ReplacedError,
-    change_state,
     delivery_lock,
     ensure_mlflow_run,
     read_state,
@@ -458,11 +456,9 @@ def test_steps_that_were_committed_and_taken_back_move_to_a_new_run(begin: Begin
     train(tracker, 5, 8, shift=100.0)
     deliver(run_dir)
     old = main_run(client_of(root)).info.run_id
-    change_state(run_dir, lambda state: replace(state, traced_step=8))
     tracker = begin(4, first)
     train(tracker, 5, 9)
     deliver(run_dir)
-    assert read_state(run_dir).traced_step == 0, "the new run gets the answers of all steps"
     client = client_of(root)
     run = main_run(client)
     assert run.info.run_id != old
@@ -685,15 +681,3 @@ def test_another_experiment_gets_everything_from_the_beginning(
     (run,) = all_runs(client, "new")
     assert (run.info.run_id, run.info.status) == (new, "FINISHED")
     assert points(client, run, "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
-
-
-def test_a_state_that_names_no_experiment_is_kept(begin: Begin, run_dir: Path, root: Path):
-    """Earlier versions wrote none."""
-    train(begin(), 1, 3)
-    deliver(run_dir)
-    state = run_dir / "tracking.json"
-    known = json.loads(state.read_text())
-    assert known.pop("experiment") == "millrace"
-    state.write_text(json.dumps(known))
-    assert sync_run(run_dir).num_bytes == 0
-    assert read_state(run_dir).mlflow_run_id == main_run(client_of(root)).info.run_id

@@ -136,18 +136,12 @@ def test_a_server_that_is_never_there_costs_nothing_and_is_caught_up_later(
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-REFUSAL = b'{"error_code": "PERMISSION_DENIED", "message": "no traces here"}'
-REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-
-
 class SlowProxy:
-    """Passes bytes on to a server, every answer late by `delay_s`. While `is_broken` it answers with errors itself;
-    requests with the word `refused` it refuses in the server's name."""
+    """Passes bytes on to a server, every answer late by `delay_s`. While `is_broken` it answers with errors itself."""
 
     def __init__(self, target_port: int) -> None:
         self.delay_s = 0.0
         self.is_broken = False
-        self.refused: bytes | None = None
         self._target_port = target_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -181,9 +175,6 @@ class SlowProxy:
                         data = source.recv(65536)
                         if source is asking and self.is_broken:
                             asking.sendall(ERROR)
-                            return
-                        if source is asking and self.refused is not None and self.refused in data:
-                            asking.sendall(REFUSED % len(REFUSAL) + REFUSAL)
                             return
                         if source is answering:
                             self._closed.wait(self.delay_s)

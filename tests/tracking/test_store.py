@@ -25,8 +25,6 @@ from rlcore.tracking.connection import (
     connect,
     explain,
     has_store,
-    make_empty_store,
-    prebuilt_store,
     resolve_uri,
 )
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
@@ -544,34 +542,6 @@ def test_two_processes_may_make_the_store_at_the_same_moment_after_one_that_was_
     config = RunConfig(paths=PathsConfig(root=str(tmp_path / "new")))
     assert MlflowStore(config.tracking, tmp_path / "new").experiment_id
     shutil.rmtree(tmp_path / "new")
-
-
-def tables(database: Path) -> set[str]:
-    with closing(sqlite3.connect(database)) as store:
-        return {name for (name,) in store.execute("select name from sqlite_master where type = 'table'")}
-
-
-def test_a_new_store_begins_with_a_copy_of_the_empty_one_of_this_mlflow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from mlflow.store.db.utils import _get_latest_schema_revision
-
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "installed"))
-    made = prebuilt_store()
-    make_empty_store(made)
-    assert list(made.parent.iterdir()) == [made]
-    with closing(sqlite3.connect(made)) as store:
-        assert store.execute("select version_num from alembic_version").fetchall() == [(_get_latest_schema_revision(),)]
-        store.execute("create table mark (x)")
-        store.commit()
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    client = connect(f"sqlite:///{tmp_path}/copied/mlflow.db")
-    assert client.get_experiment("0").artifact_location == f"{tmp_path}/elsewhere/mlruns/0"
-    assert "mark" in tables(tmp_path / "copied" / "mlflow.db")
-    made.rename(made.with_name("mlflow-3.0.0.db"))
-    connect(f"sqlite:///{tmp_path}/of-another-version/mlflow.db")
-    assert tables(tmp_path / "of-another-version" / "mlflow.db") == tables(tmp_path / "copied" / "mlflow.db") - {"mark"}
 
 
 def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(

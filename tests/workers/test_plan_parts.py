@@ -141,7 +141,6 @@ def test_every_part_of_a_run_on_two_ranks_that_keep_what_they_can_on_the_host() 
     held = {
         "policy: float32 weights": 4 * POLICY // 2,
         "critic: float32 weights": 4 * CRITIC // 2,
-        "engine: logits of short steps": 4 * 64 * VOCAB,
     }
     engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
     asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}

@@ -66,8 +66,8 @@ _WITHOUT_PROGRAMS = tuple(
 )  # fmt: skip
 _VLLMS = tuple(
     f"rollout.{name}"
-    for name in ("tensor_parallel_size", "memory_share", "sleep_level", "enforce_eager", "short_steps",
-                 "max_batched_tokens", "prefix_caching", "canary_bound")
+    for name in ("tensor_parallel_size", "memory_share", "sleep_level", "enforce_eager", "max_batched_tokens",
+                 "prefix_caching", "canary_bound")
 )  # fmt: skip
 _UNCLIPPED = ("sapo", "gmpo", "gpg", "dppo", "kl_cov")
 _KL = tuple(f"algo.kl.{name}" for name in ("estimator", "coef", "adaptive", "target", "horizon", "offload"))
@@ -125,11 +125,8 @@ EFFECTS: tuple[Effect, ...] = (
            "Set pass_rates.draw=band"),
     Effect(("pass_rates.fade",), ("pass_rates.draw",), _none_of("uniform"), "Set pass_rates.draw=band or informative"),
     Effect(_VLLMS, ("rollout.engine",), _one_of("vllm"), "Set rollout.engine=vllm"),
-    Effect(("rollout.sleep_level", "rollout.enforce_eager", "rollout.short_steps"), ("runtime.device",),
-           _none_of("cpu"), "Set runtime.device=auto"),
-    Effect(("rollout.short_steps",), ("rollout.enforce_eager",), _off, "Set rollout.enforce_eager=false"),
-    Effect(("rollout.short_steps",), ("rollout.tensor_parallel_size",), _one_of(1),
-           "Set rollout.tensor_parallel_size=1"),
+    Effect(("rollout.sleep_level", "rollout.enforce_eager"), ("runtime.device",), _none_of("cpu"),
+           "Set runtime.device=auto"),
     Effect(("reward.judge",), ("data.scorer",), _one_of(JUDGE, MixtureData().scorer), f"Set data.scorer={JUDGE}"),
     Effect(("sandbox",), ("data.scorer", "data.environment", "validation.suites"), _may_run_programs,
            "Choose data=code", why="no scorer that runs programs"),
@@ -156,9 +153,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("runtime.profile.num_steps", "runtime.profile.max_mb"), ("runtime.profile.first_step",), _on,
            "Set runtime.profile.first_step=2"),
     Effect(tuple(f"tracking.{name}" for name in
-                 ("uri", "experiment", "log_best", "registered_model", "ship_every_s", "traces_per_step")),
+                 ("uri", "experiment", "log_best", "registered_model", "ship_every_s")),
            ("tracking.enabled",), _on, "Set tracking.enabled=true"),
-    Effect(("tracking.traces_per_step",), ("answers.every_steps",), _on, "Set answers.every_steps=1"),
     Effect(("data.revision", "data.subset"), ("data.source",), lambda source: not expanded(source).is_dir(),
            "Set data.source to a hub id"),
 )  # fmt: skip

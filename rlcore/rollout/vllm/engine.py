@@ -9,7 +9,6 @@ none is sent. The ranks of an engine are neighbours: with two, 0 and 1, 2 and 3,
 """
 
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,8 @@ from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
 from rlcore.rollout.vllm import weights as handover
-from rlcore.rollout.vllm.short import shorten_runner
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
-
-log = logging.getLogger(__name__)
 
 _MOST_IDLE_STEPS = 10_000
 """Steps of vLLM in a row that give nothing while answers are missing."""
@@ -59,17 +55,6 @@ class Span:
         dist.all_gather_object(shares, list(requests), group=self._group)
         before = sum(map(len, shares[: self._rank]))
         return [one for share in shares for one in share], range(before, before + len(requests))
-
-
-def _short_runner(engine: Any, shape: EngineShape, settings: RolloutConfig) -> Any:
-    """The short steps of vLLM's runner; None where it keeps its own."""
-    if shape.device.type != "cuda" or not settings.asks_for_short_steps:
-        return None
-    found = shorten_runner(engine)
-    if isinstance(found, str):
-        log.warning("rollout.short_steps: vLLM's own steps are used: %s", found)
-        return None
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +88,6 @@ class VllmEngine(RolloutEngine):
         self._span = Span(settings.tensor_parallel_size)
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
-        self.short_runner = _short_runner(self._engine, shape, settings)
 
     @property
     def model(self) -> nn.Module:
@@ -129,7 +113,6 @@ class VllmEngine(RolloutEngine):
         core = self._engine.engine_core
         writing: dict[str, _Answer] = {}
         num_idle = 0
-        most_idle = _MOST_IDLE_STEPS + max_response_tokens  # short steps keep their tokens until an answer ends
         try:
             for index, prepared in enumerate(self._prepared(everyones, sampling, max_response_tokens)):
                 core.add_request(prepared)
@@ -137,7 +120,7 @@ class VllmEngine(RolloutEngine):
             while writing:
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
-                if num_idle > most_idle:
+                if num_idle > _MOST_IDLE_STEPS:
                     raise EngineError(f"vLLM ended without an answer to {len(writing)} requests")
                 for output in outputs:
                     answer = writing.get(output.request_id)
@@ -248,9 +231,6 @@ class VllmEngine(RolloutEngine):
     def close(self) -> None:
         """End vLLM and release its memory."""
         engine, self._engine = self._engine, None
-        short, self.short_runner = self.short_runner, None
-        if short is not None:
-            short.remove()  # it holds vLLM's graphs and buffers
         if engine is not None:
             from vllm.platforms import current_platform
 

@@ -1,6 +1,5 @@
 """Starting vLLM inside a process that trains: quiet, without the network, and with torch left as it was."""
 
-import gc
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig
 
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
-from rlcore.models.library import AutoConfig
 from rlcore.models.shape import known_shape
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm, require_vllm
-from rlcore.rollout.vllm.short import shortened_scheduler
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -73,15 +71,12 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor import Executor
 
-        gc.freeze()  # vLLM collects all garbage several times while it starts: what was imported is not visited
         if shape.device.type == "cuda":
             sleep_beside_others()
         if shape.device.type == "cpu":
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
             current_platform.simple_compile_backend = "eager"
         config = EngineArgs(**engine_arguments(shape, settings)).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        schedule = config.scheduler_config
-        schedule.scheduler_cls = shortened_scheduler(schedule.get_scheduler_cls())
         executor = Executor.get_class(config)
         if shape.device.type == "cpu" and settings.tensor_parallel_size > 1:
             executor = _through_torch(executor)
