@@ -14,7 +14,7 @@ from data.tasks import input_digests, inputs_of
 from flows.stack.state import FLOW_RUN, log_in
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
-from flows.work.slots import Claim
+from flows.work.slots import Slots, Wish
 from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
@@ -68,8 +68,8 @@ class OpenRun:
         self.has_lineage = False
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
-        claim = Claim.of(config, self.layout.root, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim)
+        slots, wish = Slots(self.layout.root), Wish.of(config, self.run_id)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, wish=wish)
 
     @property
     def run_id(self) -> str:
