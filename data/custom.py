@@ -1,8 +1,6 @@
 """The user's own task: the function that `data.build` names, the files that it reads, and its first row.
 
-A dataset's fingerprint covers the files that its build reads. They are known once the build has run, so their paths are
-kept beside the datasets. An audit hook records what the build's thread opens through Python; files that other processes
-or native code read (pyarrow, given a path) are not seen, and are named in `data.options`.
+A dataset's fingerprint covers the function's source files, and the files that `data.options` names.
 
 The first row is made before the dataset, to try the scorer and the tokenizer on. A user's build does that in a process
 with a deadline: `python -m data.custom` reads settings and seed as JSON, and writes the row as JSON.
@@ -12,15 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
-from traceback import walk_stack
 from typing import Any
 
 from data.rows import PromptForm, TaskRows
@@ -41,18 +35,11 @@ from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
 from rlcore.start import import_path
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import read_manifest
-from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for, module_of
 
 BUILD_DEADLINE_S = 20.0
 """Seconds for the first row of a user's build. A slower one is not tried before the dataset is made."""
 _ANSWER = "first row for Millrace: "  # among lines that the build prints
-_NOT_DATA = (
-    "/proc",
-    "/sys",
-    "/dev",
-    *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib")),
-)
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
@@ -78,7 +65,7 @@ def build(settings: CustomData, seed: int) -> TaskRows:
 
 
 def source_digests(settings: CustomData) -> dict[str, str]:
-    """sha256 of the function's source files, and of files among `data.options`.
+    """sha256 of the function's source files, and of files named in `data.options`.
 
     Raises:
         DataError: there is no module of that name, or it has no source file.
@@ -89,82 +76,20 @@ def source_digests(settings: CustomData) -> dict[str, str]:
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
             f"{MODULES_ARE_FOUND}."
         )
-    named = digests_of(named_files(settings), Path(sources_of(settings)[0]).parent)
+    module = settings.build.partition(":")[0]
+    beside = next(Path(source.path).parent for source in sources if module_of(source.name) == module)
+    named = digests_of(named_files(settings), beside)
     return {source.name: source.sha256 for source in sources} | named
 
 
 def named_files(settings: CustomData) -> set[Path]:
-    """The files among `data.options`."""
-    return {file for option in settings.options if (file := expanded(option)).is_file()}
-
-
-def sources_of(settings: CustomData) -> tuple[str, ...]:
-    """Paths of the function's source files, that of its module first."""
-    module = settings.build.partition(":")[0]
-    sources = sorted(code_for(settings.build), key=lambda source: module_of(source.name) != module)
-    return tuple(source.path for source in sources)
-
-
-# ---------------------------------------------------------------------- files that a build reads
-
-_recording: dict[int, tuple[frozenset[str], set[Path]]] = {}
-"""By thread: the source files whose reads count, and the files opened so far."""
-_is_hooked = False
-
-
-@contextmanager
-def recorded_reads(sources: Iterable[str]) -> Iterator[set[Path]]:
-    """Inside the block, collect the files except code that functions of these source files open to read.
-
-    They may open them through other functions, in this thread.
-    """
-    global _is_hooked
-    if not _is_hooked:  # an audit hook cannot be removed
-        sys.addaudithook(_record)
-        _is_hooked = True
-    thread = threading.get_ident()
-    found = set[Path]()
-    _recording[thread] = frozenset(map(os.path.realpath, sources)), found
-    try:
-        yield found
-    finally:
-        del _recording[thread]
-        found -= {path for path in found if not path.is_file()}
-
-
-def _record(event: str, arguments: tuple[object, ...]) -> None:
-    if event != "open" or threading.get_ident() not in _recording:
-        return
-    path, _, flags = arguments
-    if not isinstance(path, str | bytes | os.PathLike) or not isinstance(flags, int) or flags & os.O_ACCMODE:
-        return
-    sources, found = _recording[threading.get_ident()]
-    file = Path(os.path.realpath(os.fsdecode(path)))
-    if file.suffix in (".py", ".pyc") or any(file.is_relative_to(place) for place in _NOT_DATA):
-        return
-    if any(os.path.realpath(caller.f_code.co_filename) in sources for caller, _ in walk_stack(sys._getframe())):
-        found.add(file)
-
-
-def known_reads(root: Path, build: str) -> set[Path]:
-    """Files that a build (by its fingerprint) read when it last ran under this root."""
-    try:
-        return {Path(name) for name in json.loads(_reads_file(root, build).read_text(encoding="utf-8"))}
-    except (OSError, ValueError, TypeError):
-        return set()
-
-
-def keep_reads(root: Path, build: str, files: Iterable[Path]) -> None:
-    """Write down the files that a build has read."""
-    write_json_atomically(_reads_file(root, build), [str(file) for file in sorted(files)])
-
-
-def _reads_file(root: Path, build: str) -> Path:
-    return root / "datasets" / f"reads-{build}.json"
+    """The files among `data.options`, and those in folders among them."""
+    places = [expanded(option) for option in settings.options]
+    return {file for place in places for file in (place, *place.glob("*")) if file.is_file()}
 
 
 def digests_of(files: Iterable[Path], beside: Path) -> dict[str, str]:
-    """sha256 of each file, `missing` where it is gone, by its path below the folder `beside`, or by its name alone.
+    """sha256 of each file, by its path below the folder `beside`, or by its name alone.
 
     Files that would share such a name are named by their whole paths.
     """
@@ -175,11 +100,7 @@ def digests_of(files: Iterable[Path], beside: Path) -> dict[str, str]:
     found = {}
     for name, same in sorted(places.items()):
         for file in sorted(same):
-            try:
-                digest = sha256_of(file)
-            except OSError:
-                digest = "missing"
-            found[name if len(same) == 1 else file.as_posix()] = digest
+            found[name if len(same) == 1 else file.as_posix()] = sha256_of(file)
     return found
 
 
@@ -205,7 +126,7 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     from data.sources import local_files
     from data.tasks import dataset_directory, dataset_fingerprint
 
-    dataset = dataset_directory(dataset_fingerprint(config, seed, root), root)
+    dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
         return _of_dataset(config, dataset / "train.parquet")
     if isinstance(config, CustomData):
@@ -241,7 +162,7 @@ def require_sound_rows(
         is_local = isinstance(config, CustomData) and config.build == "data.code:build"
     if not is_local:
         return None
-    made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, root, splits), root))
+    made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, splits), root))
     if made is not None:
         return int(made.values["counts"][splits[0]])
     rows, counts = task_of(config).build(config, seed), dict.fromkeys(splits, 0)

@@ -148,7 +148,7 @@ def check_references(
     """
     if not is_checked(data):
         return ""
-    dataset = dataset_fingerprint(data, seed, root, splits)
+    dataset = dataset_fingerprint(data, seed, splits)
     kept = _kept_result(root, dataset, data, reward)
     found = _read(kept)
     if found is not None and not again:

@@ -6,10 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data.custom import digests_of, keep_reads, known_reads, named_files, recorded_reads, sources_of
 from data.rows import TaskRows
 from data.stage import SPLITS, StageResult, publish_mixture, source_digest
-from rlcore.config.data import CountdownData, CustomData, DataConfig, MixtureData, TaskData
+from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.manifest import part_directories, read_manifest
@@ -26,8 +25,7 @@ class Task:
     """How one kind of settings becomes rows.
 
     `build` makes them. `modules` are the source files that the rows depend on. `inputs` digests the files that they are
-    made from; the settings that name those files, `places`, do not count beside it. `sources` gives the code of a build
-    that may read any file, its module first.
+    made from; the settings that name those files, `places`, do not count beside it.
     """
 
     build: Callable[[Any, int], TaskRows]
@@ -35,7 +33,6 @@ class Task:
     inputs: Callable[[Any], Mapping[str, str]]
     places: tuple[str, ...] = ()
     is_random: bool = False
-    sources: Callable[[Any], tuple[str, ...]] | None = None
 
 
 def task_of(config: TaskData) -> Task:
@@ -61,9 +58,7 @@ def task_of(config: TaskData) -> Task:
             return Task(module.build, ("data.reasoning_gym",), module.source_digests, is_random=True)
         case "custom":
             module = import_module("data.custom")
-            return Task(
-                module.build, ("data.custom",), module.source_digests, is_random=True, sources=module.sources_of
-            )
+            return Task(module.build, ("data.custom",), module.source_digests, is_random=True)
 
 
 def _settings(config: TaskData, task: Task) -> dict[str, Any]:
@@ -76,21 +71,16 @@ def _settings(config: TaskData, task: Task) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=left_out)
 
 
-def input_digests(config: DataConfig, root: Path) -> dict[str, str]:
+def input_digests(config: DataConfig) -> dict[str, str]:
     """Digests of the files that the dataset is made of, as they are now; of a mixture by part.
 
     Raises:
         DataError: one that the settings name is missing.
     """
     if isinstance(config, MixtureData):
-        by_part = [input_digests(part.data, root) for part in config.parts]
+        by_part = [input_digests(part.data) for part in config.parts]
         return {f"part {n}: {name}": digest for n, inputs in enumerate(by_part) for name, digest in inputs.items()}
-    task = task_of(config)
-    named = dict(task.inputs(config))
-    if not isinstance(config, CustomData):
-        return named
-    read, files = known_reads(root, _build_print(config, task, named)), named_files(config)
-    return named | digests_of(read | files, Path(sources_of(config)[0]).parent) if read - files else named
+    return dict(task_of(config).inputs(config))
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:
@@ -102,26 +92,22 @@ def inputs_of(dataset: Path) -> dict[str, str]:
     return {f"part {n}: {name}": digest for n, part in enumerate(inputs) for name, digest in part.items()}
 
 
-def _build_print(config: TaskData, task: Task, named: Mapping[str, str]) -> str:
-    return fingerprint("build", {"settings": _settings(config, task), "inputs": named})
-
-
-def dataset_fingerprint(config: DataConfig, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> str:
+def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
     """What the dataset depends on: settings, seed, the generator's source, and the digests of its input files.
 
     The seed counts only for tasks that draw their rows. The scorer changes no row, so it does not count, nor does an
-    environment whose turns no solution shows. That of a mixture is made of its parts' fingerprints. The files that a
-    user's build reads count once it has run. `splits`: those that are written.
+    environment whose turns no solution shows. That of a mixture is made of its parts' fingerprints. `splits`: those
+    that are written.
     """
     if isinstance(config, MixtureData):
-        return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed, root) for part in config.parts])
+        return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
     task = task_of(config)
     payload = {
         "format": DATASET_FORMAT,
         "settings": _settings(config, task),
         "seed": seed if task.is_random else None,
         "source": source_digest(*_WRITERS, *task.modules),
-        "inputs": input_digests(config, root),
+        "inputs": input_digests(config),
         **({} if tuple(splits) == SPLITS else {"splits": splits}),
     }
     return fingerprint("dataset", payload)
@@ -140,32 +126,21 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
         DataError: settings or source files that give no sound dataset; nothing is left behind.
         DiskSpaceError: no room.
     """
-    if isinstance(config, MixtureData):  # its digest has what their builds read, which is known after them
+    if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
-        return publish_mixture("dataset", dataset_directory(dataset_fingerprint(config, seed, root), root), parts)
-    digest = dataset_fingerprint(config, seed, root, splits)
+        return publish_mixture("dataset", dataset_directory(dataset_fingerprint(config, seed), root), parts)
+    digest = dataset_fingerprint(config, seed, splits)
     directory = dataset_directory(digest, root)
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
-    try:
-        return _made(config, seed, root, directory, splits)
-    except _FurtherInputsError:  # now known, and part of the fingerprint
-        directory = dataset_directory(dataset_fingerprint(config, seed, root, splits), root)
-        return _made(config, seed, root, directory, splits, last=True)
+    return _made(config, seed, directory, splits)
 
 
-class _FurtherInputsError(Exception):
-    """A user's build has read files that the dataset's fingerprint does not cover."""
-
-
-def _made(
-    config: TaskData, seed: int, root: Path, directory: Path, splits: Sequence[str], *, last: bool = False
-) -> StageResult:
-    """Make the dataset. Unless it is the `last` try, raises _FurtherInputsError, which leaves nothing behind."""
+def _made(config: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> StageResult:
     from data.write import write_dataset_card, write_splits
 
     task = task_of(config)
-    inputs = input_digests(config, root)
+    inputs = input_digests(config)
     document = {
         "format_version": DATASET_FORMAT,
         "task": config.task,
@@ -177,20 +152,6 @@ def _made(
     }
     facts: dict[str, Any] = {"kind": "dataset", "fingerprint": directory.name, "task": config.task, "inputs": inputs}
     with published_directory(directory, facts) as folder:
-        with recorded_reads([] if task.sources is None else task.sources(config)) as read:
-            facts["counts"] = write_splits(folder, task.build(config, seed), document, splits)
-        if task.sources is not None and _has_read_more(config, task, root, read) and not last:
-            raise _FurtherInputsError
+        facts["counts"] = write_splits(folder, task.build(config, seed), document, splits)
         write_dataset_card(folder)
     return StageResult(directory, directory.name, cached=False, counts=facts["counts"])
-
-
-def _has_read_more(config: TaskData, task: Task, root: Path, read: set[Path]) -> bool:
-    """Whether a build has read files besides the known ones, which are written down."""
-    build = _build_print(config, task, task.inputs(config))
-    known = known_reads(root, build)
-    found = {path for path in read if not path.is_relative_to(root.resolve())}
-    if found <= known:
-        return False
-    keep_reads(root, build, known | found)
-    return True

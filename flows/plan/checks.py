@@ -24,7 +24,7 @@ from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
-from rlcore.config.gguf import is_gguf
+from rlcore.config.model import SMOLLM2
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError, TrialError
 from rlcore.models.hub import require_reachable
@@ -35,7 +35,7 @@ from rlcore.rollout.scoring_worker import WRONG_WEIGHTS
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.given_models import model_paths
-from rlcore.run.inputs import given_model, require_gguf, require_whole_model, stage_settings
+from rlcore.run.inputs import given_model, require_smollm2, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
@@ -157,8 +157,8 @@ def _require_machine(config: RunConfig) -> None:
         if problem is not None:
             raise ConfigError(problem)
     for key, path in model_paths(config).items():
-        if path is not None and is_gguf(path):
-            require_gguf(path, config.paths.root)
+        if path == SMOLLM2:
+            require_smollm2(given_model(config))
         elif path is not None:
             require_reachable(key, path)
             require_whole_model(key, path)

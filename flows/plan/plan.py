@@ -16,8 +16,7 @@ from flows.work.stages import chunk_bounds, suite_datasets
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
-from rlcore.config.gguf import gguf_file, is_gguf
-from rlcore.config.model import PUBLISHED
+from rlcore.config.model import PUBLISHED, SMOLLM2, smollm2_file
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
@@ -217,12 +216,12 @@ def _published_model(config: RunConfig) -> str | None:
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None
-    is_here = gguf_file(path) is not None if is_gguf(path) else config_file(path) is not None
-    return None if is_here else path
+    file = smollm2_file() if path == SMOLLM2 else config_file(path)
+    return path if file is None else None
 
 
 def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
-    digest = dataset_fingerprint(config.data, config.data.seed, root)
+    digest = dataset_fingerprint(config.data, config.data.seed)
     place = dataset_directory(digest, root)
     manifest, damage = finished_or_why(place)
     rows = _again(damage) if manifest is None else _rows(manifest.values["counts"])

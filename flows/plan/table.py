@@ -4,7 +4,7 @@ import json
 
 from flows.plan.plan import RunPlan
 from flows.progress import console_for_tables
-from rlcore.config.gguf import INSTALL_SMOLLM2, SMOLLM2
+from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2
 from rlcore.storage.disk import size, unit_for
 from rlcore.workers.memory_plan import MemoryPlan
 
@@ -28,7 +28,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     if plan.published_model is not None:
         text = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
         if plan.published_model == SMOLLM2:
-            text += f". Install: {INSTALL_SMOLLM2}"
+            text += f". {INSTALL_SMOLLM2}"
         console.print(text)
     for line in (_chunks(plan), _tokens(plan), _disk(plan), plan.warning):
         if line:

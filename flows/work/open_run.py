@@ -14,7 +14,7 @@ from data.tasks import input_digests, inputs_of
 from flows.stack.state import FLOW_RUN, log_in
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
-from flows.work.slots import Claim
+from flows.work.slots import Slots, Wish
 from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
@@ -68,8 +68,8 @@ class OpenRun:
         self.has_lineage = False
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
-        claim = Claim.of(config, self.layout.root, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim)
+        slots, wish = Slots(self.layout.root), Wish.of(config, self.run_id)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, wish=wish)
 
     @property
     def run_id(self) -> str:
@@ -239,7 +239,7 @@ def _changed_files(config: RunConfig, layout: RunLayout) -> list[str]:
     except DataError:
         return []
     then = {} if inputs.dataset_directory is None else inputs_of(inputs.dataset_directory)
-    now = input_digests(config.data, layout.root) if then else {}
+    now = input_digests(config.data) if then else {}
     shown, file = inputs.demonstrations_directory, config.warm_start.demonstrations
     manifest = None if shown is None or file is None else read_manifest(shown)
     if manifest is not None and FILE_SHA256 in manifest.values:

@@ -5,8 +5,8 @@ both ended, however they end; there is no scheduler process. Runs that wait lock
 only files whose locks are held: what a killed process left behind counts for nothing.
 
 The order is by priority, then by whose process asked first. Nobody passes a run that waits for more slots than are
-free, so a run of several ranks is not kept waiting by small ones. A run of a higher priority gets the slots of the
-lowest ones, which save, wait in their turn and go on: at the end of their chunk, or at once where it asks for that.
+free, so a run of several ranks is not kept waiting by small ones. At the end of a chunk a run gives its slots back
+where one of a higher priority waits for more than are free, and waits in its turn for the next chunk.
 
 Why not Prefect's concurrency limits: docs/decisions/0015.
 """
@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,12 +30,8 @@ from rlcore.storage.publish import write_json_atomically
 
 POLL_S = 0.5
 """Seconds between two looks of a run that waits."""
-LOOK_EVERY_S = 1.0
-"""Seconds between two looks of a run that trains, whether another one needs its slots at once."""
 MUTEX_WAIT_S = 60.0
 """Seconds to wait for other processes that look at the slots; each takes milliseconds."""
-
-Preempt = Literal["chunk", "now"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +42,13 @@ class Wish:
     run_id: str
     number: int
     priority: int
-    preempt: Preempt
     since: float
     pid: int
+
+    @classmethod
+    def of(cls, config: RunConfig, run_id: str) -> "Wish":
+        """A slot for each rank of a run, asked for now."""
+        return cls(run_id, config.runtime.num_workers, config.runtime.priority, time.time(), os.getpid())
 
     @property
     def order(self) -> tuple[int, float, str]:
@@ -96,24 +95,9 @@ class State:
             f"{self.num_free} free, held by {held or 'nobody'}{behind}"
         )
 
-    def must_yield(self, run_id: str) -> Preempt | None:
-        """How soon a run that holds slots must give them to others of higher priority; None: it may keep them.
-
-        Holders of the lowest priority yield first, of these the one that asked last, and no more than are needed.
-        """
-        mine = next((holder for holder in self.holders.values() if holder.run_id == run_id), None)
-        if mine is None:
-            return None
-        above = [wish for wish in self.waiting if wish.priority > mine.priority]
-        short = sum(wish.number for wish in above) - self.num_free
-        last_first = sorted(set(self.holders.values()), key=lambda holder: holder.order, reverse=True)
-        for holder in last_first:
-            if short <= 0:
-                return None
-            if holder == mine:
-                return "now" if any(wish.preempt == "now" for wish in above) else "chunk"
-            short -= sum(other == holder for other in self.holders.values())
-        return None
+    def must_yield(self, mine: Wish) -> bool:
+        """Whether runs of higher priority wait for more slots than are free."""
+        return sum(wish.number for wish in self.waiting if wish.priority > mine.priority) > self.num_free
 
 
 class Slots:
@@ -190,6 +174,27 @@ class Slots:
             return "waits for slots"
         return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
 
+    def take(self, wish: Wish, on_wait: Callable[[str], None]) -> "HeldSlots":
+        """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that.
+
+        Raises:
+            ConfigError: the root has fewer slots than the run needs, perhaps since it waits.
+        """
+        if not self.devices():
+            return HeldSlots(self, wish, {}, ())
+        began = time.monotonic()
+        with _in_line(self, wish):
+            while True:
+                with self.mutex():
+                    self.require(wish.number)
+                    state = self.state()
+                    if not state.devices or state.num_free >= state.num_wanted_before(wish) + wish.number:
+                        locks = _taken(self, wish, state)
+                        self.note("took", wish, slots=list(locks), waited_s=round(time.monotonic() - began, 3))
+                        return HeldSlots(self, wish, locks, state.devices)
+                on_wait(state.reason(wish))
+                time.sleep(POLL_S)
+
     def note(self, what: str, wish: Wish, **more: object) -> None:
         """One line in the slots' log: who took or gave back which of them, and when. A full disk has no such line."""
         line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what, **asdict(wish), **more}
@@ -208,7 +213,7 @@ def _live(file: Path) -> Wish | None:
     except FileNotFoundError:
         return None
     except ValidationError:
-        return Wish("a run that has just begun", 1, 0, "chunk", 0.0, 0)
+        return Wish("a run that has just begun", 1, 0, 0.0, 0)
 
 
 class HeldSlots:
@@ -218,24 +223,18 @@ class HeldSlots:
         self._slots = slots
         self._wish = wish
         self._locks = dict(locks)
-        self._looked_at = time.monotonic()
         named = [devices[number] for number in self._locks if devices[number]]
         self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
         self.descriptors = [lock.fileno() for lock in self._locks.values()]
 
-    def must_yield(self, *, at_once: bool = False) -> bool:
-        """Whether runs of higher priority need these slots. `at_once`: whether one cannot wait for the chunk's end;
-        asked often, looked up every `LOOK_EVERY_S`."""
+    def must_yield(self) -> bool:
+        """Whether runs of higher priority need these slots."""
         if not self._locks:
             return False
-        if at_once and time.monotonic() - self._looked_at < LOOK_EVERY_S:
-            return False
-        self._looked_at = time.monotonic()
         try:
-            how = self._slots.look().must_yield(self._wish.run_id)
+            return self._slots.look().must_yield(self._wish)
         except (MillraceError, OSError):  # the slots' files cannot be read: no reason to end a trainer
             return False
-        return how == "now" if at_once else how is not None
 
     def release(self) -> None:
         """Give them back; a trainer that lives keeps them until it ends. Safe to call twice."""
@@ -244,43 +243,6 @@ class HeldSlots:
             self._slots.note("ended", self._wish, slots=list(locks))
         for lock in locks.values():
             lock.release()
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a run asks of the slots of its root."""
-
-    slots: Slots
-    wish: Wish
-
-    @classmethod
-    def of(cls, config: RunConfig, root: Path, run_id: str) -> "Claim":
-        """A slot for each rank of a run."""
-        runtime = config.runtime
-        wish = Wish(run_id, runtime.num_workers, runtime.priority, runtime.preempt, time.time(), os.getpid())
-        return cls(Slots(root), wish)
-
-    def take(self, on_wait: Callable[[str], None]) -> HeldSlots:
-        """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that.
-
-        Raises:
-            ConfigError: the root has fewer slots than the run needs, perhaps since it waits.
-        """
-        slots, wish = self.slots, self.wish
-        if not slots.devices():
-            return HeldSlots(slots, wish, {}, ())
-        began = time.monotonic()
-        with _in_line(slots, wish):
-            while True:
-                with slots.mutex():
-                    slots.require(wish.number)
-                    state = slots.state()
-                    if not state.devices or state.num_free >= state.num_wanted_before(wish) + wish.number:
-                        locks = _taken(slots, wish, state)
-                        slots.note("took", wish, slots=list(locks), waited_s=round(time.monotonic() - began, 3))
-                        return HeldSlots(slots, wish, locks, state.devices)
-                on_wait(state.reason(wish))
-                time.sleep(POLL_S)
 
 
 def _taken(slots: Slots, wish: Wish, state: State) -> dict[int, FileLock]:

@@ -91,7 +91,7 @@ def suite_datasets(config: RunConfig) -> dict[str, Path]:
     """Where the datasets are, or will be, that the filter compares the training rows with, by the suite's name."""
     root = _root(config)
     return {
-        name: dataset_directory(dataset_fingerprint(one.data, one.data.seed, root, ("validation",)), root)
+        name: dataset_directory(dataset_fingerprint(one.data, one.data.seed, ("validation",)), root)
         for name, one in _compared(config).items()
     }
 
@@ -313,4 +313,4 @@ def _root(config: RunConfig) -> Path:
 
 def _dataset(config: RunConfig) -> Path:
     root = _root(config)
-    return dataset_directory(dataset_fingerprint(config.data, config.data.seed, root), root)
+    return dataset_directory(dataset_fingerprint(config.data, config.data.seed), root)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from flows.server.launch import python_path, start_tethered
 from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
-from flows.work.slots import Claim, HeldSlots
+from flows.work.slots import HeldSlots, Slots, Wish
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
@@ -118,7 +118,7 @@ class TrainerProcess:
         on_line: called with each line of the process's log.
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
-        claim: the slots that the run waits for before the process is started.
+        slots, wish: what the run waits for before the process is started.
         command: what is started; tests start something smaller.
     """
 
@@ -127,7 +127,8 @@ class TrainerProcess:
         run_dir: Path,
         *,
         stop_wait_s: float,
-        claim: Claim,
+        slots: Slots,
+        wish: Wish,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -138,7 +139,8 @@ class TrainerProcess:
         self.on_line = on_line
         self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
-        self._claim = claim
+        self._slots = slots
+        self._wish = wish
         self._command = tuple(command)
         self._child: _Child | None = None
         self._is_told_to_end = False
@@ -172,10 +174,6 @@ class TrainerProcess:
         try:
             child.send(command_line(command, **arguments))
             reply = self._wait_for_reply(child)
-        except _YieldNow:
-            self._mention(Happening(WAITS, {"text": "a run of higher priority takes the slots at once"}))
-            self._stop(child)
-            return self.call(command, **arguments)
         except BaseException as error:
             if isinstance(error, WorkerLostError) or (isinstance(error, MillraceError) and child.has_ended()):
                 self._child = None  # it is dead, or speaks nonsense
@@ -221,7 +219,7 @@ class TrainerProcess:
         if self._child is not None and self._child.held.must_yield():
             self.close()
         if self._child is None:
-            held = self._claim.take(self._wait_in_line)
+            held = self._slots.take(self._wish, self._wait_in_line)
             try:
                 if self._reason:
                     number = len(held.descriptors)
@@ -251,8 +249,6 @@ class TrainerProcess:
             self.on_wait()
             if is_dead:
                 raise child.lost()
-            if child.held.must_yield(at_once=True):
-                raise _YieldNow
 
     def _pass_on_lines(self, child: "_Child") -> None:
         for line in child.log.new_lines():
@@ -298,10 +294,6 @@ class TrainerProcess:
             self._wait_for_exit(child, CLOSE_WAIT_S)
         finally:
             child.destroy()
-
-
-class _YieldNow(BaseException):
-    """A run of higher priority takes the slots of a run in the middle of a chunk."""
 
 
 class _Child:

@@ -173,7 +173,8 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """Rows of the validation split."""
     options: tuple[str, ...] = ()
-    """Further words for the function."""
+    """Further words for the function. Name here each file that it reads, itself or by its folder: a changed one makes
+    another dataset."""
     scorer: Scorer = "data.multiplication:score"
 
 

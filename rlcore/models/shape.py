@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import RunConfig
-from rlcore.config.gguf import gguf_config, is_gguf
 from rlcore.config.model import PUBLISHED, TESTED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
@@ -289,8 +288,6 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     families."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
-    if is_gguf(model.path):
-        return known_shape(gguf_config(model.path) or PUBLISHED.get(model.path))
     return known_shape(_read_config(model.path))
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rlcore.config import CheckpointConfig, DataConfig, RunConfig
 from rlcore.config.data import parts_of
-from rlcore.config.gguf import is_gguf
+from rlcore.config.model import SMOLLM2
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run.inputs import given_model
@@ -188,8 +188,8 @@ def disk_needs(
     warm, path = config.warm_start, config.model.path
     if not has_start_model and (warm.enabled or path is None):
         needs.append(DiskNeed("start model", layout.root / "models", weights))
-    if path is not None and is_gguf(path) and not given_model(config).is_dir():
-        needs.append(DiskNeed("model from GGUF", layout.root / "models", weights))
+    if path == SMOLLM2 and not given_model(config).is_dir():
+        needs.append(DiskNeed("SmolLM2's weights", layout.root / "models", weights))
     if not has_start_model and warm.enabled:
         number = num_checkpoints_at_once(
             config.checkpoint, total_steps=warm.max_steps, steps_per_chunk=warm.steps_per_chunk

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
-from rlcore.config.gguf import is_gguf
+from rlcore.config.model import SMOLLM2
 from rlcore.errors import ModelError
 from rlcore.run.inputs import content_digest, planned_start_model, stage_layout
 from rlcore.run.layout import RunLayout
@@ -96,7 +96,7 @@ def keep_base(config: RunConfig, filtered_directory: Path) -> None:
 def _stage(config: RunConfig, filtered_directory: Path) -> RunLayout | None:
     """The warm start's folder; None where there is none, or its name says which model it is made from."""
     path = config.model.path
-    has_own = path is not None and not is_gguf(path) and config.warm_start.enabled
+    has_own = path not in (None, SMOLLM2) and config.warm_start.enabled
     return stage_layout(config, filtered_directory) if has_own else None
 
 
@@ -113,7 +113,7 @@ def _found(paths: Mapping[str, str | None], then: Models) -> Models:
         place, known = Path(path or "").expanduser(), then.get(key, {})
         if path is None or not place.exists():
             continue
-        files = [place] if place.is_file() else [file for file in sorted(place.glob("*")) if _is_read(file)]
+        files = [file for file in sorted(place.glob("*")) if _is_read(file)]
         found[key] = dict(in_threads(partial(_entry, known), files))
     return found
 

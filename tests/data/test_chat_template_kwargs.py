@@ -70,7 +70,7 @@ def test_prompts_are_those_that_the_template_renders(
 
 def test_a_dataset_does_not_depend_on_them() -> None:
     plain, quiet = (CountdownData(chat_template_kwargs=names) for names in ({}, QUIET))
-    assert data.dataset_fingerprint(plain, 1, Path()) == data.dataset_fingerprint(quiet, 1, Path())
+    assert data.dataset_fingerprint(plain, 1) == data.dataset_fingerprint(quiet, 1)
 
 
 def test_demonstrations_are_those_that_the_template_renders(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import data
-from data.custom import FirstRow, digests_of, first_row, keep_reads, known_reads, recorded_reads, require_sound_rows
+from data.custom import FirstRow, digests_of, first_row, require_sound_rows
 from data.number_guessing import Game
 from data.reasoning_gym import score
 from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
@@ -16,13 +16,13 @@ from rlcore.config import CountdownData, CustomData, MappedData, MixtureData, Mi
 from rlcore.errors import DataError
 
 
-def test_a_file_is_named_by_its_place_beside_the_build_and_one_that_is_gone_is_missing(tmp_path: Path) -> None:
+def test_a_file_is_named_by_its_place_beside_the_build(tmp_path: Path) -> None:
     beside = tmp_path / "own"
     (beside / "deep").mkdir(parents=True)
     for file in (beside / "deep" / "a.txt", tmp_path / "b.txt"):
         file.write_text("x")
-    found = digests_of([tmp_path / "b.txt", beside / "deep" / "a.txt", beside / "c.txt"], beside)
-    assert found == {"deep/a.txt": sha256(b"x").hexdigest(), "b.txt": sha256(b"x").hexdigest(), "c.txt": "missing"}
+    found = digests_of([tmp_path / "b.txt", beside / "deep" / "a.txt"], beside)
+    assert found == {"deep/a.txt": sha256(b"x").hexdigest(), "b.txt": sha256(b"x").hexdigest()}
     (tmp_path / "link").symlink_to(tmp_path)
     same = digests_of([tmp_path / "b.txt", tmp_path / "link" / "b.txt"], beside)
     assert same.keys() == {"b.txt"}, "two paths to one file"
@@ -33,42 +33,6 @@ def test_a_file_is_named_by_its_place_beside_the_build_and_one_that_is_gone_is_m
         (beside / "b.txt").as_posix(): sha256(b"y").hexdigest(),
         "deep/a.txt": sha256(b"x").hexdigest(),
     }
-
-
-def test_what_a_build_has_read_is_kept_and_a_damaged_list_counts_for_none(tmp_path: Path) -> None:
-    assert known_reads(tmp_path, "abc") == set()
-    keep_reads(tmp_path, "abc", [tmp_path / "b", tmp_path / "a"])
-    file = tmp_path / "datasets" / "reads-abc.json"
-    assert json.loads(file.read_text()) == [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert known_reads(tmp_path, "abc") == {tmp_path / "a", tmp_path / "b"}
-    assert known_reads(tmp_path, "other") == set()
-    for damaged in ("{", "[1]", "7"):
-        file.write_text(damaged)
-        assert known_reads(tmp_path, "abc") == set()
-
-
-def test_only_files_that_the_build_opens_to_read_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("data.txt", "code.py", "gone.txt"):
-        (tmp_path / name).write_text("x")
-    with recorded_reads([__file__]) as read:
-        (tmp_path / "data.txt").read_text()
-        (tmp_path / "code.py").read_text()
-        (tmp_path / "gone.txt").read_bytes()
-        (tmp_path / "gone.txt").unlink()
-        (tmp_path / "made.txt").write_text("x")
-    assert read == {tmp_path / "data.txt"}
-    (tmp_path / "code.py").read_text()
-    with recorded_reads([str(tmp_path / "another.py")]) as read:
-        (tmp_path / "data.txt").read_text()
-    assert read == set()
-    monkeypatch.setattr("data.custom._NOT_DATA", (str(tmp_path / "sys"),))
-    for folder in ("sys", "system"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "data.txt").touch()
-    with recorded_reads([__file__]) as read:
-        (tmp_path / "sys" / "data.txt").read_text()
-        (tmp_path / "system" / "data.txt").read_text()
-    assert read == {tmp_path / "system" / "data.txt"}
 
 
 @pytest.fixture
@@ -115,7 +79,7 @@ def test_rows_of_a_finished_dataset_are_not_made_again(mapped: MappedData, tmp_p
     assert (made.prompt_form, made.ground_truth_json, made.solution) == (mapped.template, '"0"', "")
     assert made.prompt[0]["content"].startswith("train 0?")
     dataset = build_dataset(mapped, seed=1, root=root)
-    assert inputs_of(dataset.directory) == input_digests(mapped, root)
+    assert inputs_of(dataset.directory) == input_digests(mapped)
     assert first_row(mapped, 1, root) == made
     assert require_sound_rows(mapped, 1, root, each_once=True) == 3
     assert require_sound_rows(mapped, 1, root, ("validation", "train"), each_once=True) == 2
@@ -151,12 +115,12 @@ def test_an_answer_without_tags_is_worth_nothing_in_a_task_of_the_package() -> N
 
 def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    named = input_digests(mapped, root)
+    named = input_digests(mapped)
     assert named.keys() == {"train.jsonl", "test.jsonl"}
     other = CountdownData(min_numbers=2, max_numbers=2, number_high=9, target_high=9, train_size=9, validation_size=3)
     mixture = MixtureData(parts=(MixturePart(data=other), MixturePart(data=mapped)))
     by_part = {f"part 1: {name}": digest for name, digest in named.items()}
-    assert input_digests(mixture, root) == by_part
+    assert input_digests(mixture) == by_part
     made = build_dataset(mixture, seed=1, root=root)
     assert inputs_of(made.directory) == by_part
     assert made.counts == {"train": 12, "validation": 5}
@@ -165,11 +129,11 @@ def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: 
 
 
 def test_a_suites_dataset_is_another_one_with_its_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
-    whole = dataset_fingerprint(mapped, 1, tmp_path)
-    assert dataset_fingerprint(mapped, 2, tmp_path) == whole, "no row of it is drawn"
-    assert dataset_fingerprint(mapped, 1, tmp_path, ("train", "validation")) == whole
+    whole = dataset_fingerprint(mapped, 1)
+    assert dataset_fingerprint(mapped, 2) == whole, "no row of it is drawn"
+    assert dataset_fingerprint(mapped, 1, ("train", "validation")) == whole
     made = build_dataset(mapped, seed=1, root=tmp_path, splits=("validation",))
-    assert made.fingerprint == dataset_fingerprint(mapped, 1, tmp_path, ("validation",)) != whole
+    assert made.fingerprint == dataset_fingerprint(mapped, 1, ("validation",)) != whole
     assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(made.fingerprint, tmp_path))
     assert sorted(path.name for path in made.directory.glob("*.parquet")) == ["validation.parquet"]
 

@@ -66,17 +66,17 @@ def test_a_finished_dataset_is_not_made_again(dataset, artifacts_root):
 
 
 def test_the_fingerprint_is_known_before_the_work(dataset, artifacts_root):
-    assert data.dataset_fingerprint(SMALL, 1, artifacts_root) == dataset.fingerprint
+    assert data.dataset_fingerprint(SMALL, 1) == dataset.fingerprint
     assert data.dataset_directory(dataset.fingerprint, artifacts_root) == dataset.directory
     other_scorer = SMALL.model_copy(update={"scorer": "somewhere:else"})
-    assert data.dataset_fingerprint(other_scorer, 1, artifacts_root) == dataset.fingerprint
-    assert data.dataset_fingerprint(SMALL, 2, artifacts_root) != dataset.fingerprint
+    assert data.dataset_fingerprint(other_scorer, 1) == dataset.fingerprint
+    assert data.dataset_fingerprint(SMALL, 2) != dataset.fingerprint
 
 
 def test_an_environment_counts_where_solutions_show_its_turns(dataset, artifacts_root):
     """Each of the two datasets would be taken for the other."""
     with_calculator = SMALL.model_copy(update={"environment": CALCULATOR})
-    assert data.dataset_fingerprint(with_calculator, 1, artifacts_root) == dataset.fingerprint
+    assert data.dataset_fingerprint(with_calculator, 1) == dataset.fingerprint
     shown = with_calculator.model_copy(update={"search_tries": 3})
     plain = SMALL.model_copy(update={"search_tries": 3})
     solutions = []

@@ -295,7 +295,7 @@ def test_where_the_short_way_fails_the_long_way_is_taken(chat_tokenizer, artifac
     monkeypatch.setattr(PieceEncoder, "encode", wrong)
     with caplog.at_level(logging.WARNING):
         again = filter_dataset(
-            artifacts_root / "datasets" / dataset_fingerprint(CHAT, 1, artifacts_root),
+            artifacts_root / "datasets" / dataset_fingerprint(CHAT, 1),
             chat_tokenizer,
             FilterConfig(),
             root=artifacts_root / "other",

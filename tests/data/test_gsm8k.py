@@ -110,14 +110,14 @@ def small(tmp_path):
 
 
 def test_the_fingerprint_follows_the_files_not_their_place(small, tmp_path):
-    here = data.dataset_fingerprint(Gsm8kData(source=str(small)), 1, tmp_path)
+    here = data.dataset_fingerprint(Gsm8kData(source=str(small)), 1)
     moved = tmp_path / "moved"
     moved.mkdir()
     for name in ("train.jsonl", "test.jsonl"):
         (moved / name).write_bytes((small / name).read_bytes())
-    assert data.dataset_fingerprint(Gsm8kData(source=str(moved)), 2, tmp_path) == here
+    assert data.dataset_fingerprint(Gsm8kData(source=str(moved)), 2) == here
     (moved / "test.jsonl").write_text(json.dumps({"question": "other", "answer": "#### 4"}))
-    assert data.dataset_fingerprint(Gsm8kData(source=str(moved)), 1, tmp_path) != here
+    assert data.dataset_fingerprint(Gsm8kData(source=str(moved)), 1) != here
 
 
 def test_parquet_files_give_the_rows_of_jsonl(small, artifacts_root, tmp_path):
@@ -158,12 +158,12 @@ def test_a_broken_line_is_named(small, artifacts_root, line, told):
 @pytest.mark.parametrize("source", ["nowhere", "/nowhere/else", "a/b/c"])
 def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(source, tmp_path):
     with pytest.raises(DataError, match=rf"data.source: must be a folder or a hub id \(owner/name\), got '{source}'"):
-        data.dataset_fingerprint(Gsm8kData(source=source), 1, tmp_path)
+        data.dataset_fingerprint(Gsm8kData(source=source), 1)
 
 
 def test_a_folder_without_the_files_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"lacks train.jsonl or train.parquet and test.jsonl or test.parquet"):
-        data.dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1, tmp_path)
+        data.dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1)
 
 
 def test_a_hub_dataset_that_cannot_be_had_is_a_clear_error(artifacts_root):

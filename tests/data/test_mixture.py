@@ -46,7 +46,7 @@ def problems_of(filtered, tokenizer, settings=MIXED):
 def test_parts_are_made_once_whatever_mixture_they_are_in(mixed, scratch_tokenizer, artifacts_root):
     dataset, filtered = mixed
     assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
-    assert dataset_fingerprint(MIXED, 1, artifacts_root) == dataset.fingerprint == dataset.directory.name
+    assert dataset_fingerprint(MIXED, 1) == dataset.fingerprint == dataset.directory.name
     alone, alone_filtered = made(HARD, scratch_tokenizer, artifacts_root)
     assert alone.cached
     assert alone_filtered.cached

@@ -36,7 +36,7 @@ from data.multiplication import Message, Row, TaskRows
 from mine_helper import digits
 
 def build(settings, seed):
-    numbers = (Path(__file__).parent / "mine_numbers.txt").read_text().split()
+    numbers = Path(settings.options[0]).read_text().split()
     rows = [Row((Message("user", f"{n} * 1 ="),), {"product": int(n)}, 1, n) for n in numbers]
     return TaskRows("mine", "math", "text", {"train": rows[2:], "validation": rows[:2]})
 
@@ -55,6 +55,7 @@ def config(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("mine_task", "mine_helper"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     own = ["data=custom", "data.build=mine_task:build", "data.scorer=mine_task:score", "warm_start.enabled=false"]
+    own.append(f"data.options=[{tmp_path}/mine_numbers.txt]")
     return load_config(["experiment=debug", *own, f"paths.root={artifacts_root}", "run_id=mine"])
 
 

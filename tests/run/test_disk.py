@@ -9,6 +9,7 @@ import pytest
 from rlcore.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import Gsm8kData, ParquetData
+from rlcore.config.model import SMOLLM2
 from rlcore.config.trainer import PathsConfig
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run import disk
@@ -102,15 +103,14 @@ def test_rows_of_files_and_of_the_hub_are_counted_as_those_of_known_datasets(
     assert planned(RunConfig(data=data))["dataset and its filtered rows"] == 2 * rows * 400
 
 
-def test_a_model_from_a_gguf_file_is_planned_for_until_it_is_there(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    config = RunConfig(model=ModelConfig(path=f"{tmp_path}/model.gguf"), paths=PathsConfig(root=str(tmp_path)))
+def test_smollm2s_weights_are_planned_for_until_they_are_there(tmp_path: Path) -> None:
+    config = RunConfig(model=ModelConfig(path=SMOLLM2), paths=PathsConfig(root=str(tmp_path)))
     found = planned(config)
-    assert found["model from GGUF"] == 4 * 1000
+    assert found["SmolLM2's weights"] == 4 * 1000
     assert "start model" not in found
     given_model(config).mkdir(parents=True)
-    assert "model from GGUF" not in planned(config)
-    assert "model from GGUF" not in planned(RunConfig(model=ModelConfig(path=str(tmp_path))))
+    assert "SmolLM2's weights" not in planned(config)
+    assert "SmolLM2's weights" not in planned(RunConfig(model=ModelConfig(path=str(tmp_path))))
 
 
 # ---------------------------------------------------------------------- a pause

@@ -200,9 +200,10 @@ def test_a_model_that_millrace_has_written_is_refused_where_it_is_damaged(prepar
     assert find_start_model(load_config(overrides), FILTERED) is None
 
 
-def test_a_gguf_file_is_known_by_its_content_and_a_model_of_the_hub_by_its_name(tmp_path: Path) -> None:
-    record, file = tmp_path / "models.json", tmp_path / "model.gguf"
-    paths = {"model.path": str(file), "critic.path": "owner/name"}
+def test_a_folder_is_known_by_its_files_and_a_model_of_the_hub_by_its_name(tmp_path: Path) -> None:
+    record, file = tmp_path / "models.json", tmp_path / "model" / "model.safetensors"
+    file.parent.mkdir()
+    paths = {"model.path": str(file.parent), "critic.path": "owner/name"}
     file.write_bytes(b"one")
     keep_models(record, paths)
     os.utime(file, (0, 0))
@@ -212,6 +213,7 @@ def test_a_gguf_file_is_known_by_its_content_and_a_model_of_the_hub_by_its_name(
         file.write_bytes(b"two")
         os.utime(file, (0, 0))  # equal size and time, as an archive's
     (line,) = changed_models(record, paths)
-    assert line.startswith(f"  model.path, {file}: model.gguf was 7692c3ad3540bb80, is ")
+    assert line.startswith(f"  model.path, {file.parent}: model.safetensors was 7692c3ad3540bb80, is ")
     file.unlink()
+    file.parent.rmdir()
     assert not changed_models(record, paths)

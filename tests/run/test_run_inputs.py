@@ -3,26 +3,24 @@
 import hashlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import CountdownData, MixtureData
-from rlcore.config.gguf import INSTALL_READER, INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256
-from rlcore.errors import DataError, DiskSpaceError, ModelError
+from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256
+from rlcore.errors import DataError, ModelError
 from rlcore.run import inputs as run_inputs
 from rlcore.run.inputs import (
     RunInputs,
     answers_payload,
     content_digest,
-    gguf_folder,
     given_model,
     is_given,
     planned_start_model,
     planned_tokenizer,
-    require_gguf,
+    require_smollm2,
     require_whole_model,
     stage_layout,
     stage_settings,
@@ -106,16 +104,11 @@ def test_a_digest_is_of_the_content_and_made_anew_where_that_has_changed(
     assert content_digest(Path("x")) == hashlib.sha256(b"three").hexdigest()
 
 
-def test_a_model_from_a_gguf_file_is_named_by_its_digest(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    folder = tmp_path / "models" / f"gguf-{hashlib.sha256(b'GGUF').hexdigest()[:16]}"
-    assert gguf_folder(str(tmp_path / "m.gguf"), str(tmp_path)) == folder
-    config = of_model(tmp_path, tmp_path / "m.gguf")
+def test_smollm2_has_to_be_made_into_a_folder_named_by_its_digest(tmp_path: Path) -> None:
+    config = of_model(tmp_path, SMOLLM2)
+    folder = tmp_path / "models" / f"smollm2-{SMOLLM2_SHA256[:16]}"
     assert (given_model(config), planned_tokenizer(config)) == (folder, folder)
-    assert not is_given(config), "it has to be made"
-    (tmp_path / "m.gguf").unlink()
-    with pytest.raises(ModelError, match=r"^model\.path: must be a readable GGUF file; got .*/m\.gguf \(\[Errno 2\]"):
-        given_model(config)
+    assert not is_given(config)
 
 
 def of_model(root: Path, path: Path | str | None, *, max_integer: int | None = None, warm: bool = False) -> RunConfig:
@@ -238,51 +231,20 @@ def test_what_scores_answers_counts_in_a_warm_start_that_samples_alone() -> None
         assert (stage.data.scorer, stage.data.environment) == (default, "")
 
 
-@pytest.fixture
-def gguf(tmp_path: Path) -> str:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    return str(tmp_path / "m.gguf")
-
-
-def test_a_gguf_file_without_its_reader_names_the_package(
-    tmp_path: Path, gguf: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("has_file", "has_reader"), [(True, True), (True, False), (False, True)])
+def test_smollm2_needs_its_package_with_the_known_file_and_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_file: bool, has_reader: bool
 ) -> None:
-    monkeypatch.setattr(run_inputs, "find_spec", lambda name: None)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(run_inputs, "find_spec", lambda name: object() if has_reader else None)
+    monkeypatch.setattr(run_inputs, "smollm2_file", lambda: file if has_file else None)
     with pytest.raises(ModelError) as told:
-        require_gguf(gguf, str(tmp_path))
-    assert str(told.value) == (
-        f"model.path: must be on this machine; got {gguf}, and the package gguf, which reads it, is not installed. "
-        f"Install: {INSTALL_READER}"
-    )
-    gguf_folder(gguf, str(tmp_path)).mkdir(parents=True)
-    require_gguf(gguf, str(tmp_path))
-
-
-@pytest.mark.parametrize("has_file", [True, False])
-def test_the_file_of_a_package_must_be_there_and_the_one_that_is_known(
-    tmp_path: Path, gguf: str, monkeypatch: pytest.MonkeyPatch, has_file: bool
-) -> None:
-    monkeypatch.setattr(run_inputs, "find_spec", lambda name: object())
-    monkeypatch.setattr(run_inputs, "gguf_file", lambda path: Path(gguf) if has_file else None)
-    with pytest.raises(ModelError) as told:
-        require_gguf(SMOLLM2, str(tmp_path))
-    digest = hashlib.sha256(b"GGUF").hexdigest()[:16]
-    rule = f"{gguf} must have the sha256 {SMOLLM2_SHA256[:16]}...; got {digest}...."
-    if not has_file:
-        rule = f"must be on this machine; got {SMOLLM2}, and it, or the file in it, is not installed."
-    assert str(told.value) == f"model.path: {rule} Install: {INSTALL_SMOLLM2}"
-
-
-@pytest.mark.parametrize("size_bytes", [10**18, 1])
-def test_the_model_of_a_gguf_file_needs_room(
-    tmp_path: Path, gguf: str, monkeypatch: pytest.MonkeyPatch, size_bytes: int
-) -> None:
-    monkeypatch.setattr(run_inputs, "find_spec", lambda name: object())
-    monkeypatch.setattr(run_inputs, "read_header", lambda file: SimpleNamespace(float32_bytes=size_bytes))
-    if size_bytes == 1:
-        require_gguf(gguf, str(tmp_path))
-        return
-    with pytest.raises(DiskSpaceError) as told:
-        require_gguf(gguf, str(tmp_path))
-    assert str(told.value).startswith(f"model.path: {gguf} is converted once, and {tmp_path}/models: ")
-    assert str(told.value).endswith(". Free some room, or set paths.root to a larger disk.")
+        require_smollm2(tmp_path / "folder")
+    rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}...; got {hashlib.sha256(b'GGUF').hexdigest()[:16]}...."
+    if not (has_file and has_reader):
+        what = "the package gguf, with which it is read, is" if has_file else "it is"
+        rule = f"must be on this machine; got {SMOLLM2}, and {what} not installed."
+    assert str(told.value) == f"model.path: {rule} {INSTALL_SMOLLM2}"
+    (tmp_path / "folder").mkdir()
+    require_smollm2(tmp_path / "folder")

@@ -7,8 +7,7 @@ from typing import Any
 
 from rlcore.config.base import expanded
 from rlcore.config.data import CountdownData, CustomData, MixtureData
-from rlcore.config.gguf import PACKAGE, SMOLLM2, gguf_config, gguf_file, gguf_problem, is_gguf
-from rlcore.config.model import LINEAR_LAYERS, PUBLISHED, TESTED
+from rlcore.config.model import LINEAR_LAYERS, PUBLISHED, SMOLLM2, TESTED
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, rule
 from rlcore.config.run import RunConfig
@@ -134,25 +133,19 @@ def integers_are_tokens(config: RunConfig) -> Problem | None:
 
 @rule("model.path")
 def local_model_is_there(config: RunConfig) -> Problem | None:
-    """A path that cannot be a hub id is a transformers directory, or a GGUF file of a kind that is trained here. (A
-    package need not be installed for a plan.)"""
+    """A path that cannot be a hub id is a transformers directory. (The package need not be installed for a plan.)"""
     path = config.model.path
-    if path is None or not is_gguf(path):
-        return _missing_model("model.path", path)
-    if path.startswith(PACKAGE) and path != SMOLLM2:
-        return Problem("model.path", "must name a package that carries a model", path, f"Known: {SMOLLM2}")
-    file = gguf_file(path)
-    return None if file is None else gguf_problem(file)
+    return None if path == SMOLLM2 else _missing_model("model.path", path)
 
 
 @rule("critic.path")
 def local_critic_is_there(config: RunConfig) -> Problem | None:
     """The critic's path is one too; otherwise it would fail after policy and engine have been loaded."""
     path = None if config.critic is None else config.critic.path
-    if path is None or not is_gguf(path):
+    if path != SMOLLM2:
         return _missing_model("critic.path", path)
     remedy = "Set model.path to it and critic.path=null: the critic starts from the same weights"
-    return Problem("critic.path", "must be a transformers model directory", f"{path}, a GGUF file", remedy)
+    return Problem("critic.path", "must be a transformers model directory", path, remedy)
 
 
 def _missing_model(key: str, path: str | None) -> Problem | None:
@@ -181,7 +174,7 @@ def sequences_fit_the_context(config: RunConfig) -> Problem | None:
 
 def _is_local(path: str) -> bool:
     # A hub id is a name, or an owner and a name.
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).is_dir()
+    return path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()
 
 
 def _head_width(config: RunConfig) -> int | None:
@@ -202,8 +195,6 @@ def _number(config: RunConfig, name: str, of_scratch: int | None) -> int | None:
 
 def _shape(path: str) -> Mapping[str, Any]:
     """The decoder's part of a model's config.json, local or published; empty where neither is there."""
-    if is_gguf(path):
-        return gguf_config(path) or PUBLISHED.get(path, {})
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
