@@ -201,7 +201,9 @@ def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
     for name in ("thrown away", "registered", "kept"):
         run_id = store.create_run(name, {})
         store.client.log_text(run_id, "x" * 1_000, "notes/a.txt")
-        model = client.create_logged_model(store.experiment_id, name=name.replace(" ", "-"), source_run_id=run_id)
+        model = client.create_logged_model(
+            store.experiment_id, name=name.replace(" ", "-"), source_run_id=run_id, tags={"step": "1"}
+        )
         client.log_model_artifact(model.model_id, str(tmp_path / "model" / "config.json"))
         client.finalize_logged_model(model.model_id, "READY")
         runs.append((run_id, str(model.model_id)))
