@@ -58,10 +58,10 @@ def _again(reference: str, rng: random.Random) -> Answer:
     forms: list[Callable[[str], str]] = [
         lambda text: text,
         lambda text: f" {text} ",
-        lambda text: f"{text}.",
+        lambda text: f"{text.removesuffix('.')}.",
         lambda text: f"\\displaystyle {text}",
         lambda text: text.replace("\\frac", "\\dfrac"),
-        lambda text: text.replace(" ", "\\ "),
+        lambda text: re.sub(r"(?<!\\) ", r"\\ ", text),
         lambda text: text.replace(" ", "  "),
         lambda text: f"\\fbox{{{text}}}",
     ]
@@ -170,7 +170,7 @@ def _paid_by(reference: str, answer: str) -> str | None:
 
 
 def _naive_number(answer: str) -> Fraction | None:
-    kept = re.sub(r"\\text\{[^}]*\}(\^[23])?|\^\\circ|\\d?frac|.*=|[^-0-9./]", "", answer.replace("}{", "/"))
+    kept = re.sub(r"\\text\{[^}]*\}(\^[0-9])?|\^\\circ|\\d?frac|.*=|[^-0-9./]", "", answer.replace("}{", "/"))
     try:
         return Fraction(kept)
     except (ValueError, ZeroDivisionError):

@@ -67,12 +67,16 @@ def typeset(text: str) -> str:
     if "\\" in found:
         found = _FRAC.sub(r"\\frac", _FONT.sub("", _TEXT.sub(_quoted, found)))
         found = found.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"{^\circ}", r"^\circ")
-    found = _SPACES.sub(" ", found).strip()
+    found = _without_end(_SPACES.sub(" ", found).strip())
     for _ in range(_MOST_BRACES):
         if not found.startswith("{") or closing(found, 0) != len(found) - 1:
             break
         found = found[1:-1].strip()
-    return found if found.endswith("..") else found.rstrip(" .,;")
+    return _without_end(found)
+
+
+def _without_end(text: str) -> str:
+    return text if text.endswith("..") else text.rstrip(" .,;")
 
 
 def _quoted(text: re.Match[str]) -> str:
