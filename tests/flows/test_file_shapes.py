@@ -79,7 +79,7 @@ def test_two_steps_of_each_shape(words: list[str]) -> None:
     with closing(LocalGroup(config, str(run.model_directory))) as group:
         steps = train(run, group, 2)
     assert len(steps) == 2
-    assert all(step["reward/unscored_share"] == 0 for step in steps)
+    assert not any("reward/unscored_share" in step for step in steps), "the scorer fails on no answer"
 
 
 @pytest.mark.parametrize("name", ["verl_gsm8k", "calls.jsonl"])
