@@ -26,11 +26,16 @@ NUM_ROWS = 20
 Rows = Callable[[int], dict[str, Any]]
 
 
-def write_model(folder: Path) -> Path:
-    """A model with random weights whose tokenizer reads any text and whose chat template shows tools."""
+def write_tokenizer(folder: Path) -> int:
+    """A tokenizer that reads any text, with a chat template that shows tools. Returns its size."""
     KINDS["chatml"].saved(folder)
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    size = len(AutoTokenizer.from_pretrained(folder))
+    return len(AutoTokenizer.from_pretrained(folder))
+
+
+def write_model(folder: Path) -> Path:
+    """A model with random weights and this tokenizer."""
+    size = write_tokenizer(folder)
     Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=1,

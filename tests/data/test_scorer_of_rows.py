@@ -78,7 +78,6 @@ PROGRAM = '[{"input": "1", "output": "2"}]'
         ("data.gsm8k:score", PROGRAM),
         ("data.gsm8k:score", COUNTDOWN),
         ("data.gsm8k:score_numeric", COUNTDOWN),
-        ("data.math:score", PROGRAM),
         ("data.math:score", COUNTDOWN),
         ("data.code:score", "18"),
     ],
