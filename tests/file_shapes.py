@@ -70,7 +70,7 @@ def _maths_of_eurus(n: int) -> dict[str, Any]:
 
 
 def _eurus(n: int) -> dict[str, Any]:
-    program = {"style": "rule", "ground_truth": '[{"input": "1", "output": "2"}]'}
+    program = {"style": "rule", "ground_truth": '{"inputs": ["1"], "outputs": ["2"]}'}
     others = {"data_source": "codeforces", "ability": "code", "reward_model": program}
     return _maths_of_eurus(n) | (others if n % 2 else {})
 

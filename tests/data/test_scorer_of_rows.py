@@ -67,7 +67,7 @@ def test_a_source_without_a_known_scorer_is_refused_by_its_name(tmp_path: Path, 
 
 
 COUNTDOWN = {"target": 5, "numbers": [2, 3]}
-PROGRAM = '[{"input": "1", "output": "2"}]'
+PROGRAM = '{"inputs": ["1"], "outputs": ["2"]}'
 
 
 @pytest.mark.parametrize(

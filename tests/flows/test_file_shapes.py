@@ -102,6 +102,6 @@ def test_programs_and_mathematics_in_one_file_are_refused_unless_a_scorer_is_kno
     done = in_this_process(capsys, *words)
     assert done.code == 1
     assert "data.scorer: must be given for eurus/train.parquet: its rows have the data_source codeforces" in done.err
-    done = in_this_process(capsys, *words, "data.scorer=data.math:score")
+    done = in_this_process(capsys, *words, "data.scorer=data.gsm8k:score")
     assert done.code == 1
-    assert re.search(r"data\.math:score does not for 20 of 40 rows \(50\.0%\):\n.*train\.parquet: row 1", done.err)
+    assert re.search(r"data\.gsm8k:score does not for 20 of 40 rows \(50\.0%\):\n.*train\.parquet: row 1", done.err)
