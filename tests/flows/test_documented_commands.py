@@ -113,7 +113,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(REPOSITORY / "data" / "multiplication.py", folder / "my_task.py")
     config = CONFIGS["qwen2-tied"]()
     config.max_position_embeddings, config.hidden_size = 4_096, 128  # heads of 32, which vLLM knows
-    config.vocab_size = write_tokenizer(folder / "model")
+    config.vocab_size, config.eos_token_id = write_tokenizer(folder / "model"), None  # the tokenizer's
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     write_files(folder)
     (folder / "problems").mkdir()
