@@ -127,13 +127,3 @@ def test_nan_and_infinity_are_no_references(tmp_path: Path, number: str) -> None
     data = files(tmp_path, *(row("gsm8k", value, n) for n, value in enumerate(values)))
     with pytest.raises(DataError, match=r"train\.parquet: row 1: reward_model\.ground_truth must have a value, got"):
         list(parquet_rows(data, 1).splits["train"])
-
-
-def test_a_prompt_without_a_turn_of_the_user_is_refused_with_its_row(tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "So"}]
-    data = files(tmp_path, row("gsm8k", "7"), row("gsm8k", "8", prompt=turns))
-    told = (
-        r"train\.parquet: row 1: prompt must have a turn of the user, got system, assistant; repair or remove the row"
-    )
-    with pytest.raises(DataError, match=told):
-        list(parquet_rows(data, 1).splits["train"])
