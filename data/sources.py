@@ -528,11 +528,6 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
     prompt = values["prompt"] or ()
     if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
         raise DataError(f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it")
-    roles = [message["role"] for message in prompt]
-    if "user" not in roles:
-        raise DataError(
-            f"{where}: prompt must have a turn of the user, got {', '.join(roles)}; repair or remove the row"
-        )
     truth = (values["reward_model"] or {}).get("ground_truth")
     if truth is None or has_no_number(truth):
         got = "nothing" if truth is None else truth

@@ -20,6 +20,7 @@ from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.data.kinds import KINDS
+from tests.file_shapes import ADD, TOOL_TEMPLATE
 
 
 def chat(*contents: str, system: str = "") -> dict[str, Any]:
@@ -296,16 +297,6 @@ def test_a_completion_is_tokenized_with_its_prompt(tmp_path: Path, name: str) ->
     begun = tokenizer("Q: 1+1? A: ")["input_ids"]
     assert list(apart.token_ids)[: len(begun)] == begun
     assert tokenizer.decode(apart.token_ids[:-1]) == tokenizer.decode(joint.token_ids[:-1])
-
-
-TOOL_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}"
-    "{{ '<tool_call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
 def called(arguments: object, **more: object) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from data import countdown_problems
 from data.sources import commit_of
@@ -24,6 +23,7 @@ from rlcore import sandbox
 from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
 from rlcore.config.sweep_load import load_sweep
+from tests.file_shapes import write_files, write_tokenizer
 from tests.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CONFIGS
 
@@ -113,13 +113,9 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(REPOSITORY / "data" / "multiplication.py", folder / "my_task.py")
     config = CONFIGS["qwen2-tied"]()
     config.max_position_embeddings, config.hidden_size = 4_096, 128  # heads of 32, which vLLM knows
+    config.vocab_size, config.eos_token_id = write_tokenizer(folder / "model"), None  # the tokenizer's
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "end": 1}, unk_token="?")),
-        unk_token="?",
-        eos_token="end",
-        chat_template="{% for m in messages %}{{ m.content }} {% endfor %}{{ tools or '' }}",
-    ).save_pretrained(folder / "model")
+    write_files(folder)
     (folder / "problems").mkdir()
     (folder / "rows").mkdir()
     for split in ("train", "test"):
