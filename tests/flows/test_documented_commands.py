@@ -26,6 +26,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.sweep_load import load_sweep
 from tests.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CONFIGS
+from tests.published_shapes import write_shapes
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"))
@@ -120,6 +121,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token="end",
         chat_template="{% for m in messages %}{{ m.content }} {% endfor %}{{ tools or '' }}",
     ).save_pretrained(folder / "model")
+    write_shapes(folder)
     (folder / "problems").mkdir()
     (folder / "rows").mkdir()
     for split in ("train", "test"):
