@@ -215,7 +215,7 @@ def _conversation(values: Mapping[str, Any]) -> tuple[str, Any]:
             return name, values[name]
     if "instruction" in values:
         asked = [text for text in (values["instruction"], values.get("input")) if text]
-        question = "\n\n".join(asked) if all(isinstance(text, str) for text in asked) else None
+        question = "\n\n".join(map(str, asked)) if all(isinstance(text, str) for text in asked) else None
         answer = {"role": "assistant", "content": values.get("output")}
         return "instruction and output", [{"role": "user", "content": question}, answer]
     for name in ("prompt", "completion"):
