@@ -110,6 +110,22 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind(engine: dict[str, Any])
     assert engine["after_a_stopped_stream"] == engine["answers"]
 
 
+@pytest.mark.parametrize("room", ["enough", "scarce", "many"])
+def test_short_steps_give_the_answers_of_vllms_own_steps(engine: dict[str, Any], room: str) -> None:
+    short, own = (engine["short_steps"][f"{room} {way}"] for way in ("short", "own"))
+    # 160 requests for 32 places, an answer ends at nearly every step: fewer where a place is taken again at once
+    assert short["steps"] > (190 if room == "many" else 20)
+    assert own["steps"] == 0
+    assert short["answers"] == own["answers"]
+    assert short["reasons"] == own["reasons"]
+    for found, expected in zip(short["logprobs"], own["logprobs"], strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert short["left"] == own["left"] == 0
+    if room == "scarce":
+        assert short["preempting"] > 0
+        assert own["preempting"] > 0
+
+
 def test_after_a_hand_over_all_answers_are_those_of_a_fresh_engine(engine: dict[str, Any]) -> None:
     equal = sum(a == b for a, b in zip(engine["handed_over"], engine["fresh"], strict=True))
     assert equal == 32, f"{equal} of 32"

@@ -127,11 +127,11 @@ def test_a_stream_that_is_given_up_ends_what_is_being_written(engine: Any) -> No
 
 def test_a_vllm_that_gives_nothing_for_too_long_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "_MOST_IDLE_STEPS", 3)
-    core = Core([said("r1", [5], "stop")], [], [], [], [said("r0", [5])])
+    core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
     with pytest.raises(EngineError) as caught:
         list(writing(engine, core))
     assert str(caught.value) == "vLLM ended without an answer to 2 requests"
-    assert core.num_steps == 1 + 3 + 1 + 4, "3 steps may give nothing"
+    assert core.num_steps == 1 + 5 + 1 + 6, "3 steps and one for each token of the limit may give nothing"
     assert core.aborted == ["r0", "r2"]
 
 

@@ -26,6 +26,7 @@ from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.rollout.vllm.engine import VllmEngine
+from rlcore.rollout.vllm.short import scheduler as short_scheduler
 from rlcore.rollout.vllm.start import EngineShape, sleep_beside_others
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout, Score
@@ -168,6 +169,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     next(stopped)
     stopped.close()
     facts["after_a_stopped_stream"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
+    facts["short_steps"] = short_steps_facts(engine)
 
     engine.generate(long, SAMPLING, MAX_TOKENS)  # fills the prefix cache with the first weights
     engine.update_weights(weights_of(second), version=4)
@@ -183,6 +185,38 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["differing_when_right"] = differing(engine, weights_of(first))
     facts["differing_when_wrong"] = len(differing(engine, weights_of(second)))
     engine.close()
+    return facts
+
+
+def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
+    """The same answers with short steps and with vLLM's own alone; with room for all of them, without, and for five
+    times as many requests as there are places."""
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    most_tokens = 100  # answers that go over the end of a cache block
+    most_steps, short_scheduler._MOST_STEPS = short_scheduler._MOST_STEPS, 24
+    pool = scheduler.kv_cache_manager.block_pool
+    facts: dict[str, Any] = {}
+    for room in ("enough", "scarce", "many"):
+        requests = some_requests(40 if room == "many" else 8, 4, 118)
+        if room == "many":  # that end one after the other
+            requests = [replace(request, max_tokens=20 + i % 31) for i, request in enumerate(requests)]
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
+        for way in ("short", "own"):
+            scheduler.short_steps_allowed = way == "short"
+            steps, preempting = scheduler.num_short_steps, scheduler.num_preempting_steps
+            found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
+            facts[f"{room} {way}"] = {
+                "answers": answers(found),
+                "logprobs": [rollout.behavior_logprobs.tolist() for rollout in found],
+                "reasons": [rollout.finish_reason for rollout in found],
+                "steps": scheduler.num_short_steps - steps,
+                "preempting": scheduler.num_preempting_steps - preempting,
+                "left": len(scheduler.requests),
+            }
+            engine._engine.reset_prefix_cache()
+        pool.free_blocks(held)
+    scheduler.short_steps_allowed = True
+    short_scheduler._MOST_STEPS = most_steps
     return facts
 
 

@@ -113,6 +113,7 @@ class VllmEngine(RolloutEngine):
         core = self._engine.engine_core
         writing: dict[str, _Answer] = {}
         num_idle = 0
+        most_idle = _MOST_IDLE_STEPS + max_response_tokens  # the scheduler keeps tokens until a response ends
         try:
             for index, prepared in enumerate(self._prepared(everyones, sampling, max_response_tokens)):
                 core.add_request(prepared)
@@ -120,7 +121,7 @@ class VllmEngine(RolloutEngine):
             while writing:
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
-                if num_idle > _MOST_IDLE_STEPS:
+                if num_idle > most_idle:
                     raise EngineError(f"vLLM ended without an answer to {len(writing)} requests")
                 for output in outputs:
                     answer = writing.get(output.request_id)

@@ -16,6 +16,7 @@ from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
 from rlcore.models.shape import known_shape
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm, require_vllm
+from rlcore.rollout.vllm.short import shortened_scheduler
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -77,6 +78,8 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
             current_platform.simple_compile_backend = "eager"
         config = EngineArgs(**engine_arguments(shape, settings)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        schedule = config.scheduler_config
+        schedule.scheduler_cls = shortened_scheduler(schedule.get_scheduler_cls())
         executor = Executor.get_class(config)
         if shape.device.type == "cpu" and settings.tensor_parallel_size > 1:
             executor = _through_torch(executor)

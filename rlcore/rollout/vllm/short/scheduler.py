@@ -1,0 +1,315 @@
+"""Short steps of vLLM's scheduler: steps in which no request can start and every running answer gets one token.
+
+vLLM's own `schedule` and `update_from_output` go through every request in general Python: 30 to 40 microseconds a
+token, more than the GPU needs for it once a batch holds hundreds of answers of a small model. Nearly all steps of a
+rollout are short ones. Between two of vLLM's own steps the running answers stand in arrays here, a row each: a short
+step counts on in all rows at once, and goes to single requests only where a cache block begins or an answer may end.
+Any other step, and every end of an answer, is vLLM's own.
+
+Before a step of vLLM's own its requests are told what has happened since (`_settle`). Tokens of short steps are kept
+here until vLLM next makes an output of their answer, and are put before it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlcore.rollout.vllm.short import REQUEST_CHANGES, SCHEDULER_CHANGES, scheduler_obstacle
+
+log = logging.getLogger(__name__)
+
+_Scheduler: Any = object
+"""Stands for vLLM's scheduler class, which follows `ShortSteps` in the class that is made of both."""
+
+_MOST_STEPS = 256
+"""Short steps after which vLLM's requests are told of their tokens in any case."""
+
+
+class _Kept:
+    """Tokens of one answer that no output has carried yet, with their log-probabilities."""
+
+    __slots__ = ("logprobs", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+
+
+class _Rows:
+    """Running answers since the last step of vLLM's own.
+
+    Attributes:
+        requests: vLLM's own, [rows].
+        computed: tokens computed or ordered when the rows were made, int64 [rows].
+        to_come: tokens that an answer may still get after the one then under way, int64 [rows].
+        running: the rows whose answers have not ended, in vLLM's order.
+        num_ordered, num_taken: short steps so far; an answer that goes on has a token of each that was taken.
+        token_ids, logprobs: [rows, step].
+        stop_token_ids: those of all answers together.
+    """
+
+    def __init__(self, requests: list[Any], longest: int, stop_token_ids: set[int]) -> None:
+        self.requests = requests
+        self.request_ids = np.array([request.request_id for request in requests], dtype=object)
+        self.computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+        self.num_outputs = np.array(
+            [len(one._output_token_ids) + one.num_output_placeholders for one in requests], dtype=np.int64
+        )
+        limits = [min(one.num_prompt_tokens + one.max_tokens, longest) for one in requests]
+        self.to_come = np.array(limits, dtype=np.int64) - 1 - self.computed
+        self.running = np.arange(len(requests))
+        self.num_ordered = self.num_taken = 0
+        self.token_ids = np.zeros((len(requests), _MOST_STEPS), dtype=np.int64)
+        self.logprobs = np.zeros((len(requests), _MOST_STEPS), dtype=np.float32)
+        self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
+
+    def ready(self) -> Any:
+        """Rows of the answers whose last token is not yet under way."""
+        return self.running[self.to_come[self.running] > self.num_ordered]
+
+    def ending(self, rows: Any, sampled: Any) -> Any:
+        """Where in `rows` an answer ends with its token in `sampled`."""
+        ends = self.to_come[rows] - self.num_taken <= 1
+        for at in np.flatnonzero(np.isin(sampled, self.stop_token_ids)):
+            ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
+        return ends
+
+    def remove(self, rows: Any) -> None:
+        """Remove the rows of answers that have ended."""
+        self.running = self.running[~np.isin(self.running, rows)]
+
+
+class ShortSteps(_Scheduler):  # type: ignore[misc]
+    """Methods that stand before those of vLLM's scheduler class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = scheduler_obstacle(self)
+        if reason is not None:
+            log.warning("rollout.engine: vLLM's own scheduler orders every step, which takes longer: %s", reason)
+        self.short_steps_allowed = reason is None
+        self._block_tokens = 1 if reason else self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._placeholders: int | None = None  # that a scheduled token leaves behind, once seen
+        self._counts_in_flight = False  # releases after 0.25 do, in each request
+        self._example: Any = None  # vLLM's own order of a step of this kind, once seen
+        self._may_be_short = False  # the next step, as far as vLLM's last own one says
+        self._rows: _Rows | None = None
+        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # not yet answered: order, and which rows of what
+        self.num_preempting_steps = 0
+        self.num_short_steps = 0
+        self._hashes_behind = False
+        self._kept: dict[str, _Kept] = {}
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule the next step."""
+        if self.short_steps_allowed and self._may_be_short and self._example is not None and not self._fills_up():
+            order = self._one_token_each()
+            if order is not None:
+                return order
+        return self._general(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take in a step's tokens; the outputs of a short step are those of the answers that may have ended."""
+        if self._short_steps and self._short_steps[0][0] is scheduler_output:
+            _, rows, ordered = self._short_steps.popleft()
+            if rows is self._rows:
+                if model_runner_output.sampled_token_ids:
+                    return self._take(rows, ordered, scheduler_output, model_runner_output)
+                self._settle()
+        outputs = self._with_kept(super().update_from_output(scheduler_output, model_runner_output))
+        if (now := self._rows) is not None:  # made while this step was under way
+            now.remove([row for row in now.running if now.request_ids[row] not in self.requests])
+        return outputs
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """End requests from outside and drop their kept tokens."""
+        self._settle()
+        for request_id in (request_ids,) if isinstance(request_ids, str) else request_ids or list(self._kept):
+            self._kept.pop(request_id, None)
+        return super().finish_requests(request_ids, *args, **kwargs)
+
+    def _fills_up(self) -> bool:
+        """Whether waiting requests come in now: once half of the places are free. A step with a prompt in it is vLLM's
+        own and takes several times as long, and answers end at almost every step."""
+        limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
+        return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
+
+    def _general(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own step. One that could have been short becomes the example of the short ones after it."""
+        self._settle()
+        if self._hashes_behind:  # vLLM adds them with every token, and reads them at the end of a block
+            for request in self.running:
+                request.update_block_hashes()
+            self._hashes_behind = False
+        seen: Any = self.running[0] if self.short_steps_allowed and self.running else None
+        before = None if seen is None or self._example is not None else (dict(vars(seen)), _plain(vars(self)))
+        order = super().schedule(*args, **kwargs)
+        after = {} if before is None else _plain(vars(self))  # of vLLM's step alone: ours follow
+        if order.preempted_req_ids:
+            self.num_preempting_steps += 1
+        self._may_be_short = not order.preempted_req_ids and self._all_write(order)
+        if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
+            return order
+        # Another release may keep more records than these: then all its steps are its own.
+        if _changed(before[0], vars(seen)) - REQUEST_CHANGES or _changed(before[1], after) - SCHEDULER_CHANGES:
+            self.short_steps_allowed = False
+            return order
+        self._placeholders = seen.num_output_placeholders - before[0]["num_output_placeholders"]
+        self._counts_in_flight = "num_in_flight_tokens" in before[0]
+        shared = {"num_common_prefix_blocks": [0]} if hasattr(order, "num_common_prefix_blocks") else {}
+        cached = replace(order.scheduled_cached_reqs, new_token_ids=[], all_token_ids={})
+        self._example = replace(order, scheduled_new_reqs=[], scheduled_cached_reqs=cached, **shared)
+        return order
+
+    def _all_write(self, order: Any) -> bool:
+        """Whether all running requests are past their prompts, with a token in this step or with their last ordered."""
+        counts = order.num_scheduled_tokens
+        return all(
+            not request.is_prefill_chunk
+            and (
+                request.request_id in counts
+                or request.num_computed_tokens + 1 >= request.num_prompt_tokens + request.max_tokens
+            )
+            for request in self.running
+        )
+
+    def _one_token_to_each(self, order: Any) -> bool:
+        counts = order.num_scheduled_tokens
+        return (
+            self._may_be_short
+            and bool(counts)
+            and max(counts.values()) == 1
+            and not order.scheduled_new_reqs
+            and not order.scheduled_cached_reqs.resumed_req_ids
+        )
+
+    def _started(self) -> _Rows | None:
+        """Rows of the running requests; None where one may end by more than its tokens and its limit."""
+        asked = [request.sampling_params for request in self.running]
+        if any(one.repetition_detection is not None for one in asked):
+            return None
+        return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in asked)))
+
+    def _one_token_each(self) -> Any:
+        """Order of a short step: one token for each running request; None where that is not possible."""
+        if self._rows is not None and self._rows.num_ordered == _MOST_STEPS:
+            self._settle()
+        rows = self._rows or self._started()
+        if rows is None:
+            return None
+        ready = rows.ready()
+        computed = rows.computed[ready] + rows.num_ordered
+        crossing = np.flatnonzero(computed % self._block_tokens == 0).tolist()
+        if not len(ready) or len(crossing) > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        self._rows = rows
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        blocks: list[Any] = [None] * len(ready)
+        for index in crossing:
+            request = rows.requests[ready[index]]
+            told, request.num_computed_tokens = request.num_computed_tokens, int(computed[index])
+            # Blocks of answers are not put into the prefix cache: the next weights make them void.
+            new = self.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
+            request.num_computed_tokens = told
+            blocks[index] = new.get_block_ids(allow_none=True)
+        request_ids = rows.request_ids[ready].tolist()
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.clear()
+            self.prev_step_scheduled_req_ids.update(request_ids)
+        order = replace(
+            self._example,
+            scheduled_cached_reqs=replace(
+                self._example.scheduled_cached_reqs,
+                req_ids=request_ids,
+                new_block_ids=blocks,
+                num_computed_tokens=computed.tolist(),
+                num_output_tokens=(rows.num_outputs[ready] + rows.num_ordered).tolist(),
+            ),
+            num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+            total_num_scheduled_tokens=len(request_ids),
+            finished_req_ids=self.finished_req_ids,
+        )
+        self.finished_req_ids: Any = set()
+        rows.num_ordered += 1
+        self._short_steps.append((order, rows, ready))
+        self.num_short_steps += 1
+        return order
+
+    def _take(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
+        """Keep the token of each answer; vLLM takes in those of answers that may have ended."""
+        request_ids = order.scheduled_cached_reqs.req_ids
+        sampled = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
+        logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0]
+        if output.req_ids != request_ids:  # vLLM's runner has an order of its own
+            at = [output.req_id_to_index[request_id] for request_id in request_ids]
+            sampled, logprobs = sampled[at], None if logprobs is None else logprobs[at]
+        here = np.isin(ordered, rows.running)  # others have ended one step ago, with this step already under way
+        ordered, sampled = ordered[here], sampled[here]
+        rows.token_ids[ordered, rows.num_taken] = sampled
+        if logprobs is not None:
+            rows.logprobs[ordered, rows.num_taken] = logprobs[here]
+        ending = ordered[rows.ending(ordered, sampled)]
+        self._tell(rows, ending)
+        rows.remove(ending)
+        rows.num_taken += 1
+        if not len(ending):
+            return {}
+        names = rows.request_ids[ending].tolist()
+        outputs = super().update_from_output(replace(order, num_scheduled_tokens=dict.fromkeys(names, 1)), output)
+        if any(name in self.requests for name in names):  # vLLM knows better
+            self._settle()
+        return self._with_kept(outputs)
+
+    def _tell(self, rows: _Rows, which: Any) -> None:
+        """Write what short steps have done for some rows into vLLM's requests; their tokens are kept."""
+        taken = rows.num_taken
+        token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
+        num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
+        for row, written, values, count in zip(which, token_ids, logprobs, num_ordered, strict=True):
+            request = rows.requests[row]
+            request._output_token_ids.extend(written)
+            request._all_token_ids.extend(written)
+            request.num_computed_tokens += count
+            request.num_output_placeholders += self._placeholders * (count - taken)
+            if self._counts_in_flight:
+                request.num_in_flight_tokens += count - taken
+            kept = self._kept.setdefault(request.request_id, _Kept())
+            kept.token_ids.extend(written)
+            kept.logprobs.extend(values)
+
+    def _settle(self) -> None:
+        """End the rows: vLLM's requests know everything again."""
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            self._tell(rows, rows.running)
+            self._hashes_behind |= rows.num_taken > 0
+
+    def _with_kept(self, outputs: Any) -> Any:
+        """Put the kept tokens before those of vLLM's outputs."""
+        for group in outputs.values():
+            for output in group.outputs:
+                piece = self._kept.pop(output.request_id, None)
+                if piece is None:
+                    continue
+                output.new_token_ids = [*piece.token_ids, *output.new_token_ids]
+                last = output.new_logprobs
+                if last is not None:
+                    values = np.array([*piece.logprobs, *last.logprobs[:, 0].tolist()], dtype=np.float32)
+                    output.new_logprobs = last._replace(
+                        logprobs=values[:, None], logprob_token_ids=np.array(output.new_token_ids)[:, None]
+                    )
+        return outputs
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, int | str | float | None)}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Names whose value differs; a list that has grown counts as the same."""
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
