@@ -187,12 +187,12 @@ def test_columns_are_mapped_by_name(folder, artifacts_root):
     [
         (
             {"question": "tsk.text"},
-            r"line 1: column tsk.text: must be a text .* got None \(columns: task, final, worked, cut\)",
+            r"line 1: there is no column tsk.text \(columns: task, final, worked, cut\)",
         ),
         ({"question": "task"}, r"column task: must be a text"),
         ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
         ({"source": ""}, r"data.source: must be a folder or a hub id"),
-        ({"train_split": "train"}, r"lacks train.jsonl or train.parquet"),
+        ({"train_split": "train"}, r"lacks train, as \.jsonl, .* Its data files: "),
     ],
 )
 def test_wrong_names_are_told(folder, artifacts_root, changes, told):
