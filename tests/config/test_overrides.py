@@ -241,7 +241,7 @@ def test_unknown_keys(wrong, right):
         ),
         ("data.operations=['+','${']", "cannot be filled in (no viable alternative at input '${'); got [+,${]"),
         ("pass_rates.table='~nobody77/m'", "must be the folder of a finished table"),
-        ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a .jsonl or .parquet file that exists"),
+        ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a file that exists, .jsonl, .json, .csv"),
         ("validation.suites=['~nobody77/m.yaml']", "its file cannot be read"),
         *(
             (f"{key}={value}", f"must be true or false, a finite number or a text; got {value}. ")
