@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -172,25 +172,28 @@ def require_sound_rows(
             counts[split] += 1
             first = seen.setdefault(hash(row.prompt), (split, number))
             if first[0] != split or (each_once and first[1] != number):
-                raise _again(split, place_of(config, split, number), first[0], place_of(config, *first))
+                places = [places_of(config, where, [at])[at] for where, at in ((split, number), first)]
+                raise _again(split, places[0], first[0], places[1])
     return counts[splits[0]]
 
 
-def place_of(config: TaskData, split: str, number: int) -> str:
-    """File and line of a row, or its number in the split where a row is no record of a file."""
+def places_of(config: TaskData, split: str, numbers: Collection[int]) -> dict[int, str]:
+    """File and line of some rows by their number, or that number where a row is no record of a file."""
     from data.sources import records
 
     file = getattr(config, f"{split}_split", {"validation": "test"}.get(split, split))
     match config:
         case ParquetData():
-            return f"{config.train_file if split == 'train' else config.validation_file}: row {number}"
+            path = config.train_file if split == "train" else config.validation_file
+            return {number: f"{path}: row {number}" for number in numbers}
         case Gsm8kData() | MappedData():
             found = records(config.source, file, getattr(config, "subset", "main"), config.revision)
         case CustomData(build="data.code:build"):
             found = records(config.options[0], file)
         case _:
-            return f"row {number} of {split}"
-    return next(islice(found, number, None)).where
+            return {number: f"row {number} of {split}" for number in numbers}
+    first = islice(found, max(numbers, default=-1) + 1)
+    return {number: record.where for number, record in enumerate(first) if number in numbers}
 
 
 def _again(split: str, place: str, first_split: str, first: str) -> DataError:

@@ -5,23 +5,29 @@ wrong answers. So each row is scored, before a run, on answers that are right by
 reference in the form that the scorer reads. Rows whose reference has no such form (tests of a program, the numbers of a
 countdown) have their solution alone; without one, the scorer must at least accept the row.
 
+Solutions in a form that the scorer does not read are no fault where no warm start teaches them: those of GSM8K end with
+`####`, whatever form a scorer asks for.
+
 The result is kept beside the datasets, by the dataset and the scorer's code.
 """
 
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.custom import place_of
+from data.custom import places_of
 from data.schema import open_parquet, read_batches
 from data.sources import local_files
-from data.stage import SPLITS
+from data.stage import SPLITS, source_digest
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
-from rlcore.config import RewardConfig
+from rlcore import sandbox
+from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import (
     BY_ROW,
     CountdownData,
@@ -30,12 +36,14 @@ from rlcore.config.data import (
     ParquetData,
     ReasoningGymData,
     TaskData,
+    parts_of,
     scorer_of_row,
     scorers_of,
 )
 from rlcore.config.fingerprint import fingerprint
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring_worker import wrong_weights
 from rlcore.score import Score
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.manifest import read_manifest
@@ -52,7 +60,8 @@ KEPT = 100
 """Rows that the kept result has."""
 WRONG = "0"
 """An answer to rows of which none is known to be right."""
-_BATCH = 1_024
+_BATCH = 128
+"""Rows that are scored together: the most that are not counted when time runs out."""
 
 Form = tuple[str, str]
 """What stands before and after a reference in an answer."""
@@ -67,6 +76,8 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 JUDGE = "data.judge:score"
 """A scorer that asks a model: no row is checked."""
+PROGRAMS = "data.code:score"
+"""A scorer that runs programs: of the rows without a solution, `SAMPLE` are tried at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +110,38 @@ class Unmet:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Result of a check: `rows` were checked of `total`; `unmet` of them failed, the first of which are `shown`."""
+    """Result of a check: by split the rows that were checked, and those of them that do not earn full marks, the first
+    of which are `shown`. `total`: rows of all splits, checked or not."""
 
-    rows: int
+    rows: Mapping[str, int]
+    unmet: Mapping[str, int]
     total: int
-    unmet: int
     shown: tuple[Unmet, ...]
 
     @property
     def share(self) -> float:
-        """Share of the checked rows whose own answer does not earn full marks."""
-        return self.unmet / self.rows if self.rows else 0.0
+        """Share of the checked rows that do not earn full marks, in the split where it is highest."""
+        return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
         """The finding in words, with file and line of the first rows; '' where every row earns full marks."""
-        if not self.unmet:
+        num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
+        if self.total and not num_checked:
+            return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
+        if not num_unmet:
             return ""
-        part = "" if self.rows == self.total else f" that were checked in {BUDGET_S:g} s"
+        part = "" if num_checked == self.total else f", of {num_checked:,} that were checked in {BUDGET_S:g} s"
+        counts = " and ".join(
+            f"{unmet:,} of {self.rows[split]:,} rows of {split} ({unmet / self.rows[split]:.1%})"
+            for split, unmet in self.unmet.items()
+        )
         lines = [
             f"data.scorer: must give full marks to the reference of each row and to its solution; {scorer} does not "
-            f"for {self.unmet:,} of {self.rows:,} rows{part} ({self.share:.1%}):",
+            f"for {counts}{part}:",
             *(f"  {row}" for row in self.shown[:SHOWN]),
         ]
-        if self.unmet > SHOWN:
-            lines.append(f"  and {self.unmet - SHOWN:,} more")
+        if num_unmet > SHOWN:
+            lines.append(f"  and {num_unmet - SHOWN:,} more")
         return "\n".join(lines)
 
 
@@ -134,44 +153,78 @@ def is_checked(data: TaskData) -> bool:
     return not (is_drawn and data.scorer == type(data).model_fields["scorer"].default)
 
 
+def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
+    """`check_references` of each task of a run, or of a suite as `suite_settings` gives it."""
+    if config.data.environment:
+        return ""
+    sandbox.use(config.sandbox)
+    root, warm = Path(config.paths.root).resolve(), config.warm_start
+    is_taught = "train" in splits and warm.enabled and warm.demonstrations is None
+    found = (
+        check_references(part.data, config.data.seed, config.reward, root, splits, is_taught=is_taught, keep=keep)
+        for part in parts_of(config.data)
+    )
+    return "\n".join(filter(None, found))
+
+
 def check_references(
-    data: TaskData, seed: int, reward: RewardConfig, root: Path, splits: Sequence[str] = SPLITS, *, again: bool = True
+    data: TaskData,
+    seed: int,
+    reward: RewardConfig,
+    root: Path,
+    splits: Sequence[str] = SPLITS,
+    *,
+    is_taught: bool = False,
+    keep: bool = True,
 ) -> str:
     """Check the rows of a task: of its dataset, or of the files here that the dataset will be made of.
 
-    Returns what to report of rows below the allowed share; '' where there is nothing, where no row is known yet, or,
-    unless `again`, where the check was made before.
+    `is_taught`: a warm start learns from the solutions. `keep`: the result is written, for later starts too.
+    Returns what to report of rows below the allowed share; '' where there is nothing, or where no row is known yet.
 
     Raises:
-        DataError: more than `reward.max_unmet_references` of the rows do not earn full marks; file, line and reference
-            of the first ones.
+        DataError: more than `reward.max_unmet_references` of a split's rows do not earn full marks; file, line and
+            reference of the first ones.
+        ConfigError: `reward.weights` names what is no part of the scorer.
     """
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, splits)
-    kept = _kept_result(root, dataset, data, reward)
-    found = _read(kept)
-    if found is not None and not again:
-        return ""
+    kept = _kept_result(root, dataset, data, reward, is_taught=is_taught)
+    found = _known.get(kept) or _read(kept)
     if found is None:
         rows = _rows(data, seed, root, dataset, splits)
         if rows is None:
             return ""
-        found = _place_rows(data, _check(data, reward, list(rows)))
+        found = _place_rows(data, _check(data, reward, list(rows), is_taught=is_taught))
+    _known[kept] = found
+    if keep and not kept.is_file():
         write_json_atomically(kept, asdict(found))
     text = found.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
-    if text and found.share > reward.max_unmet_references:
+    if found.share > reward.max_unmet_references:
         raise DataError(
-            f"{text}\nreward.max_unmet_references={reward.max_unmet_references:g} is the share that is accepted. "
-            "Repair or remove these rows, name another column (data.answer, data.solution) or another data.scorer, or "
-            "raise it"
+            f"{text}\nreward.max_unmet_references={reward.max_unmet_references:g} is the share of a split that is "
+            "accepted. Repair or remove these rows, name another column (data.answer, data.solution) or another "
+            "data.scorer, or raise it"
         )
-    return text
+    return text and f"warning: {text}"
 
 
-def _kept_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig) -> Path:
+_known: dict[Path, Checked] = {}
+"""Results of this process, by the files that keep them: a plan writes nothing, and the run after it checks once."""
+
+
+def _kept_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
-    payload = {"dataset": dataset, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s}
+    payload = {
+        "dataset": dataset,
+        "scorer": data.scorer,
+        "code": code,
+        "deadline_s": reward.deadline_s,
+        "weights": sorted(reward.weights),
+        "is_taught": is_taught,
+        "source": source_digest("data.references"),
+    }
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 
 
@@ -210,42 +263,58 @@ def _published(dataset: Path, splits: Sequence[str]) -> Iterator[RowReference]:
 # ---------------------------------------------------------------------- the check
 
 
-def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference]) -> Checked:
+class _OutOfTimeError(Exception):
+    """The time for one dataset is over."""
+
+
+def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> Checked:
     """Check the rows of each scorer."""
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
         scorer = scorer_of_row(data, row.data_source)
         if scorer is None:
+            (place,) = places_of(data, row.split, [row.number]).values()
             raise DataError(
-                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} "
-                f"({place_of(data, row.split, row.number)}). Such as data.scorer=data.math:score"
+                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} ({place}). "
+                "Such as data.scorer=data.math:score"
             )
         by_scorer.setdefault(scorer, []).append(row)
+    if programs := by_scorer.get(PROGRAMS):
+        step = -(-len(programs) // SAMPLE)
+        by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]
     deadline = time.monotonic() + BUDGET_S
     settings = reward.model_copy(update={"num_processes": max(reward.num_processes, os.cpu_count() or 1)})
-    num_checked, unmet = 0, list[Unmet]()
-    for scorer, own in by_scorer.items():
-        with ScoringPool(scorer, settings, num_logged=0) as pool:
-            checker = _Checker(scorer, pool, own)
-            for first in range(-(-len(own) // _BATCH)):
-                if time.monotonic() > deadline:
-                    break
-                batch = own[first :: -(-len(own) // _BATCH)]  # spread over the file, should time run out
-                num_checked += len(batch)
-                unmet += checker.unmet(batch)
+    checked, unmet = Counter[str](), list[Unmet]()
+    with suppress(_OutOfTimeError):
+        for scorer, own in by_scorer.items():
+            with ScoringPool(scorer, settings, num_logged=0) as pool:
+                checker = _Checker(scorer, pool, own, deadline, is_taught=is_taught)
+                num_batches = -(-len(own) // _BATCH)
+                for first in range(num_batches):
+                    batch = own[first::num_batches]  # spread over the file, should time run out
+                    unmet += checker.unmet(batch)
+                    checked.update(row.split for row in batch)
     unmet.sort(key=lambda row: (row.split != "train", row.number))
-    return Checked(num_checked, len(rows), len(unmet), tuple(unmet[:KEPT]))
+    total = sum(map(len, by_scorer.values()))
+    return Checked(dict(checked), dict(Counter(row.split for row in unmet)), total, tuple(unmet[:KEPT]))
 
 
 class _Checker:
     """Scores the rows of one scorer. Equal answers to equal references are scored once."""
 
-    def __init__(self, scorer: str, pool: ScoringPool, rows: Sequence[RowReference]) -> None:
-        self._pool = pool
+    def __init__(
+        self, scorer: str, pool: ScoringPool, rows: Sequence[RowReference], deadline: float, *, is_taught: bool
+    ) -> None:
+        self._scorer, self._pool, self._deadline = scorer, pool, deadline
         self._known: dict[tuple[str, str], Score] = {}
         self._has_full_marks = False
-        step = -(-len(rows) // SAMPLE)
-        self._form = self._form_read(FORMS.get(scorer, USUAL_FORMS), rows[::step], is_ours=scorer in FORMS)
+        sample = rows[:: -(-len(rows) // SAMPLE)]
+        self._form = self._form_read(FORMS.get(scorer, USUAL_FORMS), sample, is_ours=scorer in FORMS)
+        is_solution_due = is_taught or (scorer in FORMS and self._form is None)
+        self._reads_solutions = is_solution_due or any(
+            score.failure is None and score.total > 0
+            for score in self._scores([(row.solution, row.truth_json) for row in sample if row.solution])
+        )
 
     def _form_read(self, forms: Sequence[Form], sample: Sequence[RowReference], *, is_ours: bool) -> Form | None:
         """The form in which most references of the sample earn full marks; None where half of them do in none."""
@@ -266,7 +335,7 @@ class _Checker:
         asked: list[tuple[RowReference, str, bool]] = []
         for row in rows:
             if row.solution:
-                asked.append((row, row.solution, True))
+                asked.append((row, row.solution, self._reads_solutions))
             if self._form is not None and (text := _reference(row)) is not None:
                 asked.append((row, f"{self._form[0]}{text}{self._form[1]}", True))
             elif not row.solution:
@@ -286,9 +355,13 @@ class _Checker:
 
     def _scores(self, asked: Sequence[tuple[str, str]]) -> list[Score]:
         new = [pair for pair in dict.fromkeys(asked) if pair not in self._known]
-        with self._pool.uncounted():
-            scores = self._pool.score([answer for answer, _ in new], [truth for _, truth in new])
-        self._known.update(zip(new, scores, strict=True))
+        job = self._pool.submit([answer for answer, _ in new], [truth for _, truth in new])
+        if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
+            raise _OutOfTimeError
+        for pair, score in zip(new, self._pool.collect(job), strict=True):
+            if problem := wrong_weights(score.failure):
+                raise ConfigError(f"{problem}, by {self._scorer}")
+            self._known[pair] = score
         return [self._known[pair] for pair in asked]
 
 
@@ -309,13 +382,16 @@ def _reference(row: RowReference) -> str | None:
 
 def _place_rows(data: TaskData, found: Checked) -> Checked:
     """The result with file and line of the rows that it keeps."""
-    shown = tuple(Unmet(**{**asdict(row), "where": place_of(data, row.split, row.number)}) for row in found.shown)
-    return Checked(found.rows, found.total, found.unmet, shown)
+    places = {
+        split: places_of(data, split, [row.number for row in found.shown if row.split == split])
+        for split in found.unmet
+    }
+    return replace(found, shown=tuple(replace(row, where=places[row.split][row.number]) for row in found.shown))
 
 
 def _read(path: Path) -> Checked | None:
     try:
         values: dict[str, Any] = parse_json(read_ordinary(path))
-        return Checked(values["rows"], values["total"], values["unmet"], tuple(Unmet(**row) for row in values["shown"]))
+        return Checked(**{**values, "shown": tuple(Unmet(**row) for row in values["shown"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -28,13 +28,15 @@ SPLITS = ("train", "validation")
 class StageResult:
     """A published directory. `cached`: it existed already, and no work was done.
 
-    `counts` are rows: of each split, and of those that a stage left out, by reason.
+    `counts` are rows: of each split, and of those that a stage left out, by reason. `warning`: what should be known of
+    the rows, '' for nothing.
     """
 
     directory: Path
     fingerprint: str
     cached: bool
     counts: Mapping[str, int]
+    warning: str = ""
 
 
 def source_digest(*modules: str) -> str:

@@ -20,6 +20,7 @@ from rlcore.config.data import BY_ROW
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import without_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
+from rlcore.rollout.scoring_worker import wrong_weights
 from rlcore.run.layout import RunLayout
 from rlcore.user_code import working_by
 
@@ -52,16 +53,23 @@ def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool,
 def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool, **wanted: Any) -> None:
     """Score kept answers by another scorer and say what it would have changed. `wanted`: as `Query.read` takes it.
 
+    `run`: beside a run's folder or id, `reward.weights=...` may weigh the parts of the new score.
+
     Raises:
-        ConfigError: `wanted` cannot be read.
-        DataError: the scorer failed on all of them.
+        ConfigError: `wanted` or the weights cannot be read, or the weights name what is no part of the score.
+        DataError: the scorer failed on all answers.
     """
     query = Query.read(**wanted)
-    config, layout, _ = _kept(run, root)
-    with _pool(config, layout, scorer) as pool:
+    is_named = any("=" not in word for word in run)
+    weights = [word for word in run if is_named and word.startswith("reward.weights=")]
+    config, layout, _ = _kept([word for word in run if word not in weights], root)
+    own = config.reward.weights if scorer != config.data.scorer and not weights else {}
+    with _pool(config, layout, scorer, weights) as pool:
         found = rescore_answers(layout.answers, query, pool, truth_for(config, scorer))
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
+        if problem := wrong_weights(failed):
+            raise ConfigError(problem)
         raise DataError(
             of_the_judge(failed) or f"{scorer}: must score any text, but failed on all answers. The last time: {failed}"
         )
@@ -76,6 +84,11 @@ def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool
     )
     if found.num_failed:
         print(f"{scorer} failed on {found.num_failed:,} answers; the last time: {failed}")
+    if own:
+        print(
+            f"the run's reward.weights ({', '.join(own)}) are of its own scorer; here the total of {scorer} counts. "
+            "Weigh its parts by reward.weights={PART: WEIGHT}"
+        )
     for change in found.largest:
         print(f"  {change}")
 
@@ -130,13 +143,22 @@ def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, 
 
 
 @contextmanager
-def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[ScoringPool]:
-    """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it."""
+def _pool(
+    config: RunConfig, layout: RunLayout, scorer: str | None, weights: Sequence[str] = ()
+) -> Iterator[ScoringPool]:
+    """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it. `weights`: those
+    of this scorer's parts, as overrides; without them only the run's own scorer has the run's."""
     sandbox.use(config.sandbox)
     if scorer is not None:
         require_scorer(scorer, "--scorer")
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
-    if scorer is not None:  # the run's weights name parts of its own scorer
+    if weights:
+        from rlcore.config.compose import checked_config  # Hydra, which nothing else here needs
+
+        plain = config.model_dump(mode="json")
+        plain["reward"]["weights"] = {}
+        reward = reward.model_copy(update={"weights": checked_config(plain, weights).reward.weights})
+    elif scorer not in (None, config.data.scorer):
         reward = reward.model_copy(update={"weights": {}})
     code = working_by(layout.code) if scorer is None else nullcontext()
     with code, ScoringPool(scorer or config.data.scorer, reward) as pool:

@@ -31,7 +31,7 @@ from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, tokens_of
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
-from rlcore.rollout.scoring_worker import WRONG_WEIGHTS
+from rlcore.rollout.scoring_worker import wrong_weights
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.given_models import model_paths
@@ -214,7 +214,9 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
     """
     if plan.is_done:
         return ""
-    few = few_rows(config, check_rows(config), "of the dataset")
+    may_differ = any(_is_own_build(part.data) for part in parts_of(config.data))
+    where = "that data.train_size asks for" if may_differ else "of the dataset"
+    few = few_rows(config, check_rows(config), where)
     model = None if config.model.path is None or not Path(config.model.path).is_dir() else Path(config.model.path)
     is_tokenizer_tried = model is not None and not plan.stage("filter").cached
     rows: list[FirstRow] = []
@@ -242,31 +244,19 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
         from data.demonstrations import try_demonstrations
 
         try_demonstrations(warm, model, NUM_TRIED, config.data.chat_template_kwargs)
-    unmet = _check_references(config)
+    from data.references import check_parts
+
+    suites = (suite_settings(config, suite) for suite in config.validation.suites)
+    unmet = [check_parts(config, keep=False), *(check_parts(suite, SPLITS[1:], keep=False) for suite in suites)]
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
-    return "\n".join(filter(None, (few, unmet)))
-
-
-def _check_references(config: RunConfig) -> str:
-    """Score the references of all rows that are here, those of suites too. Returns what to report."""
-    from data.references import check_references
-
-    root, found = Path(config.paths.root).resolve(), list[str]()
-    sandbox.use(config.sandbox)
-    for part in parts_of(config.data):
-        found.append(check_references(part.data, config.data.seed, config.reward, root))
-    for seen in (suite_settings(config, suite) for suite in config.validation.suites):
-        found += [
-            check_references(part.data, seen.data.seed, seen.reward, root, SPLITS[1:]) for part in parts_of(seen.data)
-        ]
-    return "\n".join(filter(None, found))
+    return "\n".join(filter(None, (few, *unmet)))
 
 
 def check_rows(config: RunConfig) -> int | None:
-    """Check the rows of local files, those of suites too. Returns the most training rows that there can be; None where
-    neither files here nor `data.train_size` say it, as with a build of one's own.
+    """Check the rows of local files, those of suites too. Returns the most training rows that there can be, of a build
+    of one's own those that it is asked for; None where neither files here nor `data.train_size` say it.
 
     Raises:
         DataError: file and line of a row that cannot be used.
@@ -277,14 +267,17 @@ def check_rows(config: RunConfig) -> int | None:
     found: list[int | None] = []
     for data in (part.data for part in parts_of(config.data)):
         made = require_sound_rows(data, config.data.seed, root, each_once=once)
-        is_own = isinstance(data, CustomData) and not data.build.startswith("data.")
-        found.append(made if made is not None or is_own else getattr(data, "train_size", None))
+        found.append(made if made is not None else getattr(data, "train_size", None))
     for suite in (suite_settings(config, suite) for suite in config.validation.suites):
         for part in parts_of(suite.data):
             once = suite.filter.duplicates == "error"
             require_sound_rows(part.data, suite.seed, root, SPLITS[1:], each_once=once)
     known = [rows for rows in found if rows is not None]
     return sum(known) if len(known) == len(found) else None
+
+
+def _is_own_build(data: TaskData) -> bool:
+    return isinstance(data, CustomData) and not data.build.startswith("data.")
 
 
 def _has_default_scorer(data: TaskData) -> bool:
@@ -299,9 +292,8 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     scores = _tried(scorer, answers, row.ground_truth_json, settings, "reward")
     for answer, score in zip(answers, scores, strict=True):
         if score.failure:
-            _, wrong, parts = score.failure.partition(WRONG_WEIGHTS)
-            if wrong:
-                raise ConfigError(f"{wrong}{parts}")
+            if problem := wrong_weights(score.failure):
+                raise ConfigError(problem)
             raise TrialError(
                 of_the_judge(score.failure)
                 or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "

@@ -36,9 +36,9 @@ def _skipped(cached: bool) -> str:
 
 
 def describe_rows(result: StageResult) -> str:
-    """Rows of a dataset by split, and whether they were there already."""
+    """Rows of a dataset by split, whether they were there already, and what should be known of them."""
     counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
-    return f"{counts} rows{_skipped(result.cached)} ({result.directory})"
+    return f"{counts} rows{_skipped(result.cached)} ({result.directory})\n{result.warning}".rstrip()
 
 
 def few_rows(config: RunConfig, rows: int | None, where: str) -> str:

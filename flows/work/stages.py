@@ -4,7 +4,7 @@ Each is a no-op, and says so, where its result is on disk already (`flows.work.r
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,17 +12,14 @@ from threading import Thread
 from typing import Any
 
 from data import StageResult, build_dataset, dataset_directory, dataset_fingerprint, filter_dataset
-from data.references import check_references
-from data.stage import SPLITS
+from data.references import check_parts
 from flows.progress import display
 from flows.work import results
 from flows.work.open_run import OpenRun, require_same_rows
 from flows.work.protocol import Progress
 from flows.work.results import Chunk, Export, Judgement, PassRateTable, Report
 from flows.work.status import failure_of
-from rlcore import sandbox
 from rlcore.config import RunConfig, SuiteConfig
-from rlcore.config.data import parts_of
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
@@ -55,16 +52,7 @@ MAX_DIFF_CHARACTERS = 1_000_000
 def make_dataset(config: RunConfig) -> StageResult:
     """Make the dataset, or find it."""
     made = build_dataset(config.data, seed=config.data.seed, root=_root(config))
-    _check_references(config, config.data.seed)
-    return made
-
-
-def _check_references(config: RunConfig, seed: int, splits: Sequence[str] = SPLITS) -> None:
-    """Check the rows of a dataset that is there, unless they were checked before."""
-    sandbox.use(config.sandbox)
-    for part in parts_of(config.data):
-        if text := check_references(part.data, seed, config.reward, _root(config), splits, again=False):
-            log.warning("%s", text)
+    return replace(made, warning=check_parts(config, keep=True))
 
 
 def filter_rows(config: RunConfig) -> StageResult:
@@ -110,8 +98,8 @@ def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
     """Make, tokenize and filter a suite's rows, or find the result."""
     seen = suite_settings(config, suite)
     dataset = build_dataset(seen.data, seed=seen.data.seed, root=_root(seen), splits=("validation",))
-    _check_references(seen, seen.data.seed, ("validation",))
-    return _filtered(seen, dataset.directory)
+    warning = check_parts(seen, ("validation",), keep=True)
+    return replace(_filtered(seen, dataset.directory), warning=warning)
 
 
 def tokenize_demonstrations(config: RunConfig) -> StageResult:

@@ -83,6 +83,16 @@ def score_one(
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
 
 
+def wrong_weights(failure: str | None) -> str:
+    """What a failure says of `reward.weights` that name no parts of the score; '' for any other failure, or none.
+
+    >>> wrong_weights(f"ValueError: {WRONG_WEIGHTS}foo. Use correct, total")
+    'reward.weights: must name parts of the score, got foo. Use correct, total'
+    """
+    _, beginning, rest = (failure or "").partition(WRONG_WEIGHTS)
+    return f"{beginning}{rest}"
+
+
 def describe(error: BaseException) -> str:
     """An exception in one line, without what a terminal would act on: it may quote what a model wrote."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
