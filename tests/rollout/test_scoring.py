@@ -145,8 +145,13 @@ def test_a_score_is_checked_and_weighed(scorer, weights, score):
     ("scorer", "weights", "told"),
     [
         (of(float("inf")), {}, "a score is a finite number, got Score(total=inf"),
+        (of(1e39), {}, "a score is at most 3.403e+38 (float32), got Score(total=1e+39"),
         (of(1.0, {"a": float("nan")}), {}, "a score is a finite number, got Score(total=1.0, parts={'a': nan}"),
-        (of(1.0, {"b": 1.0}), {"a": 1, "c": 1}, "reward.weights names a, c; this score has b, total"),
+        (
+            of(1.0, {"b": 1.0}),
+            {"a": 1, "c": 1},
+            "reward.weights: must name parts of the score, got a, c. Use the parts of this score: b, total",
+        ),
     ],
 )
 def test_a_score_that_is_none_is_refused(scorer, weights, told):
