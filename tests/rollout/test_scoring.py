@@ -135,7 +135,9 @@ def of(total, parts=None, said=None):
 )
 def test_a_score_is_checked_and_weighed(scorer, weights, score):
     if score is None:
-        with pytest.raises(ValueError, match=r"^reward\.weights names correct; this score has a, total$"):
+        with pytest.raises(
+            ValueError, match=r"^reward\.weights: must name parts of the score, got correct\. Use .*: a, total$"
+        ):
             scoring_worker.score_one(scorer, "x", "7", weights)
     else:
         assert scoring_worker.score_one(scorer, "x", "7", weights) == score
