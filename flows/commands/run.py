@@ -9,7 +9,7 @@ from shlex import quote
 from flows import chain
 from flows.commands.settings import beside_python
 from flows.parameters import RunSettings
-from flows.plan.checks import check_before_plan, check_before_start, check_rows, check_run, plan_run
+from flows.plan.checks import check_before_plan, check_before_start, check_dry_run, check_rows, check_run, plan_run
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect, when_it_dies
@@ -31,7 +31,7 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
     plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
-        check_before_start(config, plan)
+        check_dry_run(config, plan)
         return
     if (known := finished(config, plan)) is not None:  # no server is started for that
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
@@ -54,9 +54,9 @@ def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool)
     plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
-    check_before_start(settings.config, plan)
-    if dry_run:
+        check_dry_run(settings.config, plan)
         return
+    check_before_start(settings.config, plan)
     with chain.in_hand(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
         display().line(f"run {run.run_id} in {run.layout.run_dir}")
         chain.run_chain(run, chain.run_here, record, with_report=False)

@@ -145,21 +145,26 @@ def _require_functions(config: RunConfig) -> None:
             require_scorer(part.data.scorer)
 
 
-def _require_machine(config: RunConfig) -> None:
-    """Engine, device, cluster and models, which a run would miss only after its data is made."""
+def _require_packages(config: RunConfig) -> None:
+    """Packages of the engine and of the model, and the device."""
     if config.rollout.engine == "vllm":
         require_vllm()
     require_base(config.model.lora)
     _require_device(config)
+    if SMOLLM2 in model_paths(config).values():
+        require_smollm2(given_model(config))
+
+
+def _require_machine(config: RunConfig) -> None:
+    """Engine, device, cluster and models, which a run would miss only after its data is made."""
+    _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
         problem = folder_problem() if address is None else unreachable(address)
         if problem is not None:
             raise ConfigError(problem)
     for key, path in model_paths(config).items():
-        if path == SMOLLM2:
-            require_smollm2(given_model(config))
-        elif path is not None:
+        if path not in (None, SMOLLM2):
             require_reachable(key, path)
             require_whole_model(key, path)
 
@@ -175,6 +180,17 @@ def _require_device(config: RunConfig) -> None:
         )
 
 
+def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
+    """What a start would be refused for and the plan does not show: packages, device, memory of the device.
+
+    Raises:
+        EngineError, ConfigError, ModelError: what is missing, and what to do.
+    """
+    if not plan.is_done:
+        _require_packages(config)
+        _require_memory(config, plan)
+
+
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     """What a run needs and a plan does not: slots, engine, device, cluster, models, memory, and room on the disk.
 
@@ -185,14 +201,18 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
     _require_machine(config)
-    for settings, memory in ((config, plan.memory), (stage_settings(config), plan.warm_start_memory)):
-        if memory is not None:
-            require_fit(settings, memory)
+    _require_memory(config, plan)
     if short := [report.problem for report in plan.disk.file_systems if not report.enough]:
         raise DiskSpaceError(
             f"{'; '.join(short)}. The run needs room for {plan.disk.num_checkpoints} checkpoints, among others "
             "(--dry-run shows it). Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
         )
+
+
+def _require_memory(config: RunConfig, plan: RunPlan) -> None:
+    for settings, memory in ((config, plan.memory), (stage_settings(config), plan.warm_start_memory)):
+        if memory is not None:
+            require_fit(settings, memory)
 
 
 def check_evaluation(config: RunConfig) -> None:

@@ -63,10 +63,10 @@ def score_one(
         raise TypeError(f"a scorer returns a number or rlcore.score.Score, got {type(found).__name__}")
     parts = {str(name): float(value) for name, value in found.parts.items()}
     total = float(found.total)
-    if not all(abs(value) <= LARGEST_SCORE for value in (total, *parts.values())):  # NaN is not either
-        raise ValueError(
-            f"a score and its parts are finite numbers of at most {LARGEST_SCORE:.4g} (float32), got {found}"
-        )
+    if not all(math.isfinite(value) for value in (total, *parts.values())):
+        raise ValueError(f"a score is a finite number, got {found}")
+    if any(abs(value) > LARGEST_SCORE for value in (total, *parts.values())):
+        raise ValueError(f"a score is at most {LARGEST_SCORE:.4g} (float32), got {found}")
     if weights:
         parts["total"] = total
         if missing := [name for name in weights if name not in parts]:

@@ -142,7 +142,7 @@ def test_an_evaluations_journal_tells_of_answers_without_a_score(
     suite = tmp_path / "fails.yaml"
     suite.write_text((TASK % (12, "['+']")).replace("{", "{scorer: 'fails_at_times:score', ", 1))
     words = (f"validation.suites=[{suite}]", "tracking.enabled=false", "warm_start.max_steps=60", "name=evaluation")
-    made = prepare(Path(run.config.paths.root), *words)
+    made = prepare(Path(run.config.paths.root), *words, "reward.max_unmet_references=1")
     with session_of(made) as session:
         session.evaluate()
     journal = load_journal(made.layout.journal)

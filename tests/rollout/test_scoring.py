@@ -135,7 +135,9 @@ def of(total, parts=None, said=None):
 )
 def test_a_score_is_checked_and_weighed(scorer, weights, score):
     if score is None:
-        with pytest.raises(ValueError, match=r"^reward\.weights names correct; this score has a, total$"):
+        with pytest.raises(
+            ValueError, match=r"^reward\.weights: must name parts of the score, got correct\. Use .*: a, total$"
+        ):
             scoring_worker.score_one(scorer, "x", "7", weights)
     else:
         assert scoring_worker.score_one(scorer, "x", "7", weights) == score
@@ -145,8 +147,13 @@ def test_a_score_is_checked_and_weighed(scorer, weights, score):
     ("scorer", "weights", "told"),
     [
         (of(float("inf")), {}, "a score is a finite number, got Score(total=inf"),
+        (of(1e39), {}, "a score is at most 3.403e+38 (float32), got Score(total=1e+39"),
         (of(1.0, {"a": float("nan")}), {}, "a score is a finite number, got Score(total=1.0, parts={'a': nan}"),
-        (of(1.0, {"b": 1.0}), {"a": 1, "c": 1}, "reward.weights names a, c; this score has b, total"),
+        (
+            of(1.0, {"b": 1.0}),
+            {"a": 1, "c": 1},
+            "reward.weights: must name parts of the score, got a, c. Use the parts of this score: b, total",
+        ),
     ],
 )
 def test_a_score_that_is_none_is_refused(scorer, weights, told):
