@@ -191,13 +191,13 @@ def check_references(
         return ""
     dataset = dataset_fingerprint(data, seed, splits)
     kept = _kept_result(root, dataset, data, reward, is_taught=is_taught)
-    found = _known.get(kept) or _read(kept)
+    found = KNOWN.get(kept) or _read(kept)
     if found is None:
         rows = _rows(data, seed, root, dataset, splits)
         if rows is None:
             return ""
         found = _place_rows(data, _check(data, reward, list(rows), is_taught=is_taught))
-    _known[kept] = found
+    KNOWN[kept] = found
     if keep and not kept.is_file():
         write_json_atomically(kept, asdict(found))
     text = found.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
@@ -210,7 +210,7 @@ def check_references(
     return text and f"warning: {text}"
 
 
-_known: dict[Path, Checked] = {}
+KNOWN: dict[Path, Checked] = {}
 """Results of this process, by the files that keep them: a plan writes nothing, and the run after it checks once."""
 
 

@@ -367,7 +367,11 @@ def rollouts(
     """Show the answers that a run has on record, of training and of validations."""
 
 
-@command("commands.rollouts:rescore", "millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training")
+@command(
+    "commands.rollouts:rescore",
+    "millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training",
+    "millrace rescore countdown_demo-s1 --scorer my_scorer:score 'reward.weights={correct: 1, format: 0.2}'",
+)
 def rescore(
     run: Run,
     scorer: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")],

@@ -112,9 +112,9 @@ def test_a_plan_writes_nothing_and_the_run_after_it_checks_once(
     told = check_references(data, 1, lenient, root, keep=False)
     assert "1 of 2 rows of train" in told
     assert not root.exists()
-    monkeypatch.setattr(references, "_check", lambda *_, **__: pytest.fail("checked twice"))
+    monkeypatch.setattr(references, "ScoringPool", lambda *_, **__: pytest.fail("checked twice"))
     assert check_references(data, 1, lenient, root) == told
-    monkeypatch.setattr(references, "_known", {})
+    monkeypatch.setattr(references, "KNOWN", {})
     assert check_references(data, 1, lenient, root) == told, "another process reads it"
 
 

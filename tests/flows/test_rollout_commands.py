@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -60,6 +61,38 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
         rollouts.audit(words, scorer="my_own_scorer:score", root=None, as_json=False)
     assert ended.value.code == 1
     assert "  answer to another problem: " in capsys.readouterr().out
+
+
+def test_weights_of_a_run_are_those_of_its_own_scorer(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_parts.py").write_text(
+        "from rlcore.score import Score\ndef score(response, truth):\n    return Score(1.0, {'half': 0.5})\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
+    copy = tmp_path / "weighted"
+    shutil.copytree(run.layout.run_dir, copy)
+    settings = json.loads((copy / "settings.json").read_text())
+    settings["reward"]["weights"] = {"correct": 3.0}
+    (copy / "settings.json").write_text(json.dumps(settings))
+
+    def means(scorer: str, *weights: str) -> tuple[float, float]:
+        rollouts.rescore([str(copy), *weights], scorer=scorer, root=None, as_json=True)
+        found = json.loads(capsys.readouterr().out)
+        return found["mean_before"], found["mean_after"]
+
+    before, by_its_own = means(run.config.data.scorer)
+    assert before > 0
+    assert by_its_own == pytest.approx(3 * before), "answers of this run score 0 or 1"
+    assert means("own_parts:score") == pytest.approx((before, 1.0))
+    assert means("own_parts:score", "reward.weights={half: 4, total: 1}") == pytest.approx((before, 3.0))
+    assert means(run.config.data.scorer, "reward.weights={correct: 5}") == pytest.approx((before, 5 * before))
+    with pytest.raises(ConfigError, match=r"^reward\.weights: must name parts .*, got len\. .*: half, total$"):
+        means("own_parts:score", "reward.weights={len: 1}")
+    rollouts.rescore([str(copy)], scorer="own_parts:score", root=None, as_json=False)
+    assert "the run's reward.weights (correct) are of its own scorer; here the total of own_parts:score counts" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
