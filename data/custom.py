@@ -123,7 +123,7 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     Raises:
         DataError: the task cannot be made by these settings.
     """
-    from data.sources import local_files
+    from data.sources import is_on_hub
     from data.tasks import dataset_directory, dataset_fingerprint
 
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
@@ -131,7 +131,7 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
         return _of_dataset(config, dataset / "train.parquet")
     if isinstance(config, CustomData):
         return _by_process(config, seed)
-    if isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None:
+    if is_on_hub(config):
         return None  # files of the hub are fetched when the dataset is made
     if isinstance(config, CountdownData | ReasoningGymData):
         config = config.model_copy(update={"train_size": 1, "validation_size": 1})
@@ -144,23 +144,19 @@ def require_sound_rows(
     """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
 
     Rows of the hub, of parquet files in the row schema and of a user's build are not tried; of parquet files, whether a
-    scorer is known for each row. `each_once`: no prompt
-    stands twice in a split, as the filter will ask; in two splits none ever does. Returns the number of the first
-    split's rows; None where they are not tried.
+    scorer is known for each row. `each_once`: no prompt stands twice in a split, as the filter will ask; in two splits
+    none ever does. Returns the number of the first split's rows; None where they are not tried.
 
     Raises:
         DataError: file and line of a row that cannot be used.
     """
-    from data.sources import local_files, require_scorers
+    from data.sources import is_on_hub, require_scorers
     from data.tasks import dataset_directory, dataset_fingerprint, task_of
 
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
-    if isinstance(config, Gsm8kData | MappedData):
-        is_local = local_files(config.source, []) is not None
-    else:
-        is_local = isinstance(config, CustomData) and config.build == "data.code:build"
-    if not is_local:
+    is_code = isinstance(config, CustomData) and config.build == "data.code:build"
+    if not (is_code or isinstance(config, Gsm8kData | MappedData)) or is_on_hub(config):
         return None
     made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, splits), root))
     if made is not None:

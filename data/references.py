@@ -23,7 +23,7 @@ from typing import Any
 
 from data.custom import places_of
 from data.schema import open_parquet, read_batches
-from data.sources import local_files
+from data.sources import is_on_hub
 from data.stage import SPLITS, source_digest
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
 from rlcore import sandbox
@@ -36,11 +36,13 @@ from rlcore.config.data import (
     ParquetData,
     ReasoningGymData,
     TaskData,
+    has_default_scorer,
     parts_of,
     scorer_of_row,
     scorers_of,
 )
 from rlcore.config.fingerprint import fingerprint
+from rlcore.config.rules.data import JUDGE, PROGRAMS
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import wrong_weights
@@ -70,14 +72,10 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
     "data.gsm8k:score": (("#### ", ""),),
     "data.gsm8k:score_numeric": (("#### ", ""),),
     "data.countdown:score": (),
-    "data.code:score": (),
+    PROGRAMS: (),
 }
 """Forms of our own scorers. Those of other scorers are found by trying `USUAL_FORMS`."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
-JUDGE = "data.judge:score"
-"""A scorer that asks a model: no row is checked."""
-PROGRAMS = "data.code:score"
-"""A scorer that runs programs: of the rows without a solution, `SAMPLE` are tried at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def is_checked(data: TaskData) -> bool:
     if data.environment or data.scorer == JUDGE:
         return False
     is_drawn = isinstance(data, CountdownData | ReasoningGymData)
-    return not (is_drawn and data.scorer == type(data).model_fields["scorer"].default)
+    return not (is_drawn and has_default_scorer(data))
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
@@ -236,10 +234,7 @@ def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[
     directory = dataset_directory(dataset, root)
     if read_manifest(directory) is not None:
         return _published(directory, splits)
-    is_local = isinstance(data, ParquetData) or (
-        isinstance(data, Gsm8kData | MappedData) and local_files(data.source, []) is not None
-    )
-    if not is_local:
+    if not isinstance(data, ParquetData | Gsm8kData | MappedData) or is_on_hub(data):
         return None
     made = task_of(data).build(data, seed)
     return (
@@ -279,7 +274,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 "Such as data.scorer=data.math:score"
             )
         by_scorer.setdefault(scorer, []).append(row)
-    if programs := by_scorer.get(PROGRAMS):
+    if programs := by_scorer.get(PROGRAMS):  # each is run: of those without a solution a sample is tried
         step = -(-len(programs) // SAMPLE)
         by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]
     deadline = time.monotonic() + BUDGET_S

@@ -35,7 +35,15 @@ from data.schema import (
     require_row_schema,
 )
 from rlcore.config.base import expanded
-from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, MappedData, ParquetData, scorer_of_row
+from rlcore.config.data import (
+    DATA_FILE,
+    KINDS_OF_FILES,
+    Gsm8kData,
+    MappedData,
+    ParquetData,
+    TaskData,
+    scorer_of_row,
+)
 from rlcore.errors import DataError
 from rlcore.storage.documents import sha256_of
 
@@ -136,6 +144,11 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
             "or give the folder that has them"
         )
     return found
+
+
+def is_on_hub(config: TaskData) -> bool:
+    """Whether the rows come from a dataset of the hub. Raises DataError as `local_files`."""
+    return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
 
 
 def _files_of(folder: Path, split: str) -> tuple[Path, ...]:

@@ -23,8 +23,9 @@ from flows.work.results import few_rows
 from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
-from rlcore.config.data import TaskData, parts_of
+from rlcore.config.data import TaskData, has_default_scorer, parts_of, scorers_of
 from rlcore.config.model import SMOLLM2
+from rlcore.config.rules.data import PROGRAMS
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError, TrialError
 from rlcore.models.hub import require_reachable
@@ -131,17 +132,14 @@ def _require_functions(config: RunConfig) -> None:
         require_environment(config.data.environment)
     if config.episode.tools:
         tool_schemas(config.episode.tools)
-    scorers = {
-        part.data.scorer
-        for data in (config.data, *(s.data for s in config.validation.suites))
-        for part in parts_of(data)
-    }
-    if {"data.code:run_python", "data.code:score"} & {*config.episode.tools, *scorers}:
+    tasks = (config.data, *(suite.data for suite in config.validation.suites))
+    named = {*config.episode.tools, *(scorer for task in tasks for scorer in scorers_of(task))}
+    if {"data.code:run_python", PROGRAMS} & named:
         sandbox.require_sandbox(config.sandbox)
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)
-        if not _has_default_scorer(part.data):
+        if not has_default_scorer(part.data):
             require_scorer(part.data.scorer)
 
 
@@ -245,7 +243,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
             from data.countdown_problems import require_enough
 
             require_enough(data, config.data.seed)
-        is_ours = _has_default_scorer(data) and isinstance(data, CountdownData | Gsm8kData)
+        is_ours = has_default_scorer(data) and isinstance(data, CountdownData | Gsm8kData)
         is_scorer_tried = not config.data.environment and (not is_ours or bool(config.reward.weights))
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
@@ -298,10 +296,6 @@ def check_rows(config: RunConfig) -> int | None:
 
 def _is_own_build(data: TaskData) -> bool:
     return isinstance(data, CustomData) and not data.build.startswith("data.")
-
-
-def _has_default_scorer(data: TaskData) -> bool:
-    return bool(data.scorer == type(data).model_fields["scorer"].default)
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:

@@ -239,6 +239,11 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
 
 
+def has_default_scorer(data: TaskData) -> bool:
+    """Whether a task has the scorer that it has unless another one is given."""
+    return bool(data.scorer == type(data).model_fields["scorer"].default)
+
+
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
     """The scorer of a row: that of the settings, or the one known for its data source, None where none is.
 

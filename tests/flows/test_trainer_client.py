@@ -49,21 +49,33 @@ def heard() -> Heard:
     return Heard()
 
 
+def client_of(
+    run_dir: Path,
+    behaviour: str,
+    on_event: Callable[[Event], None],
+    *,
+    on_line: Callable[[str], None] = print,
+    stop_wait_s: float = WAIT_S,
+) -> TrainerProcess:
+    """A client of the small trainer, with slots of its own folder."""
+    return TrainerProcess(
+        run_dir,
+        on_event=on_event,
+        on_line=on_line,
+        stop_wait_s=stop_wait_s,
+        slots=Slots(run_dir),
+        wish=wish(),
+        command=(sys.executable, SMALL_TRAINER, behaviour),
+    )
+
+
 @pytest.fixture
 def start(tmp_path: Path, heard: Heard) -> Iterator[Start]:
     started: list[TrainerProcess] = []
 
     def start(behaviour: str, *, stop_wait_s: float = 20.0) -> TrainerProcess:
-        command = (sys.executable, SMALL_TRAINER, behaviour)
-        on_event, on_line = heard.events.append, heard.lines.append
-        client = TrainerProcess(
-            tmp_path,
-            on_event=on_event,
-            on_line=on_line,
-            stop_wait_s=stop_wait_s,
-            slots=Slots(tmp_path),
-            wish=wish(),
-            command=command,
+        client = client_of(
+            tmp_path, behaviour, heard.events.append, on_line=heard.lines.append, stop_wait_s=stop_wait_s
         )
         started.append(client)
         return client
@@ -271,16 +283,7 @@ def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
         for log in (tmp_path / "logs").iterdir():
             log.unlink()
 
-    command = (sys.executable, SMALL_TRAINER, "well")
-    with TrainerProcess(
-        tmp_path,
-        on_event=on_event,
-        on_line=print,
-        stop_wait_s=WAIT_S,
-        slots=Slots(tmp_path),
-        wish=wish(),
-        command=command,
-    ) as client:
+    with client_of(tmp_path, "well", on_event) as client:
         assert client.call("train", to_step=5) == {"step": 5}
 
 
@@ -288,16 +291,7 @@ def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         raise OSError("the disk of the log is full")
 
-    command = (sys.executable, SMALL_TRAINER, "slow")
-    client = TrainerProcess(
-        tmp_path,
-        on_event=on_event,
-        on_line=print,
-        stop_wait_s=WAIT_S,
-        slots=Slots(tmp_path),
-        wish=wish(),
-        command=command,
-    )
+    client = client_of(tmp_path, "slow", on_event)
     with client, pytest.raises(OSError, match="the disk of the log is full"):
         client.call("train", to_step=1_000)
     (log,) = (tmp_path / "logs").iterdir()

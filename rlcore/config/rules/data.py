@@ -26,6 +26,8 @@ from rlcore.config.suite import suite_settings
 _SEED = MixtureData().seed
 JUDGE = "data.judge:score"
 """The scorer that reads `reward.judge`."""
+PROGRAMS = "data.code:score"
+"""The scorer that runs programs, in the sandbox."""
 
 
 def _is_there(config: RunConfig, name: str) -> bool:
@@ -122,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         "Set reward.num_processes=2"),
     row("a_program_ends_before_its_scorer", "reward.deadline_s", "sandbox.time_s",
         "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and not 0",
-        lambda c: c.data.scorer != "data.code:score" or c.reward.deadline_s > c.sandbox.time_s,
+        lambda c: c.data.scorer != PROGRAMS or c.reward.deadline_s > c.sandbox.time_s,
         "Set sandbox.time_s=3 reward.deadline_s=5"),
     row("a_judge_has_an_endpoint", "reward.judge.url", "data.scorer",
         "must be an http or https address without user, password or query with a scorer data.judge:score, else '' too",

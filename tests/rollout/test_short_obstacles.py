@@ -1,0 +1,103 @@
+"""What keeps short steps off, by the insides of vLLM as it would have them. vLLM itself is not loaded."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlcore.rollout.vllm import short
+from rlcore.rollout.vllm.short import REQUEST_NAMES, SCHEDULER_NAMES, scheduler_obstacle
+
+
+class FullAttentionSpec:
+    """Of vLLM's name."""
+
+
+def put(owner: Any, path: str, value: Any) -> None:
+    *above, last = path.split(".")
+    for name in above:
+        owner = getattr(owner, name)
+    setattr(owner, last, value)
+
+
+def filled(owner: Any, names: dict[str, str]) -> Any:
+    """The object with every one of these names, each None."""
+    for path, of_path in names.items():
+        inner = owner
+        for name in filter(None, path.split(".")):
+            if getattr(inner, name, None) is None:
+                setattr(inner, name, SimpleNamespace())
+            inner = getattr(inner, name)
+        for name in of_path.split():
+            if not hasattr(inner, name):
+                setattr(inner, name, None)
+    return owner
+
+
+GROUP = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(short, "_missing_of_requests", list)
+    found = filled(SimpleNamespace(), dict(SCHEDULER_NAMES))
+    for path, value in {
+        "kv_cache_config.kv_cache_groups": [GROUP], "num_spec_tokens": 0, "num_lookahead_tokens": 0,
+        "needs_kv_cache_zeroing": False, "defer_block_free": False, "log_stats": False,
+        "parallel_config.pipeline_parallel_size": 1, "dcp_world_size": 1,
+    }.items():  # fmt: skip
+        put(found, path, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "needs"),
+    [
+        ("kv_cache_config.kv_cache_groups", [GROUP, GROUP], "full attention"),
+        ("kv_cache_config.kv_cache_groups", [SimpleNamespace(kv_cache_spec=object())], "full attention"),
+        ("num_spec_tokens", 1, "no speculation"),
+        ("num_lookahead_tokens", 1, "no speculation"),
+        ("lora_config", object(), "no LoRA"),
+        ("connector", object(), "no cache connector"),
+        ("ec_connector", object(), "no cache connector"),
+        ("needs_kv_cache_zeroing", True, "no zeroing of blocks"),
+        ("defer_block_free", True, "blocks freed at once"),
+        ("log_stats", True, "no statistics"),
+        ("parallel_config.pipeline_parallel_size", 2, "no pipeline"),
+        ("dcp_world_size", 2, "no context parallelism"),
+    ],
+)
+def test_what_a_scheduler_must_not_do_is_named(scheduler: Any, path: str, value: Any, needs: str) -> None:
+    assert scheduler_obstacle(scheduler) is None
+    put(scheduler, path, value)
+    assert scheduler_obstacle(scheduler) == f"it needs {needs}"
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A release of vLLM by its version alone."""
+    vllm = SimpleNamespace(__version__="0.25.1")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
+    return vllm
+
+
+def test_names_that_a_scheduler_and_its_requests_lack_are_told_together(
+    scheduler: Any, release: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del scheduler.connector
+    monkeypatch.setattr(short, "_missing_of_requests", lambda: ["request.max_tokens"])
+    assert scheduler_obstacle(scheduler) == "vLLM 0.25.1 has no scheduler.connector, request.max_tokens"
+
+
+def test_all_names_of_a_request_are_asked_for(monkeypatch: pytest.MonkeyPatch, release: SimpleNamespace) -> None:
+    def constructor(self: Any) -> None:
+        self.request_id = self.num_computed_tokens = self.num_output_placeholders = self.num_prompt_tokens = 0
+        self.max_tokens = self.is_prefill_chunk = self.sampling_params = self._output_token_ids = 0
+
+    request = type("Request", (), {"__init__": constructor, "update_block_hashes": None})
+    release.SamplingParams = lambda: SimpleNamespace(all_stop_token_ids=set())
+    monkeypatch.setitem(sys.modules, "vllm.v1", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.v1.request", SimpleNamespace(Request=request))  # type: ignore[arg-type]
+    assert "_all_token_ids" in REQUEST_NAMES.split()
+    assert short._missing_of_requests() == ["request._all_token_ids", "sampling_params.repetition_detection"]
