@@ -104,4 +104,5 @@ def test_programs_and_mathematics_in_one_file_are_refused_unless_a_scorer_is_kno
     assert "data.scorer: must be given for eurus/train.parquet: its rows have the data_source codeforces" in done.err
     done = in_this_process(capsys, *words, "data.scorer=data.gsm8k:score")
     assert done.code == 1
-    assert re.search(r"data\.gsm8k:score does not for 20 of 40 rows \(50\.0%\):\n.*train\.parquet: row 1", done.err)
+    counts = r"10 of 20 rows of train \(50\.0%\) and 10 of 20 rows of validation \(50\.0%\)"
+    assert re.search(rf"data\.gsm8k:score does not for {counts}:\n.*train\.parquet: row 1", done.err)
