@@ -82,9 +82,8 @@ class Room:
             return
         deadline = time.monotonic() + self.config.wait_for_room_s
         self.happened(PAUSED, step, _as_event(report))
-        while not report.enough:
+        while not (report := self.look(path, needed_bytes)).enough:
             self._wait(deadline, report)
-            report = self.look(path, needed_bytes)
         self.happened(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
 
     def look(self, path: Path, needed_bytes: int) -> RoomReport:
