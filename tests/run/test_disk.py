@@ -196,7 +196,7 @@ def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
 ) -> None:
     fill(small_disk, leave_bytes=8192)
     told: Told = []
-    with pytest.raises(DiskSpaceError, match="bytes are missing") as failed:
+    with pytest.raises(DiskSpaceError, match=" are missing") as failed:
         room_of(told, wait_for_room_s=wait_for_room_s).wait(8193, step=3, path=small_disk)
     assert str(failed.value).endswith(
         f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). What is committed stays; the same "
@@ -208,6 +208,6 @@ def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
 
 def test_a_run_that_waits_looks_each_second_whether_it_is_to_stop(small_disk: Path, sleeps: list[float]) -> None:
     fill(small_disk, leave_bytes=8192)
-    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*bytes are missing"):
+    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*are missing"):
         room_of([], stop=lambda: len(sleeps) == 4).wait(8193, step=3, path=small_disk)
     assert sleeps == [1, 1, 1, 1]
