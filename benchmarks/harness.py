@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rlcore.batching.loader import PromptStream
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
@@ -26,10 +27,10 @@ from rlcore.rollout.turns import TurnTokens
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Answerer, ExperienceCollector
-from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, HandOver
-from rlcore.workers.group import WorkerGroup
+from rlcore.workers.group import Answered, Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
@@ -51,15 +52,15 @@ class FixedLengths:
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """The verb."""
         if verb is Worker.hand_over:
-            return self.begin(verb, [args] * self.world_size)()
+            return self.begin(verb, [args] * self.world_size).result()
         return self._group.each(verb, *args, **kwargs)
 
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
         """The verb, with the hand-over's version noted."""
         if verb is Worker.hand_over:
             self._version = arguments[0][0]
             if not self._real:
-                return lambda: [HandOver(0.0)] * self.world_size
+                return Answered([HandOver(0.0)] * self.world_size)
         return self._group.begin(verb, arguments)
 
     def send(self, values: Sequence[Any]) -> Sequence[Any]:

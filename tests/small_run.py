@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from data import build_dataset, filter_dataset
 from flows.stages.suite import make_suite
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import MixtureData, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
@@ -24,7 +25,7 @@ from rlcore.run.supervised import WarmStart
 from rlcore.run.watchdog import Watchdog
 from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.metrics import Metrics
-from rlcore.trainer.step import LoopState, Trainer
+from rlcore.trainer.step import Trainer
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker

@@ -34,7 +34,7 @@ def differences(rig: Rig) -> Verdict:
     rollouts = result.experience.rollouts
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     num_micro = -(-batch.num_tokens // rig.config.trainer.max_tokens_per_micro_batch)
-    (trainers,) = rig.group.begin(Worker.old_logprobs, [(batch, num_micro)])()
+    (trainers,) = rig.group.begin(Worker.old_logprobs, [(batch, num_micro)]).result()
     apart = (trainers - batch.behavior_logprobs)[batch.loss_mask].abs()
     figures = {
         "tokens": len(apart),
@@ -46,7 +46,7 @@ def differences(rig: Rig) -> Verdict:
         **{name: value for name, value in result.metrics.items() if name.startswith("training/rollout_probs_diff")},
     }
     if rig.bfloat16:
-        (exact,) = rig.group.begin(_in_float32, [(batch, num_micro)])()
+        (exact,) = rig.group.begin(_in_float32, [(batch, num_micro)]).result()
         for name, found in (("trainer", trainers), ("engine", batch.behavior_logprobs)):
             figures[f"{name}_from_float32"] = (found - exact)[batch.loss_mask].abs().mean().item()
     return Verdict(figures["mean"] <= figures["bound"], figures)

@@ -19,6 +19,7 @@ from rlcore.score import Score
 from rlcore.trainer.step import StepResult
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.device import choose_place
+from rlcore.workers.group import Pending
 from rlcore.workers.worker import Worker
 
 PROMPT_TOKENS, SAMPLES = 107, 4
@@ -51,11 +52,10 @@ class RecordedGroup(FixedLengths):
         with self.around(verb):
             return super().each(verb, *args, **kwargs)
 
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
         """The verb."""
         with self.around(verb):
-            answers = super().begin(verb, arguments)()
-        return lambda: answers
+            return super().begin(verb, arguments)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]

@@ -15,13 +15,14 @@ import torch
 
 from benchmarks.harness import FixedLengths, seconds_line, watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer, ExperienceCollector
-from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.worker import Worker

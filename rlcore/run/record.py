@@ -16,7 +16,7 @@ import pyarrow as pa
 from rlcore.answers.store import AnswerWriter
 from rlcore.checkpoint.catalog import CheckpointInfo, keep_off_the_way, name_of
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.state import LoopState, TrainerState
 from rlcore.checkpoint.store import CheckpointStore, Found
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
@@ -32,7 +32,7 @@ from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.journal import load_journal, missing_steps
 from rlcore.tracking.tracker import CLOSE_TIMEOUT_S, Tracker
 from rlcore.trainer.alarms import Alarm
-from rlcore.trainer.step import LoopState, StepResult
+from rlcore.trainer.step import StepResult
 from rlcore.workers.passes import Shortage
 
 HEADLINE = (

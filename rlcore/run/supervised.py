@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
 from rlcore.models.memory import release_cached_memory
@@ -43,7 +44,7 @@ from rlcore.run.workers import TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
 from rlcore.storage.publish import published_directory, write_text_atomically
 from rlcore.trainer.experience import Answerer
-from rlcore.trainer.step import LoopState, StepResult
+from rlcore.trainer.step import StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, name_of
 from rlcore.checkpoint.save import Saved
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import SuiteConfig
 from rlcore.errors import AlarmError, StopRequestedError, UnscoredError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
@@ -23,7 +24,7 @@ from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.experience import without_figures
-from rlcore.trainer.step import LoopState, StepResult
+from rlcore.trainer.step import StepResult
 
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 

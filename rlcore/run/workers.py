@@ -13,6 +13,7 @@ from rlcore.answers.judge import Case, Finding, audit_reward
 from rlcore.answers.table import answer_table
 from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
@@ -23,7 +24,7 @@ from rlcore.run.record import RunRecord
 from rlcore.runtime.local import start_workers
 from rlcore.tracking.cost import GpuUse
 from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
-from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.validate import as_results, validate
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate
 
 from rlcore.config import RunConfig
-from rlcore.workers.group import P, R, WorkerGroup
+from rlcore.workers.group import Answered, P, R, WorkerGroup
 from rlcore.workers.worker import Worker
 
 
@@ -21,11 +21,10 @@ class LocalGroup:
         """Call the verb on the one worker."""
         return [verb(self._worker, *args, **kwargs)]
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[R]]:
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Answered[R]:
         """Call the verb with the only tuple of arguments."""
         (only,) = arguments
-        answers = [verb(self._worker, *only)]
-        return lambda: answers
+        return Answered([verb(self._worker, *only)])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         """The values: they are where the worker is."""

@@ -6,8 +6,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Generic
 
 import numpy as np
 import ray
@@ -64,6 +65,18 @@ class RankProcess(Worker):
             yield pickle.dumps(item)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun(Generic[R]):
+    """A call that the actors have begun."""
+
+    group: "RayGroup"
+    references: list[Any]
+
+    def result(self) -> list[R]:
+        """Wait for the answers, by rank."""
+        return self.group.get(self.references)
+
+
 class RayGroup:
     """`WorkerGroup` of Ray actors. Starts a private cluster unless `runtime.ray_address` names one."""
 
@@ -107,18 +120,17 @@ class RayGroup:
                 runtime_env={"env_vars": _rank_environment(runtime.threads_per_worker)},
             )
             self._actors.append(options.remote(config, model_directory, rank=rank, world_size=self.world_size))
-        rendezvous = self._get([self._actors[0].rendezvous.remote()])[0]
+        rendezvous = self.get([self._actors[0].rendezvous.remote()])[0]
         self.each(Worker.setup, rendezvous)
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call the verb on every rank with the same arguments; answers by rank."""
-        return self._get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
+        return self.get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[R]]:
-        """Call the verb on rank i with `arguments[i]`; the function returned waits for the answers, by rank."""
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "Begun[R]":
+        """Call the verb on rank i with `arguments[i]`."""
         calls = zip(self._actors, arguments, strict=True)
-        references = [getattr(actor, verb.__name__).remote(*args) for actor, args in calls]
-        return lambda: self._get(references)
+        return Begun(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         """Put the values into Ray's store, as `begin` would; references to them."""
@@ -141,9 +153,9 @@ class RayGroup:
             if reference is None:
                 del streams[stream]
             else:
-                take(streams[stream], pickle.loads(self._get([reference])[0]))
+                take(streams[stream], pickle.loads(self.get([reference])[0]))
 
-    def _get(self, references: list[Any]) -> list[Any]:
+    def get(self, references: list[Any]) -> list[Any]:
         """All answers, or the failure as one of our own errors; of several that of a rank that has died."""
         try:
             return ray.get(references, timeout=self.deadline_s)

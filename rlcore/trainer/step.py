@@ -1,9 +1,9 @@
 """One training step: it reads as the algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import next_entropy_added
 from rlcore.batching.balance import Deal, Dealer, Shares
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
-from rlcore.checkpoint.state import LoopState as LoopState
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
@@ -31,7 +31,8 @@ from rlcore.trainer.update import (
     with_selection,
 )
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.group import WorkerGroup
+from rlcore.workers.group import Pending, WorkerGroup
+from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import Worker, WorkerInfo
 
@@ -74,16 +75,14 @@ class GroupTrainer:
         """What rank 0 found at its start."""
         return self._group.each(Worker.info)[0]
 
-    def _begin_memory(self) -> Callable[[], tuple[Metrics, tuple[Shortage, ...]]]:
-        """Ask for the ranks' memory; the function returned waits for its metrics, and for the passes since the last
-        call that ran out of it."""
-        of_ranks = self._group.begin(Worker.memory_peak, [()] * self._group.world_size)
+    def _begin_memory(self) -> Pending[MemoryPeak]:
+        """Ask for the memory of each rank."""
+        return self._group.begin(Worker.memory_peak, [()] * self._group.world_size)
 
-        def memory() -> tuple[Metrics, tuple[Shortage, ...]]:
-            peaks = of_ranks()
-            return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
 
-        return memory
+def of_memory(peaks: Sequence[MemoryPeak]) -> tuple[Metrics, tuple[Shortage, ...]]:
+    """The metrics of the ranks' memory, and the passes since the last call that ran out of it."""
+    return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
 
 
 class Trainer(GroupTrainer):
@@ -108,12 +107,13 @@ class Trainer(GroupTrainer):
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         dealt = self._deal(packed, config.trainer.mini_batch_size)
-        passes, with_reference = self._forward_passes(packed, dealt.whole, clock)  # the reference may be on its way
+        passes = self._forward_passes(packed, dealt.whole, clock)
         with clock.phase("adv"):
             found = self._estimate(packed, passes, experience, state.kl_coef)
             batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
             shared = self._shared(batch, packed, dealt)
-        shared = with_reference(shared)
+        if config.algo.kl.where == "loss":
+            shared = self._with_reference(shared, clock)
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
@@ -121,9 +121,9 @@ class Trainer(GroupTrainer):
             hand_over, memory = self._group.begin(Worker.hand_over, versions), self._begin_memory()  # and beside them:
             after = self._state_after(state, experience, found, update)
             described = step_metrics(config, experience, found, update)
-            used = replace(found.batch, ref_logprobs=shared.whole().ref_logprobs)
+            used = replace(found.batch, ref_logprobs=shared.batch.ref_logprobs)
             self._collector.prepare(after)
-            handed_over = hand_over()[0]  # equal on all ranks
+            handed_over = hand_over.result()[0]  # equal on all ranks
         alarms += step_alarms(config, update, found.kl_in_reward, handed_over)
         metrics = {
             "training/global_step": float(after.step),
@@ -140,8 +140,8 @@ class Trainer(GroupTrainer):
                 self._worker_info,
             ),
         }
-        of_memory, shortages = memory()
-        return StepResult(after, metrics | of_memory, experience, used, update.logprobs_before, alarms, shortages)
+        peaks, shortages = of_memory(memory.result())
+        return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
     def _estimate(self, packed: PackedBatch, passes: Passes, experience: Experience, kl_coef: float) -> Estimate:
         config = self._config
@@ -153,24 +153,8 @@ class Trainer(GroupTrainer):
             turn_rewards=early,
         )  # fmt: skip
 
-    def _forward_passes(
-        self, packed: PackedBatch, shares: Shares, clock: PhaseClock
-    ) -> tuple[Passes, Callable[[SharedBatch], SharedBatch]]:
-        """Old and reference log-probabilities, entropies and values, each only where the algorithm needs it. Those of
-        the reference that only the loss needs are still being computed: the function returned waits for them, and gives
-        the batch with them."""
-
-        @cache
-        def parts() -> list[PackedBatch]:
-            return [select(packed, mine) for mine in shares.sequences]
-
-        def begin(verb: Callable[..., Tensor], *more: bool) -> Callable[[], list[Tensor]]:
-            return self._group.begin(verb, [(part, shares.num_micro, *more) for part in parts()])
-
-        def computed(verb: Callable[..., Tensor], phase: str, *more: bool) -> Float[Tensor, "T ..."]:
-            with clock.phase(phase):
-                return scatter_tokens(begin(verb, *more)(), packed.cu_seqlens, shares.sequences)
-
+    def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
+        """What the estimate needs: old log-probabilities, entropies, values, and those of the reference in a reward."""
         config = self._config
         old: Tensor | None = None
         entropy: Tensor | None = None
@@ -178,29 +162,42 @@ class Trainer(GroupTrainer):
             old = packed.behavior_logprobs
         elif needs_old_logprobs(config):
             with_entropy = config.algo.top_entropy < 1
-            old = computed(Worker.old_logprobs, "old_log_prob", with_entropy)
+            old = self._computed(Worker.old_logprobs, "old_log_prob", packed, shares, clock, with_entropy)
             if with_entropy:
                 old, entropy = old.unbind(1)
-        values = None if config.critic is None else computed(Worker.values, "values")
-        ref = computed(Worker.ref_logprobs, "ref") if config.algo.kl.where == "reward" else None
-        passes = Passes(old, ref, values, entropy)
-        if config.algo.kl.where != "loss":
-            return passes, lambda shared: shared
-        with clock.phase("ref"):
-            of_ranks = begin(Worker.ref_logprobs)
+        values = None if config.critic is None else self._computed(Worker.values, "values", packed, shares, clock)
+        in_reward = config.algo.kl.where == "reward"
+        ref = self._computed(Worker.ref_logprobs, "ref", packed, shares, clock) if in_reward else None
+        return Passes(old, ref, values, entropy)
 
-        def with_reference(shared: SharedBatch) -> SharedBatch:
-            with clock.phase("ref"):
-                return shared.with_reference(of_ranks(), shares.sequences)
-
-        return passes, with_reference
+    def _computed(
+        self,
+        verb: Callable[..., Tensor],
+        phase: str,
+        packed: PackedBatch,
+        shares: Shares,
+        clock: PhaseClock,
+        *more: bool,
+    ) -> Float[Tensor, "T ..."]:
+        """The values that a forward pass of the ranks computes of each token."""
+        with clock.phase(phase):
+            arguments = [(select(packed, mine), shares.num_micro, *more) for mine in shares.sequences]
+            return scatter_tokens(self._group.begin(verb, arguments).result(), packed.cu_seqlens, shares.sequences)
 
     def _shared(self, batch: TrainBatch, packed: PackedBatch, dealt: Deal) -> SharedBatch:
-        """The batch shared out to the ranks, as `packed` was for the passes unless the masks have changed since."""
-        if batch.packed.loss_mask is not packed.loss_mask:  # other costs, and other prompts in common
+        """The batch shared out to the ranks: as `packed` was for the passes, unless tokens have lost their loss."""
+        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # other costs, and other prompts in common
             dealt = self._deal(batch.packed, self._config.trainer.mini_batch_size)
         shared = SharedBatch.of(self._config, batch, dealt)
         return replace(shared, parts=self._group.send(shared.parts))
+
+    def _with_reference(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
+        """The batch with the reference's log-probabilities. The ranks keep those of their parts for the update."""
+        with clock.phase("ref"):
+            arguments = [(part, shared.deal.whole.num_micro) for part in shared.parts]
+            of_ranks = self._group.begin(Worker.keep_ref_logprobs, arguments).result()
+            whole = scatter_tokens(of_ranks, shared.batch.packed.cu_seqlens, shared.sequences)
+        return replace(shared, batch=replace(shared.batch, ref_logprobs=whole))
 
     def _update(
         self,
@@ -221,7 +218,7 @@ class Trainer(GroupTrainer):
         if update.failure is None:
             return update
         number = state.step + 1
-        file, prompt_ids = save_failure(self._failures, number, experience, shared.whole())
+        file, prompt_ids = save_failure(self._failures, number, experience, shared.batch)
         rows = f"prompts {prompt_ids}" if prompt_ids else "no single row: its inputs are all finite"
         text = f"step {number}: {update.failure} Batch saved to {file}; non-finite inputs in {rows}."
         failure = NonFiniteError(text)

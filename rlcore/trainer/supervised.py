@@ -10,11 +10,12 @@ from rlcore.algos.objective import SupervisedStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.batching.pack import pack_demonstrations, select
 from rlcore.batching.prompts import Demonstration
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.metrics import Metrics, cost_metrics
-from rlcore.trainer.step import GroupTrainer, LoopState, StepResult
+from rlcore.trainer.step import GroupTrainer, StepResult, of_memory
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
@@ -42,7 +43,7 @@ class SupervisedTrainer(GroupTrainer):
         with clock.phase("supervise"):
             arguments = [(select(packed, mine), shares.num_micro, answer_tokens, lr) for mine in shares.sequences]
             try:
-                updates = self._group.begin(Worker.supervise, arguments)()
+                updates = self._group.begin(Worker.supervise, arguments).result()
             except NonFiniteError as failure:
                 raise NonFiniteError(f"step {number} of the warm start: {failure}") from failure
         stats: SupervisedStatistics = functools.reduce(operator.add, (update.stats for update in updates))
@@ -62,7 +63,7 @@ class SupervisedTrainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
             num_tokens=state.num_tokens + packed.num_tokens,
         )
-        memory, shortages = self._begin_memory()()
+        memory, shortages = of_memory(self._begin_memory().result())
         return StepResult(after, metrics | memory, shortages=shortages)
 
     def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:
@@ -75,5 +76,5 @@ class SupervisedTrainer(GroupTrainer):
         packed = pack_demonstrations([*demonstrations, *[silent] * missing])
         shares = self._deal(packed, packed.num_sequences).whole
         arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
-        found = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments)())
+        found = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments).result())
         return {f"sft/held_out_{name}": value for name, value in found.means().items()}

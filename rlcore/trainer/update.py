@@ -141,14 +141,12 @@ def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] 
 class SharedBatch:
     """A batch shared out to ranks as `deal` says. `parts[rank]`: the `TrainBatch` of a rank's sequences, or what stands
     for it once it is sent; `mini_batches`: what each rank does in its optimizer steps, one for each mini-batch that has
-    a token with a loss, in each epoch; `ref_logprobs[rank]`: the reference's of a rank's part, where it has computed
-    them for the loss."""
+    a token with a loss, in each epoch."""
 
     batch: TrainBatch
     deal: Deal
     parts: Sequence[Any]
     mini_batches: Sequence[MiniBatch]
-    ref_logprobs: Sequence[Tensor] | None = None
 
     @classmethod
     def of(cls, config: RunConfig, batch: TrainBatch, deal: Deal) -> "SharedBatch":
@@ -173,21 +171,6 @@ class SharedBatch:
     def sequences(self) -> Sequence[Sequence[int]]:
         """Each rank's sequences, by their indices in the batch."""
         return self.deal.whole.sequences
-
-    def with_reference(self, of_ranks: Sequence[Tensor], sequences: Sequence[Sequence[int]]) -> "SharedBatch":
-        """With the reference's log-probabilities, which each rank has computed for its `sequences`."""
-        if sequences != self.sequences:
-            cu_seqlens = self.batch.packed.cu_seqlens
-            whole = scatter_tokens(of_ranks, cu_seqlens, sequences)
-            of_ranks = [whole[token_indices(cu_seqlens, mine)] for mine in self.sequences]
-        return replace(self, ref_logprobs=of_ranks)
-
-    def whole(self) -> TrainBatch:
-        """The batch with the reference's log-probabilities."""
-        if self.ref_logprobs is None:
-            return self.batch
-        found = scatter_tokens(self.ref_logprobs, self.batch.packed.cu_seqlens, self.sequences)
-        return replace(self.batch, ref_logprobs=found)
 
 
 def update_models(
@@ -216,9 +199,7 @@ def update_models(
     if not is_warmed_up:
         return Update(critic=critic, logprobs_before=before)
     with clock.phase("update_actor"):
-        refs: Sequence[Tensor | None] = shared.ref_logprobs or [None] * len(shared.parts)
-        own = zip(shared.parts, refs, strict=True)
-        of_policy = [(part, shared.mini_batches, lr, state.kl_coef, added, ref) for part, ref in own]
+        of_policy = [(part, shared.mini_batches, lr, state.kl_coef, added) for part in shared.parts]
         taken, failure = _optimizer_steps(group, Worker.update_policy, of_policy)
     num_applied = sum(by_rank[0].applied for by_rank in taken)
     if failure is not None:
@@ -252,5 +233,5 @@ def _optimizer_steps(
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
     """An optimizer step on each mini-batch: the results of the ranks in each, and the error of the first that was not
     finite, after which none is taken."""
-    found = group.begin(verb, arguments)()
+    found = group.begin(verb, arguments).result()
     return list(zip(*(each.steps for each in found), strict=True)), found[0].failure

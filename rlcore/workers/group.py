@@ -1,12 +1,33 @@
 """A group of workers, wherever they live: every rank is called, every rank must answer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from rlcore.workers.worker import Worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@runtime_checkable
+class Pending(Protocol[R]):
+    """A call that every rank has begun."""
+
+    def result(self) -> list[R]:
+        """Wait for the answers, by rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[R]):
+    """A call that has been answered."""
+
+    answers: list[R]
+
+    def result(self) -> list[R]:
+        """The answers, by rank."""
+        return self.answers
 
 
 @runtime_checkable
@@ -23,9 +44,9 @@ class WorkerGroup(Protocol):
         """Call the verb on every rank with the same arguments; answers by rank."""
         ...
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[R]]:
-        """Call the verb on rank i with `arguments[i]`; the function returned waits for the answers, by rank. Ranks in
-        processes of their own work meanwhile; a worker in this process has answered before."""
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
+        """Call the verb on rank i with `arguments[i]`. Ranks in processes of their own work meanwhile; a worker in this
+        process has answered before."""
         ...
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:

@@ -79,6 +79,7 @@ class Worker:
         self._version = 0
         self._num_updates = 0  # since the last hand-over
         self._probe: tuple[Prompt, ...] = ()
+        self._ref_logprobs: Float[Tensor, T] | None = None
 
     def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models, start the engine and give it the first weights."""
@@ -104,7 +105,9 @@ class Worker:
             device=place.device,
             dtype=engine_dtype(self._config, place.dtype),
         )
-        self.reset()
+        self._engine.sleep()  # the hand-over that follows wakes it
+        self._meter.engine_sleeps(True)
+        self._build_models()
         if self._config.algo.kl.where != "off" and self._config.model.lora is None:
             self._reference = Reference(self._config, self._model_directory, place)
         if place.device.type == "cuda":
@@ -113,12 +116,14 @@ class Worker:
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
         self._rest_engine()  # the next hand-over, which follows, wakes it
+        del self._actor
+        self._critic = None
+        gc.collect()  # their hooks and parameters refer to each other
+        release_cached_memory()
+        self._build_models()
+
+    def _build_models(self) -> None:
         config, place, mesh = self._config, self._place, self._mesh
-        if hasattr(self, "_actor"):
-            del self._actor
-            self._critic = None
-            gc.collect()  # their hooks and parameters refer to each other
-            release_cached_memory()
         self._actor = Actor(config, self._model_directory, place, mesh)
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh)
@@ -182,6 +187,11 @@ class Worker:
         assert self._reference is not None, "algo.kl.where is off: there is no reference"
         return self._reference.logprobs(batch, num_micro)
 
+    def keep_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """As `ref_logprobs`, kept for the update on this batch, which follows."""
+        self._ref_logprobs = self.ref_logprobs(batch.packed, num_micro)
+        return self._ref_logprobs
+
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """The critic's values."""
         assert self._critic is not None, "critic is null: there are no values"
@@ -195,13 +205,12 @@ class Worker:
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
-        ref_logprobs: Float[Tensor, "T"] | None = None,
     ) -> ModelUpdates[PolicyStatistics]:
-        """Take an optimizer step of the policy on each mini-batch of this rank's batch. `ref_logprobs`: of the batch,
-        which may have been sent before the reference had them."""
+        """Take an optimizer step of the policy on each mini-batch of this rank's batch, with what
+        `keep_ref_logprobs` has kept of it."""
         self._rest_engine()
-        if ref_logprobs is not None:
-            batch = replace(batch, ref_logprobs=ref_logprobs)
+        if self._ref_logprobs is not None:
+            batch, self._ref_logprobs = replace(batch, ref_logprobs=self._ref_logprobs), None
 
         def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
             self._actor.seed_dropout(self._version, self._num_updates, self._rank)
@@ -339,8 +348,7 @@ class Worker:
         """Let the engine release the memory that training needs."""
         self._engine.sleep()
         self._meter.engine_sleeps(True)
-        if hasattr(self, "_actor"):
-            self._actor.base.bring()
+        self._actor.base.bring()
 
     def _wake_engine(self) -> None:
         """Make room for the engine, which wakes when it is called."""

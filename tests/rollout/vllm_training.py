@@ -166,7 +166,7 @@ class _Faulty:
     def each(self, verb: Any, *args: Any) -> list[Any]:
         return self._group.each(verb, *args)
 
-    def begin(self, verb: Any, arguments: Any) -> Callable[[], list[Any]]:
+    def begin(self, verb: Any, arguments: Any) -> Any:
         if verb is not Worker.hand_over:
             return self._group.begin(verb, arguments)
         tied_head = handover.tied_head

@@ -7,11 +7,11 @@ import pytest
 
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.run.supervised import Lessons, SupervisedTraining, SupervisedWorkers, has_learned
-from rlcore.trainer.step import LoopState
 from rlcore.types import Prompt
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
+from rlcore.checkpoint.state import LoopState
 from rlcore.checkpoint.store import Found
 from rlcore.config import CheckpointConfig, RunConfig, TrackingConfig, TrainerConfig
 from rlcore.run.faults import Fault, note_fault
@@ -17,7 +18,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
-from rlcore.trainer.step import LoopState, StepResult
+from rlcore.trainer.step import StepResult
 from rlcore.workers.passes import Shortage
 from tests.checkpoint.test_store import save
 

@@ -10,12 +10,12 @@ import pytest
 
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.checkpoint.save import Saved
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import UnscoredError, WorkerLostError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
-from rlcore.trainer.step import LoopState
 from tests.checkpoint.test_store import save
 from tests.run.test_record import Told, record, told
 

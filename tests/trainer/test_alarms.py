@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from rlcore.algos.objective import PolicyStatistics
+from rlcore.checkpoint.state import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, NonFiniteError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, step_alarms
 from rlcore.trainer.experience import Answerer, Experience, ExperienceCollector
-from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import Steps, Update
 from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.canary import HandOver

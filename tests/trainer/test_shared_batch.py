@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.batching.balance import Deal, Dealer, Shares
+from rlcore.batching.balance import Deal, Dealer
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.update import SharedBatch
@@ -63,22 +63,3 @@ def test_a_mini_batch_without_a_token_that_has_a_loss_is_left_out(config: RunCon
     deal = Dealer(num_ranks=1, max_tokens=20, shape=None).deal(packed, 2)
     shared = SharedBatch.of(config, batch, deal)
     assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2
-
-
-@pytest.mark.parametrize("is_dealt_anew", [False, True])
-def test_each_rank_gets_the_references_log_probabilities_of_its_own_sequences(
-    config: RunConfig, is_dealt_anew: bool
-) -> None:
-    batch = batch_of()
-    deal = dealt(batch)
-    shared = SharedBatch.of(config, batch, deal)
-    ref = torch.rand(batch.packed.num_tokens, generator=torch.Generator().manual_seed(2))
-    by = Shares(tuple(reversed(deal.whole.sequences)), 1).sequences if is_dealt_anew else deal.whole.sequences
-    found = shared.with_reference([of_sequences(ref, batch, mine) for mine in by], by)
-    whole = found.whole().ref_logprobs
-    assert whole is not None
-    assert torch.equal(whole, ref)
-    assert found.ref_logprobs is not None
-    for sequences, of_rank in zip(deal.whole.sequences, found.ref_logprobs, strict=True):
-        assert torch.equal(of_rank, of_sequences(ref, batch, sequences))
-    assert shared.whole().ref_logprobs is None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from rlcore.trainer.update import (
     update_models,
 )
 from rlcore.types import TrainBatch
+from rlcore.workers.group import Answered
 from rlcore.workers.trained import ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 from tests.config.test_rules import settings
@@ -165,9 +166,9 @@ class Ranks:
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise AssertionError("an update asks ranks with arguments of their own")
 
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Answered[Any]:
         self.asked.append((verb, list(arguments)))
-        return lambda: self._answers[verb]
+        return Answered(self._answers[verb])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         raise AssertionError("the parts are sent before")
@@ -184,7 +185,7 @@ PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=li
        "trainer.mini_batch_size=2")  # fmt: skip
 
 
-def updated(config: RunConfig, ranks: Ranks, *, step: int = 5, refs: bool = False) -> tuple[Update, SharedBatch]:
+def updated(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
     """The update of four prompts with two answers each, with the learning rate halved."""
     packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
@@ -192,8 +193,6 @@ def updated(config: RunConfig, ranks: Ranks, *, step: int = 5, refs: bool = Fals
     batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
     deal = Dealer(num_ranks=2, max_tokens=100, shape=None).deal(packed, config.trainer.mini_batch_size)
     shared = SharedBatch.of(config, batch, deal)
-    if refs:
-        shared = replace(shared, ref_logprobs=[part.advantages for part in shared.parts])
     state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
     return update_models(config, ranks, shared, state, PhaseClock()), shared
 
@@ -201,14 +200,11 @@ def updated(config: RunConfig, ranks: Ranks, *, step: int = 5, refs: bool = Fals
 def test_the_critic_comes_first_and_each_model_has_its_own_rate() -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [True, False])] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
-    found, shared = updated(config, ranks, refs=True)
-    assert shared.ref_logprobs is not None
+    found, shared = updated(config, ranks)
     (first, of_critic), (second, of_policy) = ranks.asked
     assert (first, second) == (Worker.update_critic, Worker.update_policy)
     assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5)] * 2
-    assert [more for _, *more in of_policy] == [
-        [shared.mini_batches, 1e-3 * 0.5, 0.125, 0.25, ref] for ref in shared.ref_logprobs
-    ]
+    assert [more for _, *more in of_policy] == [[shared.mini_batches, 1e-3 * 0.5, 0.125, 0.25]] * 2
     assert [part is mine for (part, *_), mine in zip([*of_critic, *of_policy], shared.parts * 2, strict=True)] == [
         True
     ] * 4
@@ -265,7 +261,6 @@ def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> No
     assert found.logprobs_before is not None
     assert torch.equal(found.logprobs_before, places)
     assert found.critic is None
-    assert [arguments[-1] for arguments in ranks.asked[0][1]] == [None, None], "there is no reference"
     behavior = load_config(
         ["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.old_logprobs=behavior"]
     )

@@ -1,6 +1,7 @@
 """What one rank tells of itself, and what it refuses."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlcore.rollout.engine import TakenWeights
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.trained import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare
 from tests.workers.test_budget import answers, needs
@@ -112,6 +114,21 @@ def test_the_likelihood_is_that_of_the_policy_at_temperature_1(worker: Worker) -
     assert (float(found.num_tokens), worker._config.rollout.sampling.temperature) == (6.0, 1.0)
     likeliest = float((logprobs[batch.loss_mask] > math.log(0.5)).sum())
     assert likeliest <= float(found.num_correct) <= 6.0
+
+
+def test_the_references_log_probabilities_are_kept_for_the_next_update_alone(worker: Worker) -> None:
+    packed = answers(3)
+    nothing = torch.zeros(packed.num_tokens)
+    batch = TrainBatch(packed, worker.old_logprobs(packed, 1), None, None, nothing, None, packed.loss_mask.float())
+    ref = worker.keep_ref_logprobs(batch, 1)
+    assert torch.equal(ref, worker.ref_logprobs(packed, 1))
+
+    def ref_kl(batch: TrainBatch) -> float:
+        (step,) = worker.update_policy(batch, [MiniBatch(range(3), 1, Denominator(6, 3, 8))], 0.0, 0.1).steps
+        return step.stats.mean_ref_kl()
+
+    assert ref_kl(batch) == pytest.approx(0.0, abs=1e-6)
+    assert ref_kl(replace(batch, ref_logprobs=ref - 1.0)) > 0.1
 
 
 @pytest.mark.parametrize(("added", "moves"), [(0.0, False), (0.5, True)])
