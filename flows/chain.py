@@ -154,7 +154,7 @@ def opened_here(settings: RunSettings, verb: str, *, verbose: bool = False) -> I
 
     with (
         shown_on(display_for_console()),
-        open_run(settings.config, settings.command(verb)) as run,
+        open_run(settings.config, settings.command(verb), say=display().line) as run,
         run.heard_by(display().event, line),
     ):
         yield run

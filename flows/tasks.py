@@ -61,7 +61,7 @@ def run_with(checked: object, call: Callable[[], R]) -> R:
 @contextmanager
 def working_on(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
     """The run of these settings inside the block; the flow run is watched for cancellation."""
-    with watch.watched(), open_run(settings.config, settings.command(verb)) as run:
+    with watch.watched(), open_run(settings.config, settings.command(verb), say=tell) as run:
         yield run
 
 

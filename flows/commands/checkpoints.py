@@ -101,7 +101,7 @@ def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
 
 def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
     """Prune unless a trainer works on the run: it may be about to read a checkpoint, and prunes by itself."""
-    with RunLock(layout.run_dir):
+    with RunLock(layout.run_dir, is_named=False):
         return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
 
 

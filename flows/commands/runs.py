@@ -164,6 +164,8 @@ def stop(run: list[str], root: Path | None) -> None:
 
 def _tell(run_dir: Path, worker: Holder) -> None:
     process = worker.process()
+    if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):
+        return  # its trainer was told by that, and saves
     if process is None:
         where = "here" if worker.host == socket.gethostname() else f"on {worker.host}"
         raise RunInUseError(

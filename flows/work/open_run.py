@@ -1,5 +1,6 @@
 """A run that this process works on: its lock, its folder, its settings and code on disk, its trainer process."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,16 +27,18 @@ from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.given_models import changed_models, keep_models, model_paths
 from rlcore.run.inputs import FILE_SHA256, RunInputs, content_digest
 from rlcore.run.layout import RunLayout
-from rlcore.storage.locks import HeldLock, Holder
+from rlcore.run.stop import locked_run
+from rlcore.storage.locks import Holder
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.attempts import has_begun
 from rlcore.tracking.connection import resolve_uri
 from rlcore.user_code import code_of, difference, kept_code, working_by
 
+log = logging.getLogger(__name__)
+
 EVALUATION = "eval"
 """`name` of an evaluation, which is a run without steps."""
-FLOW_LOCK = "flow.lock"
 STOP_FILE = "stop.json"
 """Which process was told to stop last, and when: a second signal would end it without a save."""
 END_WAIT_S = 60.0
@@ -139,11 +142,13 @@ def anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
 
 
 @contextmanager
-def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") -> Iterator[OpenRun]:
-    """Take a run in hand, for the block. See `OpenRun`.
+def open_run(
+    config: RunConfig, command: Sequence[str] = (), title: str = "", *, say: Callable[[str], None] = log.warning
+) -> Iterator[OpenRun]:
+    """Open a run for the block. See `OpenRun`. A trainer whose command has ended is waited for, which `say` is told.
 
     Raises:
-        RunInUseError: another process works on it.
+        RunInUseError: another command works on it, or such a trainer has not ended in time.
         CheckpointError: it has begun with other code, data or models, or has more steps than it is to have.
         DataError: its folder cannot be written.
     """
@@ -152,13 +157,18 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
         log_in(config.tracking.uri, layout.root)
-    with HeldLock(layout.run_dir / FLOW_LOCK, what=f"run {run_id(config)}"):
+
+    def report(event: Mapping[str, object]) -> None:
+        say(str(event["text"]))
+
+    with locked_run(layout.run_dir, report, lambda: False, is_holder_waited_for=False) as lock:
         _keep_code(config, layout)
         if config.name != EVALUATION:  # that is named by the files of its model
             keep_models(layout.models_json, model_paths(config))
         write_text_atomically(layout.settings_json, settings_text(config, layout))
         write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(anchored(config, layout)))
         run = OpenRun(config, command, title)
+        run.trainer.lock = lock.fileno()
         with (
             _noted_before_the_first_step(layout.run_dir),
             working_by(layout.code),  # an edit meanwhile is for the next start

@@ -230,7 +230,7 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
             )
         if worker_of(folder) is not None:
             return Outcome(folder.name, "is going on, and prunes by itself", ok=True)
-        with RunLock(folder):  # not the other lock: its file says what has worked on the run last
+        with RunLock(folder, is_named=False):  # its file says what has worked on the run last
             deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
     except RunInUseError:
         return Outcome(folder.name, "is going on, and prunes by itself", ok=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from flows.progress import REWARD_NAMES
 from flows.stack.state import WORKERS_COMMAND
-from flows.work.open_run import FLOW_LOCK, STOP_FILE
+from flows.work.open_run import STOP_FILE
 from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.errors import CheckpointError, DataError
@@ -89,8 +89,9 @@ def failure_of(run_dir: Path) -> str:
 
 
 def worker_of(run_dir: Path) -> Holder | None:
-    """The process that works on a run: a command or flow, else a trainer that has outlived it; None where none does."""
-    return holder_of(run_dir / FLOW_LOCK) or holder_of(run_dir / RUN_LOCK)
+    """The process that works on a run: a command or flow, which may have ended while its trainer saves; None where none
+    does."""
+    return holder_of(run_dir / RUN_LOCK)
 
 
 def was_told(run_dir: Path, worker: Holder | None) -> bool:
@@ -100,7 +101,7 @@ def was_told(run_dir: Path, worker: Holder | None) -> bool:
 
 def how_it_goes_on(run_dir: Path) -> str:
     """What makes a run go on on which nobody works: the command that did, or Prefect, whose worker starts a process."""
-    last = read_holder(run_dir / FLOW_LOCK)
+    last = read_holder(run_dir / RUN_LOCK)
     if last is None or not last.command.endswith(WORKERS_COMMAND):
         return SAME_COMMAND
     flow_run = _document(run_dir / STOP_FILE).get("flow_run") if was_told(run_dir, last) else None

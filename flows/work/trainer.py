@@ -120,6 +120,8 @@ class TrainerProcess:
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
         slots, wish: what the run waits for before the process is started.
         command: what is started; tests start something smaller.
+
+    `lock`: descriptor of the run's lock, which the process inherits; None: it takes the lock itself.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class TrainerProcess:
         self._child: _Child | None = None
         self._is_told_to_end = False
         self._reason = ""
+        self.lock: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -225,7 +228,7 @@ class TrainerProcess:
                     number = len(held.descriptors)
                     self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
                     self._reason = ""
-                self._child = _Child(self._command, self._run_dir, held)
+                self._child = _Child(self._command, self._run_dir, held, self.lock)
             except BaseException:
                 held.release()
                 raise
@@ -297,16 +300,19 @@ class TrainerProcess:
 
 
 class _Child:
-    """The process, its two pipes, its log and the slots that it has inherited."""
+    """The process, its two pipes, its log, and the slots and the run's lock that it has inherited."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots) -> None:
+    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, lock: int | None) -> None:
         log_file = _new_log(run_dir / "logs")
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
         line = [*command, "--settings", str(run_dir / "settings.json")]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
-            inherited = (child_reads, child_writes, *held.descriptors)
+            inherited = [child_reads, child_writes, *held.descriptors]
+            if lock is not None:
+                line += ["--lock-fd", str(lock)]
+                inherited.append(lock)
             self.process = start_tethered(line, log_file, _environment() | held.environment, inherited)
         except BaseException:
             os.close(self._commands_fd)

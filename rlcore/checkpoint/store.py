@@ -29,13 +29,10 @@ from rlcore.config.fingerprint import lasting_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
 from rlcore.storage.documents import parse_json, read_ordinary
-from rlcore.storage.locks import HeldLock
 from rlcore.storage.manifest import verify_directory
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_beside
 
 log = logging.getLogger(__name__)
-
-WRITER_LOCK = ".writer.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +91,12 @@ class CheckpointStore:
             "settings_fingerprint": self._fingerprint,
             "metrics": {name: float(value) for name, value in sorted(metrics.items()) if math.isfinite(value)},
         }
-        with self._writer_lock():
-            remove_stale_temporaries(self.directory)
-            is_there = os.path.lexists(target)
-            with published_directory(target, manifest, replace=is_there, error=CheckpointError, at=at) as folder:
-                make_way(target)
-                yield folder
-                self._write_records(folder, state)
+        remove_stale_temporaries(self.directory)
+        is_there = os.path.lexists(target)
+        with published_directory(target, manifest, replace=is_there, error=CheckpointError, at=at) as folder:
+            make_way(target)
+            yield folder
+            self._write_records(folder, state)
         self._verified.add((target, created))  # its hashes were taken from what was read back a moment ago
 
     def _write_records(self, folder: Path, state: TrainerState) -> None:
@@ -121,14 +117,13 @@ class CheckpointStore:
         Nothing is deleted unless a checkpoint that stays has been verified byte for byte. Broken folders are left for
         people to look at.
         """
-        with self._writer_lock():
-            remove_stale_temporaries(self.directory)
-            checkpoints = scan(self.directory).checkpoints
-            doomed = prunable(checkpoints, self._config)
-            good = self._search(checkpoints, hashes=True).checkpoint
-            if good is None:
-                return ()
-            return tuple(info.path for info in doomed if info.step != good.step and self._delete(info.path))
+        remove_stale_temporaries(self.directory)
+        checkpoints = scan(self.directory).checkpoints
+        doomed = prunable(checkpoints, self._config)
+        good = self._search(checkpoints, hashes=True).checkpoint
+        if good is None:
+            return ()
+        return tuple(info.path for info in doomed if info.step != good.step and self._delete(info.path))
 
     def leave_later(self, step: int) -> None:
         """Rename the whole checkpoints of later steps: the journal does not fit them, and the run goes on from `step`.
@@ -139,9 +134,8 @@ class CheckpointStore:
         whole = [info for info in later if self._search([info], hashes=True).checkpoint is not None]
         if not whole:
             return
-        with self._writer_lock():
-            for info in whole:
-                keep_off_the_way(info.path, f"the run goes on from step {step}")
+        for info in whole:
+            keep_off_the_way(info.path, f"the run goes on from step {step}")
 
     def _delete(self, path: Path) -> bool:
         """Out of sight by one rename first: a crash in the middle leaves no half checkpoint under its name."""
@@ -153,9 +147,6 @@ class CheckpointStore:
             return False
         remove_tree(aside)
         return True
-
-    def _writer_lock(self) -> HeldLock:
-        return HeldLock(self.directory / WRITER_LOCK, what=f"the checkpoint folder {self.directory}")
 
     # ---------------------------------------------------------------- read
 

@@ -1,6 +1,6 @@
 """The trainer process: one for a run, started by a flow or by hand.
 
-    python -m rlcore.run.process --settings RUN_DIR/settings.json [--commands-fd N --replies-fd M]
+    python -m rlcore.run.process --settings RUN_DIR/settings.json [--commands-fd N --replies-fd M --lock-fd L]
 
 With the descriptors it serves commands, one JSON object a line, and answers in the same form:
 
@@ -144,15 +144,15 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
     return {"event": "error", "command": command, "type": type(error).__name__, "message": message}
 
 
-def run(settings: Path, channel: Channel | None, report: Report) -> int:
+def run(settings: Path, channel: Channel | None, report: Report, *, is_locked: bool = False) -> int:
     """Serve a run until it is stopped, or without a channel go through it; the exit code."""
     stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
     stop.install()
-    return run_one(settings, channel, report, stop)
+    return run_one(settings, channel, report, stop, is_locked=is_locked)
 
 
-def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopFlag) -> int:
-    """Serve or go through a run; the exit code."""
+def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopFlag, *, is_locked: bool = False) -> int:
+    """Serve or go through a run; the exit code. `is_locked`: see `Session`."""
     config = RunConfig.model_validate_json(settings.read_bytes())
 
     def give_up(error: MillraceError) -> None:
@@ -166,7 +166,7 @@ def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopF
 
     try:
         layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
-        session_here = Session(config, layout, report=report, stop=stop, give_up=give_up)
+        session_here = Session(config, layout, report=report, stop=stop, give_up=give_up, is_locked=is_locked)
         with working_by(layout.code), session_here as session:
             commands = whole_run(config) if channel is None else channel.commands(stop)
             return serve(session, commands, report, stop)
@@ -182,11 +182,13 @@ def main() -> None:
     parser.add_argument("--settings", type=Path, required=True, help="settings.json in the run's folder")
     parser.add_argument("--commands-fd", type=int, help="descriptor from which commands are read")
     parser.add_argument("--replies-fd", type=int, help="descriptor to which events are written")
+    parser.add_argument("--lock-fd", type=int, help="descriptor of the run's lock, which this process inherits")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     served = given.commands_fd is not None and given.replies_fd is not None
     channel = Channel(given.commands_fd, given.replies_fd) if served else None
-    code = run(given.settings, channel, _print_event if channel is None else channel.send)
+    report = _print_event if channel is None else channel.send
+    code = run(given.settings, channel, report, is_locked=given.lock_fd is not None)
     sys.stdout.flush()
     sys.exit(code)
 

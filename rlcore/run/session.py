@@ -33,8 +33,11 @@ class Session:
         report: Report,
         stop: StopFlag,
         give_up: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
+        is_locked: bool = False,
     ) -> None:
-        """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread."""
+        """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread. `is_locked`:
+        this process has inherited the run's lock."""
+        self._is_locked = is_locked
         self._config, self._layout = config, layout
         self._guard = Watchdog(
             config, layout, stop=stop, report=report, give_up=give_up, step=lambda: self._current.step
@@ -48,10 +51,11 @@ class Session:
         return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
-        """Take the run's lock and read what lies on disk."""
+        """Take the run's lock, unless this process has it, and read what is on disk."""
         config, layout, guard = self._config, self._layout, self._guard
         with ExitStack() as opened:
-            opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
+            if not self._is_locked:
+                opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
             layout.require_kinds()
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)

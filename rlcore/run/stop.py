@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rlcore.errors import RunInUseError, StopRequestedError
+
+if TYPE_CHECKING:
+    from rlcore.storage.locks import RunLock
 
 ONE_WISH_S = 5.0
 """Two SIGTERMs within this time are one."""
@@ -63,17 +67,22 @@ class StopFlag:
 
 @contextmanager
 def locked_run(
-    run_dir: Path, report: Callable[[Mapping[str, object]], None], stop: Callable[[], bool], wait_s: float = LOCK_WAIT_S
-) -> Iterator[None]:
+    run_dir: Path,
+    report: Callable[[Mapping[str, object]], None],
+    stop: Callable[[], bool],
+    wait_s: float = LOCK_WAIT_S,
+    *,
+    is_holder_waited_for: bool = True,
+) -> "Iterator[RunLock]":
     """Hold the run's lock inside the block, without temporaries that a killed process has left. If another process has
-    the lock, reports that at once, and waits.
+    the lock, reports that immediately, and waits; for a holder that is alive only if `is_holder_waited_for`.
 
     Raises:
         RunInUseError: it is still held after `wait_s`; names process, host and since when.
         StopRequestedError: a stop was asked for meanwhile.
     """
     # The command line takes signals from here, and reads no settings for it.
-    from rlcore.storage.locks import RunLock
+    from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
     from rlcore.storage.publish import remove_stale_temporaries
 
     deadline = time.monotonic() + wait_s
@@ -81,10 +90,11 @@ def locked_run(
     with ExitStack() as held:
         while True:
             try:
-                held.enter_context(RunLock(run_dir))
+                lock = held.enter_context(RunLock(run_dir))
                 break
             except RunInUseError as reason:
-                if time.monotonic() >= deadline:
+                is_alive = (holder := read_holder(run_dir / RUN_LOCK)) is not None and holder.process() is not None
+                if time.monotonic() >= deadline or (is_alive and not is_holder_waited_for):
                     raise
                 if not told:
                     told = True
@@ -96,4 +106,4 @@ def locked_run(
                 raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
             time.sleep(POLL_S)
         remove_stale_temporaries(run_dir)
-        yield
+        yield lock

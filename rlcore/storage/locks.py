@@ -196,9 +196,17 @@ class HeldLock:
     """A lock whose file says who holds it, or did last. A context manager; a crash frees it."""
 
     def __init__(
-        self, path: Path, *, what: str, wait_s: float = 0.0, error: type[MillraceError] = RunInUseError
+        self,
+        path: Path,
+        *,
+        what: str,
+        wait_s: float = 0.0,
+        error: type[MillraceError] = RunInUseError,
+        is_named: bool = True,
     ) -> None:
+        """`is_named`: the file says that this process holds the lock; otherwise it says who did before."""
         self.path = path
+        self._is_named = is_named
         self._lock = FileLock(path)
         self._what = what
         self._wait_s = wait_s
@@ -224,8 +232,13 @@ class HeldLock:
                     f"{self._what} is in use by {holder}. Wait for it to end, or stop it; lock file: {self.path}"
                 )
             time.sleep(POLL_S)
-        self._say_who()
+        if self._is_named:
+            self._say_who()
         return self
+
+    def fileno(self) -> int:
+        """The descriptor, see `FileLock.fileno`."""
+        return self._lock.fileno()
 
     def _try(self) -> bool:
         try:
@@ -257,7 +270,8 @@ RUN_LOCK = "run.lock"
 
 
 class RunLock(HeldLock):
-    """One process at a time works on a run: `run.lock` in its folder."""
+    """One command at a time works on a run: `run.lock` in its folder. A trainer process that the command starts
+    inherits the lock (`fileno`), so it outlives the command until that process has ended."""
 
-    def __init__(self, run_dir: Path, *, wait_s: float = 0.0) -> None:
-        super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s)
+    def __init__(self, run_dir: Path, *, wait_s: float = 0.0, is_named: bool = True) -> None:
+        super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s, is_named=is_named)

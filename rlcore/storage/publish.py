@@ -267,7 +267,7 @@ def remove_tree(path: Path) -> None:
     """Remove a file or a folder; what is gone already is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
+    elif os.path.lexists(path):  # of a missing one a read-only file system says that it is read-only
         with suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
 

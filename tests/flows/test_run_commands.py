@@ -19,7 +19,7 @@ from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN
 from flows.stages.report import write_report
-from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, open_run, settings_text
+from flows.work.open_run import STOP_FILE, note_told, open_run, settings_text
 from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
@@ -30,7 +30,7 @@ from rlcore.errors import DataError, RunInUseError, StopRequestedError, Tracking
 from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
-from rlcore.storage.locks import HeldLock, Holder, holder_of, read_holder
+from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
@@ -74,7 +74,7 @@ def begin(layout: RunLayout, *finish: str) -> None:
 @contextmanager
 def worked_on(layout: RunLayout) -> Iterator[None]:
     """This process works on the run."""
-    with HeldLock(layout.run_dir / FLOW_LOCK, what="the run"):
+    with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
         yield
 
 
@@ -154,7 +154,7 @@ def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest
         "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
         "with HeldLock(Path(sys.argv[1]), what='the run'): time.sleep(600)\n"
     )
-    lock = layout.run_dir / FLOW_LOCK
+    lock = layout.run_dir / RUN_LOCK
     words = [sys.executable, "-c", holding, str(lock), "-m", "prefect.engine"]
     with subprocess.Popen(words, env=os.environ | {FLOW_RUN: "0b5c-7"}):
         wait_until(lambda: holder_of(lock) is not None and read_holder(lock) is not None, "the run is worked on")
@@ -194,7 +194,7 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
         if other == "another host":
             holder = replace(Holder.me(), pid=stranger.pid, host="elsewhere")
         with worked_on(layout):
-            (layout.run_dir / FLOW_LOCK).write_text(json.dumps(asdict(holder)))
+            (layout.run_dir / RUN_LOCK).write_text(json.dumps(asdict(holder)))
             with pytest.raises(RunInUseError, match="that process cannot be told from"):
                 stop([str(layout.run_dir)], None)
         assert stranger.poll() is None
@@ -220,7 +220,7 @@ def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout,
 
 def test_upkeep_prunes_and_does_not_change_who_is_said_to_have_worked_on_a_run(layout: RunLayout) -> None:
     layout.checkpoints.mkdir()
-    lock = layout.run_dir / FLOW_LOCK
+    lock = layout.run_dir / RUN_LOCK
     with HeldLock(lock, what="the run"):
         assert prune(layout.run_dir, dry_run=False).text == "is going on, and prunes by itself"
     lock.write_text("{}")
@@ -425,7 +425,7 @@ def test_a_run_of_another_user_is_not_noted_as_told() -> None:
         write_run(run_dir, experiment="debug", overrides=(f"paths.root={folder}",), num_steps=2, num_problems=20)
         for one in (run_dir, *run_dir.parents[:2]):
             one.chmod(0o777)
-        with HeldLock(run_dir / FLOW_LOCK, what="the run"):
+        with HeldLock(run_dir / RUN_LOCK, what="the run"):
             command = [sys.executable, "-c", STOPPING, str(run_dir)]
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert "was not told to stop" in done.stdout, done.stderr

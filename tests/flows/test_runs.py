@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.work.open_run import FLOW_LOCK, settings_text
+from flows.work.open_run import settings_text
 from flows.work.runs import (
     Outcome,
     all_runs,
@@ -26,7 +26,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ConfigError, DataError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.locks import RUN_LOCK, HeldLock, RunLock
+from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
 
 Made = Callable[..., RunLayout]
 
@@ -122,13 +122,13 @@ def test_pruning_says_what_it_would_delete_and_what_it_has_deleted(made: Made) -
     told = prune(layout.run_dir, dry_run=True)
     assert str(told) == "sum-1: would delete 3 of 5 checkpoints, 1.2 MB"
     assert (told.ok, all(folder.is_dir() for folder in folders)) == (True, True)
-    for lock in (HeldLock(layout.run_dir / FLOW_LOCK, what="the run"), RunLock(layout.run_dir)):
-        with lock:
-            told = prune(layout.run_dir, dry_run=False)
-        assert told == Outcome("sum-1", "is going on, and prunes by itself", ok=True)
-    (layout.run_dir / RUN_LOCK).unlink()
+    with RunLock(layout.run_dir):
+        told = prune(layout.run_dir, dry_run=False)
+    assert told == Outcome("sum-1", "is going on, and prunes by itself", ok=True)
+    holder = read_holder(layout.run_dir / RUN_LOCK)
     assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "deleted 3 checkpoints", ok=True)
     assert [folder.name for folder in folders if folder.is_dir()] == ["step-000004", "step-000005"]
+    assert read_holder(layout.run_dir / RUN_LOCK) == holder, "it says who has worked on the run"
     layout.settings_json.write_text("{}x")
     told = prune(layout.run_dir, dry_run=False)
     assert (told.ok, told.text.startswith(f"not pruned: {layout.settings_json}: cannot be read")) == (False, True)

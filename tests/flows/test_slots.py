@@ -9,11 +9,10 @@ import pytest
 
 from flows.cli import exit_code
 from flows.commands.runs import slots as slots_command
-from flows.work.open_run import FLOW_LOCK
 from flows.work.slots import HeldSlots, Slots, State, Wish
 from flows.work.status import status_of
 from rlcore.errors import ConfigError, DataError
-from rlcore.storage.locks import FileLock, HeldLock
+from rlcore.storage.locks import RUN_LOCK, FileLock, HeldLock
 from tests.flows.test_trainer_client import wait_until
 from tests.storage.small_disk import fill, mounted
 
@@ -232,7 +231,7 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
     run_dir.mkdir(parents=True)
     (run_dir / "settings.json").write_text("{}")
     held = slots.take(wish("first"), nobody_waits)
-    with HeldLock(run_dir / FLOW_LOCK, what="the run"):
+    with HeldLock(run_dir / RUN_LOCK, what="the run"):
         got: list[tuple[str, HeldSlots]] = []
         thread = take_later(slots, wish("second"), got)
         status = status_of(run_dir)

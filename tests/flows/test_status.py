@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.stack.state import WORKERS_COMMAND
-from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, settings_text
+from flows.work.open_run import STOP_FILE, note_told, settings_text
 from flows.work.status import SAME_COMMAND, failure_of, how_it_goes_on, size_of, status_of, was_told, worker_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -21,7 +21,7 @@ from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import fault_of, note_fault
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES
-from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder
+from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Owner
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import Journal
@@ -95,7 +95,7 @@ def test_a_long_journal_is_read_from_its_end(layout: RunLayout) -> None:
 
 
 def test_a_pause_counts_until_the_run_goes_on_or_has_a_step(layout: RunLayout) -> None:
-    with Journal(layout.journal) as journal, HeldLock(layout.run_dir / FLOW_LOCK, what="the run"):
+    with Journal(layout.journal) as journal, HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
 
         def note() -> str:
             return status_of(layout.run_dir).note
@@ -127,18 +127,17 @@ def test_the_score_is_that_of_the_newest_checkpoint_that_has_one(layout: RunLayo
     assert status_of(layout.run_dir).score == 0.25
 
 
-def test_who_works_on_a_run_is_the_flow_or_else_a_trainer_that_has_outlived_it(layout: RunLayout) -> None:
+def test_who_works_on_a_run_holds_its_lock(layout: RunLayout) -> None:
     run_dir = layout.run_dir
     assert worker_of(run_dir) is None
     assert not was_told(run_dir, None)
     note_told(run_dir, Holder.me())
-    for name in (RUN_LOCK, FLOW_LOCK):
-        with HeldLock(run_dir / name, what="the run"):
-            worker = worker_of(run_dir)
-            assert worker is not None
-            assert (worker.pid, was_told(run_dir, worker)) == (os.getpid(), True)
-            assert not was_told(run_dir, replace(worker, pid=1))
-            assert not was_told(run_dir, replace(worker, born=worker.born + 1))
+    with RunLock(run_dir):
+        worker = worker_of(run_dir)
+        assert worker is not None
+        assert (worker.pid, was_told(run_dir, worker)) == (os.getpid(), True)
+        assert not was_told(run_dir, replace(worker, pid=1))
+        assert not was_told(run_dir, replace(worker, born=worker.born + 1))
     (run_dir / STOP_FILE).write_text("[]")
     assert not was_told(run_dir, Holder.me())
 
@@ -146,9 +145,9 @@ def test_who_works_on_a_run_is_the_flow_or_else_a_trainer_that_has_outlived_it(l
 def test_how_a_run_goes_on_says_whose_it_was(layout: RunLayout) -> None:
     run_dir, me = layout.run_dir, Holder.me()
     assert how_it_goes_on(run_dir) == SAME_COMMAND == "the same command goes on"
-    (run_dir / FLOW_LOCK).write_text(json.dumps(asdict(me)))
+    (run_dir / RUN_LOCK).write_text(json.dumps(asdict(me)))
     assert how_it_goes_on(run_dir) == SAME_COMMAND
-    (run_dir / FLOW_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {WORKERS_COMMAND}"))))
+    (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {WORKERS_COMMAND}"))))
     assert how_it_goes_on(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
     told = {"process": [me.pid, me.born], "time": 1.0, "flow_run": "7f"}
     (run_dir / STOP_FILE).write_text(json.dumps(told))
@@ -175,7 +174,7 @@ def test_before_the_first_step_the_later_of_a_stop_and_a_fault_counts(layout: Ru
 def test_a_lost_run_without_a_fault_says_that_its_process_is_gone(layout: RunLayout) -> None:
     begin(layout)
     assert failure_of(layout.run_dir) == f"lost: its process is gone; {SAME_COMMAND}"
-    with HeldLock(layout.run_dir / FLOW_LOCK, what="the run"):
+    with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
         assert failure_of(layout.run_dir) == ""
 
 
