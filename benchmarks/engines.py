@@ -29,7 +29,8 @@ from rlcore.config import ModelConfig, RunConfig
 from rlcore.config.data import FilterConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.models.load import load_policy
-from rlcore.rollout.engine import SamplingRequest, build_engine, requests_for
+from rlcore.rollout.build import build_engine
+from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.types import Prompt, Rollout, Score
 
 

@@ -3,8 +3,10 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -18,6 +20,15 @@ def loaded_by(statement: str) -> set[str]:
     code = f"{statement}; import sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    graph = grimp.build_graph("flows", "data", "rlcore", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    with_a_circle = {"a": {"b"}, "b": {"a"}}
+    with pytest.raises(CycleError):
+        TopologicalSorter(with_a_circle).prepare()
+    TopologicalSorter(imports).prepare()
 
 
 def test_the_probe_sees_what_is_loaded():

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flows.commands.settings import root_among
+from flows.commands.roots import root_among
 from flows.parameters import RunSettings, compose_settings
 from flows.progress import console_for_tables
 from flows.work.runs import BYTES_PER_MB, named_run

@@ -13,7 +13,7 @@ from typing import Any
 
 from flows import chain
 from flows.commands.checkpoints import weights_of
-from flows.commands.settings import root_among
+from flows.commands.roots import root_among
 from flows.plan.checks import check_evaluation
 from flows.progress import Display, display, display_for_console, shown_on
 from flows.stack.state import in_stack

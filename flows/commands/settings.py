@@ -1,7 +1,6 @@
 """Settings as the command line has them: words and options, `--root`, and only to be shown (`--cfg`, `--info`)."""
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
+from flows.commands.roots import ROOT, text_of_root
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from flows.parameters import RunSettings
 
-ROOT = "paths.root="
 MOST_SLOTS = 1_024
 """Of `millrace slots`: a lock on a file each."""
 
@@ -34,7 +33,7 @@ class Commands(TyperGroup):
             if taken.keys() & {"settings", "overrides", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
             if "--root" in taken and "settings" not in taken:
-                words = [f"--root={_text_of_root(word)}" if word.startswith(ROOT) else word for word in words]
+                words = [f"--root={text_of_root(word)}" if word.startswith(ROOT) else word for word in words]
             _refuse_empty_options(words, command)
         return name, command, words
 
@@ -68,23 +67,6 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
             raise ConfigError(f"{option}: must not be empty; is a shell variable unset? Give a value, or no {option}")
 
 
-def root_of(word: str) -> Path:
-    """The folder that `paths.root=DIR` names.
-
-    >>> root_of("paths.root='/my data'")
-    PosixPath('/my data')
-    """
-    return Path(os.path.expanduser(_text_of_root(word)))  # noqa: PTH111 it lets an unknown user's be
-
-
-def _text_of_root(word: str) -> str:
-    text = word.removeprefix(ROOT)
-    if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
-        return text
-    # As Hydra reads it: backslashes count double before a quote and at the end, and one makes the quote a letter.
-    return re.sub(rf"\\+(?={text[0]}|$)", lambda found: found[0][: len(found[0]) // 2], text[1:-1])
-
-
 def root_folder(given: str | Path) -> Path:
     """The folder that `--root` names; it need not be there.
 
@@ -97,11 +79,6 @@ def root_folder(given: str | Path) -> Path:
     if (other := in_the_way(root)) is not None:
         raise typer.BadParameter(f"must be a folder, and {other} is none. Name another one.")
     return root
-
-
-def root_among(words: Sequence[str]) -> Path | None:
-    """The folder that settings name last; None where they name none."""
-    return next((root_of(word) for word in reversed(words) if word.startswith(ROOT)), None)
 
 
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:

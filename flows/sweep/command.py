@@ -2,17 +2,15 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from flows.commands.run import flow_of_a_command
 from flows.commands.settings import require_dry_run, warn
 from flows.parameters import all_overrides
-from flows.plan.checks import check_before_plan
 from flows.server.api import start_prefect
-from flows.stack.state import in_stack
+from flows.sweep.check import checked_sweep
 from rlcore.config.sweep import Budget, shown_point
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep_load import Sweep
 
 
 def sweep(
@@ -43,22 +41,6 @@ def sweep(
         result = run_checked(checked, spec, settings, on_workers=on_workers)
     if result.failed:
         sys.exit(1)
-
-
-def checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
-    """Compose and check a sweep: every point's settings, and what all points need.
-
-    Raises:
-        ConfigError, DataError: one message with every mistake.
-    """
-    checked = load_sweep(spec, overrides, budget=budget)
-    checked = replace(checked, base=in_stack(checked.base))
-    check_before_plan(checked.base)
-    if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
-        from flows.sweep.study import pruner_of  # Optuna, only where its own pruners are asked for
-
-        pruner_of(checked.spec.pruning, lambda number, point, step: {})
-    return checked
 
 
 def show(sweep: Sweep, *, as_json: bool) -> None:

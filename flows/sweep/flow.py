@@ -37,7 +37,7 @@ from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, shown_on
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.stages.train import Train
-from flows.sweep.command import checked_sweep
+from flows.sweep.check import checked_sweep
 from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
 from flows.sweep.record import best_of, sweep_directory
 from flows.sweep.result import (

@@ -21,7 +21,7 @@ from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
 from rlcore.rollout.turns import TurnTokens
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import generate, shared_out
+from rlcore.trainer.generate import generate, shared_out
 from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 

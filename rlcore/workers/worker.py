@@ -27,7 +27,8 @@ from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
+from rlcore.rollout.build import build_engine
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, Reference

@@ -18,8 +18,8 @@ import yaml
 from flows import cli
 from flows.cli import DECLARED, app, exit_code, look_here_too
 from flows.commands import complete
+from flows.commands.roots import root_of
 from flows.commands.run import train, validate
-from flows.commands.settings import root_of
 from flows.parameters import compose_settings
 from rlcore.answers import query
 from rlcore.config import RunConfig
@@ -126,7 +126,7 @@ def test_a_missing_model_is_told_before_anything_is_written(here: Here) -> None:
 
 def test_too_little_room_is_told_with_the_bytes_that_are_missing(bare: Millrace) -> None:
     done = bare("run", "experiment=debug", "checkpoint.reserve_gb=1e9")
-    assert done.code == 1
+    assert done.code == 75
     assert "GB are missing" in done.err
     assert "checkpoint.reserve_gb" in done.err
     assert list(bare.root.iterdir()) == []

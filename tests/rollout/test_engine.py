@@ -9,13 +9,13 @@ from torch import Tensor
 
 from rlcore.config import RunConfig, SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import (
     NoEngine,
     RolloutEngine,
     SamplingRequest,
     TakenWeights,
     answer_seed,
-    build_engine,
     complete,
     engine_dtype,
     requests_for,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rlcore.rollout.vllm.short import _missing, _part, _unmet
 from rlcore.rollout.vllm.short import scheduler as short_scheduler
+from rlcore.rollout.vllm.short.names import _missing, _part, _unmet
 from rlcore.rollout.vllm.short.scheduler import ShortSteps, _changed, _Kept, _plain, _Rows
 
 

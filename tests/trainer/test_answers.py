@@ -21,7 +21,8 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import Answerer, EarlyScores, ExperienceCollector, generate
+from rlcore.trainer.experience import Answerer, EarlyScores, ExperienceCollector
+from rlcore.trainer.generate import generate
 from rlcore.types import Rollout
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train

@@ -21,9 +21,9 @@ from rlcore.trainer.experience import (
     ExperienceCollector,
     ScoredAnswer,
     count_passes,
-    shared_out,
     without_figures,
 )
+from rlcore.trainer.generate import shared_out
 from rlcore.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(index, (5,) * (1 + index), "countdown", "{}") for index in range(12)]

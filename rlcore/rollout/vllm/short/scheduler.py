@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.rollout.vllm.short import REQUEST_CHANGES, SCHEDULER_CHANGES, scheduler_obstacle
+from rlcore.rollout.vllm.short.names import REQUEST_CHANGES, SCHEDULER_CHANGES, scheduler_obstacle
 
 log = logging.getLogger(__name__)
 
