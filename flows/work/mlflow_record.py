@@ -27,7 +27,7 @@ from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.storage.manifest import part_directories
-from rlcore.tracking.attempts import FinalStatus, has_begun
+from rlcore.tracking.attempts import FinalStatus, read_attempts
 from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import read_journal
@@ -164,7 +164,7 @@ class MlflowRecord:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Drop what is not sent to MLflow yet; the interpreter's end waits for a request that is under way."""
-        if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
+        if error is not None and self._run.config.tracking.enabled and not read_attempts(self._run.layout.run_dir):
             self._end_before_the_first_step("KILLED" if is_stop(error) else "FAILED")
         self._thread.shutdown(wait=False, cancel_futures=True)
 

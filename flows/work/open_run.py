@@ -27,7 +27,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock, Holder
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking.attempts import has_begun
+from rlcore.tracking.attempts import read_attempts
 from rlcore.user_code import code_of, difference, kept_code, working_by
 
 EVALUATION = "eval"
@@ -138,7 +138,7 @@ def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not has_begun(run_dir):
+        if not read_attempts(run_dir):
             with suppress(MillraceError, OSError):  # what ends the block matters more
                 if is_stop(error):
                     note_told(run_dir, Holder.me())

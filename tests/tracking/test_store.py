@@ -29,7 +29,7 @@ from rlcore.tracking.connection import (
 )
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, first_gpu, gpu_facts, lineage_tags
-from rlcore.tracking.mlflow_store import PARENT_TAG, SUPERSEDED_TAG, MlflowStore, compare_url, search_run_ids
+from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore, compare_url, search_run_ids
 from rlcore.tracking.models import (
     Garbage,
     find_garbage,
@@ -234,8 +234,6 @@ def test_a_flow_and_the_trainer_share_one_run(
     first = ensure_mlflow_run(run_dir, config, {"stage": "train"})
     assert ensure_mlflow_run(run_dir, config, {}) == first
     assert read_state(run_dir).mlflow_run_id == first
-    (run_dir / "tracking.json").unlink()
-    assert ensure_mlflow_run(run_dir, config, {}) == first, "found by its tag"
     assert len(main_runs(client_of(root))) == 1
     (tmp_path / "other").mkdir()
     shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
@@ -361,15 +359,15 @@ def test_files_of_a_deleted_run_stay_where_their_place_is_not_its_own(store: Mlf
     assert found.kept == f"its place {(root / 'mlartifacts').as_uri()} does not name {run_id}"
 
 
-def test_a_search_finds_no_superseded_run_and_says_when_it_ends_early(
+def test_a_search_says_when_it_ends_early(
     store: MlflowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    for name, more in (("old", {SUPERSEDED_TAG: "x"}), ("one", {}), ("two", {})):
-        store.create_run(name, {"millrace.run_id": name, "stage": "train", **more})
+    for name in ("one", "two"):
+        store.create_run(name, {"millrace.run_id": name, "stage": "train"})
     assert search_run_ids(store, "") == ["one", "two"]
-    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 2)
+    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 1)
     assert search_run_ids(store, "") == ["one"]
-    assert "more than 2 runs are found" in caplog.text
+    assert "more than 1 runs are found" in caplog.text
 
 
 def test_the_files_of_all_models_of_a_deleted_run_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
