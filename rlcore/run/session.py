@@ -127,7 +127,7 @@ class Session:
         step = self._record.store.step_of(checkpoint)
         if not is_exported(target, step):
             self._workers.load(checkpoint)
-            self._workers.export(target, "export", after_step=step, facts={"step": step})
+            self._workers.export(target, "export", facts={"step": step})
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:

@@ -296,7 +296,7 @@ class WarmStart:
             "steps_taken": newest.step,
         }
         facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
-        workers.export(self._directory, "start_model", after_step=newest.step, facts=facts)
+        workers.export(self._directory, "start_model", facts=facts)
         self._is_over = True
         self.close(failed=False)
         remove_passing(self._layout)

@@ -287,7 +287,7 @@ class RunTraining(Training[RunWorkers]):
         if suite is None:
             result, answers = self.workers.validate(name, step)
             self._require_figures(result, None)
-            self.record.keep_validation(name, step, answers)
+            self.record.keep_validation(name, answers)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
             self._events.unscored(step, *self.workers.unscored)
         else:
@@ -326,8 +326,7 @@ class RunTraining(Training[RunWorkers]):
         return folder / f"{name}.json"
 
     def _keep(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
-        file = self.file_of(result.name, suite)
-        self.record.room.hold(lambda: result.write(file), step=result.step, path=file)
+        result.write(self.file_of(result.name, suite))
 
     def _known(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """The result of this name; None: of this step's validation in training, where that one saw all problems."""
