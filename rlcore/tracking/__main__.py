@@ -23,17 +23,8 @@ log = logging.getLogger("rlcore.tracking")  # run as a program, this module is n
 POLL_S = 0.1
 """Seconds between two checks whether the trainer has finished or is gone."""
 
-LONGEST_PAUSE_S = 60.0
-"""Seconds between two tries while MLflow does not answer, at most."""
-
-MAX_DOUBLINGS = 16
-"""The pause doubles at most so often: it is the longest by then, and 2.0 ** 1024 would overflow."""
-
 ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
-
-LONGEST_ORPHAN_PAUSE_S = 5.0
-"""Seconds between two tries in that time, or after the trainer's end, at most."""
 
 
 def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
@@ -52,9 +43,9 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
             if num_failures == 0:
                 log.warning(
                     "MLflow does not take the values: %s. Training goes on, the journal keeps them; "
-                    "trying again, at most %d s apart.",
+                    "trying again every %g s.",
                     explain(error, delivery.state.uri),
-                    LONGEST_PAUSE_S,
+                    every_s,
                 )
             num_failures += 1
         else:
@@ -65,8 +56,7 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
                 return
         if time.monotonic() > deadline:
             return
-        is_last = gone or delivery.has_ended  # the trainer waits for this process, or nobody feeds it
-        _wait(delivery, parent_pid, pause_s(every_s, num_failures, is_last=is_last))
+        _wait(delivery, parent_pid, every_s)
 
 
 def _wait(delivery: Delivery, parent_pid: int, seconds: float) -> None:
@@ -76,18 +66,6 @@ def _wait(delivery: Delivery, parent_pid: int, seconds: float) -> None:
         if delivery.has_news() or was_gone != (os.getppid() != parent_pid):
             return
         time.sleep(POLL_S)
-
-
-def pause_s(every_s: float, num_failures: int, *, is_last: bool) -> float:
-    """Seconds from one turn to the next, after so many failures in a row: days of an outage are thousands.
-
-    >>> [pause_s(5.0, failures, is_last=False) for failures in (0, 1, 2, 9, 5_000)]
-    [5.0, 10.0, 20.0, 60.0, 60.0]
-    >>> [pause_s(every_s, 3, is_last=True) for every_s in (0.5, 30.0)]
-    [4.0, 5.0]
-    """
-    longest = LONGEST_ORPHAN_PAUSE_S if is_last else LONGEST_PAUSE_S
-    return min(longest, every_s * 2.0 ** min(num_failures, MAX_DOUBLINGS))
 
 
 def main(arguments: list[str] | None = None) -> None:

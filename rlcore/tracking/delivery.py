@@ -97,7 +97,7 @@ def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:
 class Delivery:
     """Delivers one run. The caller holds `delivery_lock` as long as it uses the object.
 
-    `has_ended`: whether the newest attempt had ended at the last `catch_up`. `sent_bytes`: of the journal, so far.
+    `sent_bytes`: of the journal, so far.
     """
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
@@ -117,7 +117,6 @@ class Delivery:
             target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.root)))
         self._run_dir = run_dir
         self._run = _MlflowRun(run_dir, target)
-        self.has_ended = False
         self.sent_bytes = self._attempts_bytes = 0
 
     @property
@@ -135,7 +134,6 @@ class Delivery:
         attempts = read_attempts(self._run_dir)
         attempt, end = attempts[-1]
         is_lost = attempt.is_lost()  # before its lines are sent: it may write another one meanwhile
-        self.has_ended = end is not None
         run = self._run
         run.make(attempts[0][0].time)
         if new := attempts[run.state.num_attempts :]:

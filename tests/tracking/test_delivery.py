@@ -72,25 +72,17 @@ def train(tracker: Tracker, first: int, last: int, *, shift: float = 0.0) -> int
     return tracker.journal_bytes()
 
 
-def test_values_arrive_before_the_checkpoint_in_the_run_itself(begin: Begin, run_dir: Path, root: Path):
-    tracker = begin()
-    train(tracker, 1, 5)
-    train(tracker, 6, 7)
+def test_values_arrive_before_the_checkpoint_with_the_times_of_the_journal(begin: Begin, run_dir: Path, root: Path):
+    train(begin(), 1, 7)
     deliver(run_dir)
     client = client_of(root)
     run = main_run(client)
+    history = client.get_metric_history(run.info.run_id, "test/m0")
+    assert [metric.timestamp / 1e3 for metric in history] == [r.time for r in read_journal(run_dir / "metrics.jsonl")]
     for name in values(1):
         assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
     assert len(points(client, run, "test/m0")) == 7
     assert [each.info.status for each in all_runs(client)] == ["RUNNING"], "there is one run"
-
-
-def test_time_stamps_are_the_journals(begin: Begin, run_dir: Path, root: Path):
-    train(begin(), 1, 3)
-    deliver(run_dir)
-    client = client_of(root)
-    history = client.get_metric_history(main_run(client).info.run_id, "test/m0")
-    assert [metric.timestamp / 1e3 for metric in history] == [r.time for r in read_journal(run_dir / "metrics.jsonl")]
 
 
 def test_settings_and_tags_describe_the_run(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
@@ -189,15 +181,6 @@ def test_lines_go_together_as_long_as_they_fit_a_batch(
         monkeypatch.setattr(delivery._run.store.client, "log_batch", takes)
         delivery.catch_up()
     assert sizes == requests
-
-
-def test_a_delivery_with_nothing_new_writes_nothing(begin: Begin, run_dir: Path):
-    train(begin(), 1, 2)
-    with delivery_of(run_dir) as delivery:
-        delivery.catch_up()
-        noted = (run_dir / "tracking.json").stat()
-        delivery.catch_up()
-        assert (run_dir / "tracking.json").stat() == noted
 
 
 def test_what_was_sent_before_a_failure_is_noted(begin: Begin, run_dir: Path):
@@ -363,24 +346,6 @@ def test_the_cursor_goes_back_to_the_deepest_cut_and_no_further(begin: Begin, ru
     assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 10]
 
 
-def test_a_trainer_that_goes_back_is_followed(begin: Begin, run_dir: Path, root: Path):
-    """A worker is lost in the middle of a chunk, the trainer's process lives on."""
-    tracker = begin()
-    saved = train(tracker, 1, 4)
-    with delivery_of(run_dir) as delivery:
-        train(tracker, 5, 7, shift=100.0)
-        delivery.catch_up()
-        tracker.resume_at(4, saved)
-        train(tracker, 5, 6)
-        delivery.catch_up()
-        train(tracker, 7, 8)
-        delivery.catch_up()
-    client = client_of(root)
-    run = main_run(client)
-    assert shown(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 9)]
-    assert run.data.tags["attempts"] == "2"
-
-
 def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run_dir: Path, root: Path):
     """Its last validation stood after the last checkpoint, was delivered, and comes again with the longer run."""
     tracker = begin()
@@ -464,38 +429,18 @@ def test_a_run_whose_process_is_gone_without_a_word_was_killed(begin: Begin, run
     assert main_run(client_of(root)).info.end_time == run.info.end_time, "its end stays"
 
 
-def test_a_run_that_goes_on_stays_running(begin: Begin, run_dir: Path, root: Path):
-    train(begin(), 1, 3)
-    assert sync_run(run_dir).status is None
-    assert main_run(client_of(root)).info.status == "RUNNING"
-
-
 def test_doing_it_again_changes_nothing(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 3)
     tracker.finish("FINISHED")
     first = sync_run(run_dir)
+    noted = (run_dir / "tracking.json").stat()
     again = sync_run(run_dir)
+    assert (run_dir / "tracking.json").stat() == noted
     assert (first.num_bytes, again.num_bytes) == ((run_dir / "metrics.jsonl").stat().st_size, 0)
     assert (first.mlflow_run_id, again.status) == (main_run(client_of(root)).info.run_id, "FINISHED")
     client = client_of(root)
     assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
-
-
-def test_to_another_store_everything_is_delivered_from_the_beginning(
-    begin: Begin, run_dir: Path, root: Path, tmp_path: Path, empty_store: Path
-):
-    saved = train(begin(), 1, 3)
-    tracker = begin(3, saved)
-    train(tracker, 4, 6)
-    tracker.finish("FINISHED")
-    sync_run(run_dir)
-    (tmp_path / "other").mkdir()
-    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
-    sync_run(run_dir, f"sqlite:///{tmp_path}/other/mlflow.db")
-    for folder in (root, tmp_path / "other"):
-        client = client_of(folder)
-        assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
 
 
 def test_a_run_that_ended_elsewhere_first_gets_the_new_end(begin: Begin, run_dir: Path, root: Path):
