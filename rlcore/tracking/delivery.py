@@ -52,8 +52,8 @@ NONFINITE_METRIC = "training/num_nonfinite"
 class TrackingState:
     """What has been delivered to which MLflow run: `tracking.json` in the run's folder.
 
-    `key`: tag of the MLflow run, by which one that was made and not noted is found. `num_attempts`: attempts that are
-    described there. `journal_bytes`: the cursor. `status`: the end of the newest attempt, once MLflow has it.
+    `key`: tag of the MLflow run, by which one that was made and not noted is found. `attempt_time`: of the newest
+    attempt that is described there. `journal_bytes`: the cursor. `status`: the end of that attempt, once MLflow has it.
     """
 
     format_version: int = FORMAT_VERSION
@@ -61,7 +61,7 @@ class TrackingState:
     experiment: str = ""
     key: str = field(default_factory=lambda: uuid4().hex)
     mlflow_run_id: str | None = None
-    num_attempts: int = 0
+    attempt_time: float = 0.0
     journal_bytes: int = 0
     status: FinalStatus | None = None
 
@@ -136,12 +136,13 @@ class Delivery:
         is_lost = attempt.is_lost()  # before its lines are sent: it may write another one meanwhile
         run = self._run
         run.make(attempts[0][0].time)
-        if new := attempts[run.state.num_attempts :]:
+        known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == run.state.attempt_time]
+        if new := attempts[known[-1] if known else 0 :]:
             run.store.client.update_run(run.id, status="RUNNING")
             run.store.log_params(run.id, attempt.destination.settings)
             run.store.set_tags(run.id, {**attempt.destination.tags, **attempt_tags(attempts)})
             cursor = min(run.state.journal_bytes, *(one.journal_bytes for one, _ in new))
-            run.note(num_attempts=len(attempts), journal_bytes=cursor, status=None)
+            run.note(attempt_time=attempt.time, journal_bytes=cursor, status=None)
         self._send_journal()
         if end is None and is_lost:
             end = End("KILLED", time.time())
@@ -231,7 +232,7 @@ class _MlflowRun:
         self.store = MlflowStore(TrackingConfig(uri=target.uri, experiment=target.experiment), Path(target.root))
         state = read_state(run_dir)
         if (state.uri, state.experiment) != (target.uri, target.experiment):
-            state = TrackingState(uri=target.uri, experiment=target.experiment)  # which gets everything from the start
+            state = TrackingState(uri=target.uri, experiment=target.experiment, key=state.key)  # gets the whole journal
         self.state = state
 
     @property

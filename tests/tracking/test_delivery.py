@@ -316,6 +316,7 @@ def test_after_a_resume_the_last_value_of_each_step_is_shown(
     (tmp_path / "other").mkdir()
     shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
     sync_run(run_dir, f"sqlite:///{tmp_path}/other/mlflow.db")
+    sync_run(run_dir)  # and back: the run that is there is found by its key
     expected = [(step, values(step)["test/m0"]) for step in range(1, 10)]
     for folder in (root, tmp_path / "other"):
         client = client_of(folder)
@@ -344,6 +345,18 @@ def test_the_cursor_goes_back_to_the_deepest_cut_and_no_further(begin: Begin, ru
     client = client_of(root)
     steps = [step for step, _ in points(client, main_run(client), "test/m0")]
     assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 10]
+
+
+def test_after_the_attempts_are_lost_the_whole_journal_is_sent(begin: Begin, run_dir: Path, root: Path):
+    saved = train(begin(), 1, 4)
+    train(begin(4, saved), 5, 8, shift=100.0)
+    deliver(run_dir)
+    (run_dir / "attempts.jsonl").unlink()
+    begin(0, 0)
+    train(begin(), 1, 6)
+    deliver(run_dir)
+    client = client_of(root)
+    assert shown(client, main_run(client), "test/m0")[:6] == journal_points(run_dir / "metrics.jsonl", "test/m0")
 
 
 def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run_dir: Path, root: Path):
