@@ -54,20 +54,20 @@ class Chunk:
 class Train(Stage[Chunk]):
     """Train from the newest checkpoint to `stop`, unless that is committed.
 
-    While the trainer saves it goes on, but not beyond `at_most` (None: the run's end).
+    The checkpoint is written while the next chunk is trained; the last one is waited for (`is_last`).
     """
 
     name = "train"
     in_trainer = True
     start: int
     stop: int
-    at_most: int | None = None
+    is_last: bool
 
     @classmethod
     def chunks(cls, config: RunConfig, to_step: int | None = None) -> "list[Train]":
         """The chunks: their ends are multiples of `trainer.steps_per_chunk`, and the run's end (or `to_step`)."""
         size, total = config.trainer.steps_per_chunk, to_step or config.trainer.total_steps
-        return [cls(start, min(start + size, total), to_step) for start in range(0, total, size)]
+        return [cls(start, min(start + size, total), start + size >= total) for start in range(0, total, size)]
 
     def title(self, run: OpenRun) -> str:
         return f"train/{run.title} step {self.start}-{self.stop}"
@@ -82,14 +82,11 @@ class Train(Stage[Chunk]):
     def known(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:
             return None
-        checkpoint = checkpoint_store(run.config).path_of(self.stop)
-        # Not skipped where it was committed while the chunk before it was waited for.
-        return Chunk(self.start, self.stop, checkpoint, skipped=self.stop <= run.committed, metrics={})
+        return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), skipped=True, metrics={})
 
     def make(self, run: OpenRun) -> Chunk:
         record_lineage(run)
-        more = {} if self.at_most is None else {"at_most": self.at_most}
-        result = call_trainer(run, "train", to_step=self.stop, **more)
+        result = call_trainer(run, "train", to_step=self.stop, settle=self.is_last)
         return Chunk(self.start, self.stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])
 
     def describe(self, result: Chunk) -> str:

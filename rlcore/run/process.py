@@ -7,7 +7,7 @@ With the descriptors it serves commands, one JSON object a line, and answers in 
     {"command": "verify"}                                     # reads every byte of the run's inputs
     {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
     {"command": "pass_rates"}                                 # of the training rows, by the start model
-    {"command": "train", "to_step": 40}                       # "at_most": 80: not one step beyond, not even meanwhile
+    {"command": "train", "to_step": 40}                       # "settle": false: the next command waits for the save
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
     {"command": "evaluate"}                                   # the model of step 0 on the suites, and train nothing
     {"command": "export", "checkpoint": "last"}

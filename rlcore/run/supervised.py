@@ -241,7 +241,7 @@ class WarmStart:
         goal = end if to_step is None else min(to_step, end)
         newest = record.store.latest()
         if newest is None or (newest.step < goal and not self._has_ended(record, newest)):
-            training.to(goal, None)
+            training.to(goal)
             newest = record.store.latest()
             assert newest is not None, "training has committed one"
         if not self._has_ended(record, newest):

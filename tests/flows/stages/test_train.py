@@ -51,7 +51,7 @@ def rows(run: OpenRun) -> None:
 def test_what_is_there_is_not_made_again(run: OpenRun) -> None:
     layout = run.layout
     expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
-    assert Train(0, 1).result(run) == expected
+    assert Train(0, 1, is_last=False).result(run) == expected
     assert not run.has_lineage
     judged = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.judging)
     judged.write(layout.validation / "after.json")
@@ -93,9 +93,9 @@ def test_where_a_run_comes_from_is_noted_once_for_each_start(
 def test_the_last_chunk_ends_where_the_run_or_a_part_of_it_does(run: OpenRun) -> None:
     trainer = run.config.trainer.model_copy(update={"total_steps": 5, "steps_per_chunk": 2})
     config = run.config.model_copy(update={"trainer": trainer})
-    assert Train.chunks(config) == [Train(0, 2), Train(2, 4), Train(4, 5)]
-    assert Train.chunks(config, 4) == [Train(0, 2, 4), Train(2, 4, 4)]
-    assert Train.chunks(config, 1) == [Train(0, 1, 1)]
+    assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
+    assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
+    assert Train.chunks(config, 1) == [Train(0, 1, True)]
 
 
 def test_suites_are_looked_for_in_the_training_rows_unless_that_is_off(run: OpenRun) -> None:
