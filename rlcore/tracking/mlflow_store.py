@@ -110,14 +110,6 @@ class MlflowStore:
         short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in accepted(tags).items()}
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
-    def start_or_resume_run(self, run_name: str, run_id: str | None, tags: Mapping[str, str]) -> str:
-        """The MLflow id of a run that is now RUNNING: the one given, or a new one of this name."""
-        if run_id is None:
-            return self.create_run(run_name, tags)
-        self.client.update_run(run_id, status="RUNNING")
-        self.set_tags(run_id, tags)
-        return run_id
-
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; a value over MLflow's limit is cut and says so, and a name that MLflow refuses is left out."""
         from mlflow.entities import RunTag
