@@ -195,8 +195,11 @@ def begin_in_mlflow(sweep: Sweep) -> str | None:
         store = _store(sweep)
         tags = {SWEEP_TAG: sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
         tags[NOTE_TAG] = _purpose(sweep)
-        run = store.start_or_resume_run(sweep.sweep_id, known, tags)
-        write_json_atomically(file, {"run_id": run})
+        its_run = str(known or store.create_run(sweep.sweep_id, tags))
+        store.client.update_run(its_run, status="RUNNING")
+        store.set_tags(its_run, tags)
+        write_json_atomically(file, {"run_id": its_run})
+        run = its_run
         store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
     return run
 

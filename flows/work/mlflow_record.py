@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.storage.manifest import part_directories
-from rlcore.tracking.attempts import FinalStatus, has_begun
+from rlcore.tracking.attempts import FinalStatus, read_attempts
 from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import read_journal
@@ -159,15 +158,27 @@ class MlflowRecord:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._known = Recorded.read(run.layout)
         run.shown.mlflow_page = self._known.url
-        self._first: Future[Recorded] | None = None
 
     def __enter__(self) -> "MlflowRecord":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Drop what is not sent to MLflow yet; the interpreter's end waits for a request that is under way."""
-        if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
-            self._end_before_the_first_step("KILLED" if is_stop(error) else "FAILED")
+        """Drop what is not sent to MLflow yet; the interpreter's end waits for a request that is under way.
+
+        A run that ends before its first step, of which the trainer's journal says nothing, is ended in MLflow.
+        """
+        run = self._run
+        if error is not None and run.config.tracking.enabled and not read_attempts(run.layout.run_dir):
+            status: FinalStatus = "KILLED" if is_stop(error) else "FAILED"
+
+            def end() -> None:
+                if mlflow_run := Recorded.read(run.layout).mlflow_run_id:
+                    MlflowStore(run.config.tracking, run.layout.root).set_status(mlflow_run, status)
+
+            try:
+                self._thread.submit(end).result(END_WAIT_S)
+            except Exception as reason:  # the run's own error matters more
+                log.info("MLflow does not know that the run has ended: %s", reason)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
@@ -176,60 +187,43 @@ class MlflowRecord:
         if not run.config.tracking.enabled or known.settings == digest:
             return
 
-        def record() -> Recorded:
+        def record() -> None:
             tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=self._prefect)
             page = Page.of(run, tags)
             located = _located(known, page)
             run.shown.mlflow_page = located.url  # from here on the flow run's page has the way there
             log_start(page, tags, dataset, filtered)
-            return replace(located, settings=digest).write(run.layout)
+            replace(located, settings=digest).write(run.layout)
 
-        self._first = self._thread.submit(record)
-        self._first.add_done_callback(self._tell_at_once)
+        self._thread.submit(record).add_done_callback(self._warn_at_once)
 
     def finish(self, report: ReportPage | None, last: Weights, best: Weights) -> Recorded:
         """Write report, validations and weights, and wait for it, within a bound. `report` None: the run has none yet,
         but a later call may."""
-        run, known, first = self._run, self._known, self._first
+        run, known = self._run, self._known
         whole, models = report_fingerprint(run.layout), models_digest(run.config, last, best)
         digest = whole if report is not None else f"{whole} without the report"
-        is_there = known.report in (whole, digest) and known.models == models and first is None
-        if not run.config.tracking.enabled or is_there:
+        is_there = known.report in (whole, digest) and known.models == models
+        if not run.config.tracking.enabled or (is_there and known.settings == settings_digest(run.config)):
             return known
 
         def record() -> Recorded:
             page = Page.of(run, {})
             log_result(page, report)
             log_models(page, last, best)
-            return replace(_located(self._after(first), page), report=digest, models=models).write(run.layout)
+            so_far = Recorded.read(run.layout)  # with what `start` has written
+            return replace(_located(so_far, page), report=digest, models=models).write(run.layout)
 
         try:
             self._known = self._thread.submit(record).result(FINISH_WAIT_S)
-        except FutureTimeoutError:
+        except TimeoutError:
             log.warning("MLflow takes longer than %.0f s; `millrace run` again to write the rest", FINISH_WAIT_S)
         except Exception as error:
             self._warn("all of the run", error)
         return self._known
 
-    def _end_before_the_first_step(self, status: FinalStatus) -> None:
-        """Set the status of a run that ends before its first step; the trainer's journal tells of a later end."""
-        first = self._first
-
-        def end() -> None:
-            if run_id := self._after(first).mlflow_run_id:
-                MlflowStore(self._run.config.tracking, self._run.layout.root).set_status(run_id, status)
-
-        try:
-            self._thread.submit(end).result(END_WAIT_S)
-        except Exception as error:  # the run's own error matters more
-            log.info("MLflow was not told that the run has ended: %s", error)
-
-    def _after(self, first: "Future[Recorded] | None") -> Recorded:
-        """What is known once the first part is written, or has failed."""
-        return self._known if first is None or first.exception() is not None else first.result()
-
-    def _tell_at_once(self, first: "Future[Recorded]") -> None:
-        """A store that is away is told when the run begins, while there is time to look."""
+    def _warn_at_once(self, first: "Future[None]") -> None:
+        """Warn of a store that is away when the run begins, while there is time to look."""
         if not first.cancelled() and (error := first.exception()) is not None:
             self._warn("the settings and datasets of the run", error)
 

@@ -31,7 +31,7 @@ from rlcore.run.stop import locked_run
 from rlcore.storage.locks import Holder
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking.attempts import has_begun
+from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.connection import resolve_uri
 from rlcore.user_code import code_of, difference, kept_code, working_by
 
@@ -193,7 +193,7 @@ def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not has_begun(run_dir):
+        if not read_attempts(run_dir):
             with suppress(MillraceError, OSError):  # what ends the block matters more
                 if is_stop(error):
                     note_told(run_dir, Holder.me())

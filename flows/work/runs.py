@@ -17,7 +17,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of
 from rlcore.storage.locks import RunLock
 from rlcore.storage.sqlite import sqlite_file
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Destination, has_begun, read_history
+from rlcore.tracking.attempts import Destination, read_attempts
 from rlcore.tracking.connection import explain, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
@@ -245,16 +245,15 @@ def sync(folder: Path, uri: str | None) -> Outcome:
     `uri`: another store than that of the run's settings; where neither names one, it is the stack's or the root's file.
     """
     try:
-        if not has_begun(folder):
+        if not (attempts := read_attempts(folder)):
             return Outcome(folder.name, "has not begun", ok=True)
-        if attempts := read_history(folder / ATTEMPTS_FILE).attempts:
-            begun_with = attempts[-1].destination
-            uri = uri or _store_of_root(folder, begun_with)
-            log_in(uri or begun_with.uri, folder.parents[1])
+        begun_with = attempts[-1][0].destination
+        uri = uri or _store_of_root(folder, begun_with)
+        log_in(uri or begun_with.uri, folder.parents[1])
         result = sync_run(folder, uri)
+    except RunInUseError:
+        return Outcome(folder.name, "is being delivered by another process", ok=True)
     except (MillraceError, OSError) as error:
-        if "in use by" in str(error):
-            return Outcome(folder.name, "is being delivered by another process", ok=True)
         return Outcome(folder.name, str(error), ok=False)
     status = "goes on" if result.status is None else f"is {result.status}"
     news = f"{result.num_bytes:,} bytes of the journal delivered" if result.num_bytes else "nothing was missing"

@@ -18,7 +18,7 @@ from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json, read_ordinary
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of, read_holder
-from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
+from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import EventRecord, StepRecord, iter_lines
 
@@ -126,9 +126,10 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
             "stopping" if told else "waiting" if pause else "running",
             pause or f"process {worker.pid} on {worker.host}",
         )
-    history, faults = read_history(run_dir / ATTEMPTS_FILE), read_faults(run_dir)
-    status = history.end.status if history.end is not None else None
-    if not history.attempts:  # a command or flow has noted why it ended before the first step
+    attempts, faults = read_attempts(run_dir), read_faults(run_dir)
+    end = attempts[-1][1] if attempts else None
+    status = None if end is None else end.status
+    if not attempts:  # a command or flow has noted why it ended before the first step
         told_at = _document(run_dir / STOP_FILE).get("time")
         told_at = told_at if isinstance(told_at, int | float) else 0.0
         status = "KILLED" if told_at > (faults[-1].time if faults else 0.0) else "FAILED" if faults else None

@@ -81,13 +81,11 @@ class CheckpointSaver:
     Args:
         store: where checkpoints go.
         room: waits for room before a checkpoint.
-        committed: called after each publication with its step.
         phase: wraps whatever waits for a disk and not for room on it, since that has a deadline.
     """
 
     store: CheckpointStore
     room: WaitsForRoom
-    committed: Callable[[int], None] = lambda step: None
     phase: Callable[[], AbstractContextManager[None]] = nullcontext
     _save: "_Save | None" = field(default=None, init=False)
 
@@ -145,7 +143,6 @@ class CheckpointSaver:
 
     def _commit(self, save: "_Save") -> Saved:
         self._save = None
-        self.committed(save.step)
         save.ranks.each(RankSaver.drop)
         return Saved(save.step, self.store.path_of(save.step), save.metrics)
 

@@ -1,7 +1,7 @@
 """The record of a run: its journal, its tracker, its checkpoints, the state that ties them together, and its events.
 
-Order matters. A step's line is in the journal before the checkpoint that contains the step is published; the tracker is
-told that steps are final after that. Going back to a checkpoint cuts the journal to the length that it had then.
+Order matters. A step's line is in the journal before the checkpoint that contains the step is published. Going back to
+a checkpoint cuts the journal to the length that it had then.
 """
 
 import logging
@@ -55,7 +55,7 @@ class RunRecord:
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
         self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: prune(self.store))
-        self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(guard.phase, "commit"))
+        self.saves = CheckpointSaver(self.store, self.room, partial(guard.phase, "commit"))
         self.answers = AnswerWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
 
@@ -67,7 +67,7 @@ class RunRecord:
 
         def record() -> TrainerState:
             self.answers.settle()
-            journal_bytes = self._tracker.journal_bytes  # which forces the journal to the disk
+            journal_bytes = self._tracker.journal_bytes()  # which forces the journal to the disk
             return TrainerState(
                 **asdict(state),
                 journal_bytes=journal_bytes,

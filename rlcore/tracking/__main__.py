@@ -6,18 +6,16 @@ docs/decisions/0004-tracking-in-a-process-beside.md.
 
 import argparse
 import logging
-import math
 import os
 import signal
 import sys
 import time
-from contextlib import closing, suppress
 from pathlib import Path
 
-from rlcore.errors import TrackingError
+from rlcore.errors import RunInUseError, TrackingError
 from rlcore.start import collect_rarely
 from rlcore.tracking.connection import explain
-from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery
+from rlcore.tracking.delivery import Delivery, delivery_lock
 from rlcore.tracking.tracker import PREFIX
 
 log = logging.getLogger("rlcore.tracking")  # run as a program, this module is named `__main__`
@@ -25,25 +23,13 @@ log = logging.getLogger("rlcore.tracking")  # run as a program, this module is n
 POLL_S = 0.1
 """Seconds between two checks whether the trainer has finished or is gone."""
 
-LONGEST_PAUSE_S = 60.0
-"""Seconds between two tries while MLflow does not answer, at most."""
-
-MOST_DOUBLINGS = 16
-"""The pause doubles at most so often: it is the longest by then, and 2.0 ** 1024 would overflow."""
-
 ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
-
-LONGEST_ORPHAN_PAUSE_S = 5.0
-"""Seconds between two tries in that time, or after the trainer's end, at most."""
 
 
 def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
     """Deliver and wait in turn, until the trainer (process `parent_pid`) has ended and MLflow has its end, or it is
-    gone and time is up. One warning when MLflow begins to fail, one when it takes values again.
-
-    Raises:
-        ReplacedError: a newer attempt of the run has begun.
+    gone and MLflow has all or time is up. One warning when MLflow begins to fail, one when it takes values again.
     """
     deadline, num_failures = float("inf"), 0
     while True:
@@ -51,61 +37,39 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
         if gone:
             deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
         try:
-            status = delivery.catch_up(trainer_is_gone=gone)
-        except ReplacedError:
-            raise
+            status = delivery.catch_up()
         except Exception as error:
             # Whatever MLflow, its database or the network raises: the training goes on.
             if num_failures == 0:
                 log.warning(
                     "MLflow does not take the values: %s. Training goes on, the journal keeps them; "
-                    "trying again, at most %d s apart.",
+                    "trying again every %g s.",
                     explain(error, delivery.state.uri),
-                    LONGEST_PAUSE_S,
+                    every_s,
                 )
             num_failures += 1
         else:
             if num_failures:
                 log.warning("MLflow takes the values again; tries that failed: %d.", num_failures)
             num_failures = 0
-            if status is not None:
+            if status is not None or gone:  # without a status another trainer works on the run by now
                 return
         if time.monotonic() > deadline:
             return
-        pause = pause_s(every_s, num_failures, deadline - time.monotonic())
-        if delivery.end is not None:  # the trainer waits for this process
-            pause = min(pause, LONGEST_ORPHAN_PAUSE_S)
-        _wait(delivery, parent_pid, pause, is_failing=num_failures > 0, gone=gone)
+        _wait(delivery, parent_pid, every_s)
 
 
-def _wait(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, gone: bool) -> None:
-    """Wait until the next turn is due: at once when the trainer ends, unless it is `gone` already."""
-    until = time.monotonic() + seconds
-    ended = gone
+def _wait(delivery: Delivery, parent_pid: int, seconds: float) -> None:
+    """Wait until the next turn is due: at once when the trainer goes back, ends or is gone."""
+    until, was_gone = time.monotonic() + seconds, os.getppid() != parent_pid
     while time.monotonic() < until:
-        if not ended and (os.getppid() != parent_pid or delivery.has_ended()):
-            ended = True
-            # The trainer waits for this process now: no more long pauses.
-            until = min(until, time.monotonic() + 1.0) if is_failing else time.monotonic()
+        if delivery.has_news() or was_gone != (os.getppid() != parent_pid):
+            return
         time.sleep(POLL_S)
 
 
-def pause_s(every_s: float, num_failures: int, left_s: float = math.inf) -> float:
-    """Seconds from one turn to the next, after so many failures in a row: days of an outage are thousands.
-
-    `left_s`: seconds in which a trainer that is gone can still be delivered; infinite while it lives.
-
-    >>> [pause_s(5.0, failures) for failures in (0, 1, 2, 9, 5_000)]
-    [5.0, 10.0, 20.0, 60.0, 60.0]
-    >>> [pause_s(30.0, 3, left_s) for left_s in (29.5, 2.5, -0.1)]
-    [5.0, 2.5, 0.0]
-    """
-    longest = LONGEST_PAUSE_S if left_s == math.inf else min(LONGEST_ORPHAN_PAUSE_S, max(0.0, left_s))
-    return min(longest, every_s * 2.0 ** min(num_failures, MOST_DOUBLINGS))
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Deliver the newest attempt of a run for as long as its trainer lives."""
+    """Deliver a run for as long as its trainer lives."""
     parser = argparse.ArgumentParser(prog="python -m rlcore.tracking", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
@@ -124,10 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # The process of an attempt that was killed may still deliver its last values.
         with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
-            if (delivery := open_delivery(options.run_dir)) is not None:
-                with closing(delivery), suppress(ReplacedError):
-                    carry(delivery, parent_pid=options.parent, every_s=options.every_s)
-    except TrackingError as error:
+            carry(Delivery(options.run_dir), parent_pid=options.parent, every_s=options.every_s)
+    except (RunInUseError, TrackingError) as error:
         log.warning("MLflow gets no values: %s", error)
         sys.exit(1)
 

@@ -5,17 +5,21 @@ import os
 import posixpath
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rlcore.config import TrackingConfig
 from rlcore.config.problems import masked
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
+
+Value = TypeVar("Value")
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -146,7 +150,6 @@ MAX_NAME_CHARACTERS = 250
 _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 
 
-@lru_cache(maxsize=4096)
 def mlflow_name(name: str) -> str:
     """The name that MLflow shows for a metric or parameter of ours: `@` becomes `_at_`, the rest stays.
 
@@ -174,6 +177,20 @@ def mlflow_name(name: str) -> str:
             "as a part. Rename the metric."
         )
     return mapped
+
+
+def accepted(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Values under MLflow's names, without those whose name it refuses: with one it would take nothing of a request."""
+    return {taken: value for name, value in values.items() if (taken := _accepted(name)) is not None}
+
+
+@lru_cache(maxsize=4096)  # so that a refused name is logged once
+def _accepted(name: str) -> str | None:
+    try:
+        return mlflow_name(name)
+    except TrackingError as error:
+        log.warning("left out of MLflow: %s", error)
+        return None
 
 
 CLIENTS_ASK_THE_SERVER = "mlflow-artifacts:/"

@@ -30,8 +30,8 @@ from rlcore.storage.publish import write_json_atomically
 RUN_ID_TAG = "millrace.run_id"
 """Tag of a run's own MLflow run; its value is the run's folder name."""
 
-FOLDER_TAG = "millrace.folder"
-"""Tag of a run's own MLflow run: the id of the folder that it is of. Several people may run the same in one store."""
+KEY_TAG = "millrace.key"
+"""Tag of a run's own MLflow run: a random key. Several people may have runs of one name in one store."""
 
 SOURCE_FOLDER = Path(__file__).parents[2]
 """The folder that holds `rlcore`: a git checkout, or an installed package's parent."""

@@ -20,7 +20,7 @@ from rlcore.config.problems import masked
 from rlcore.errors import TrackingError
 from rlcore.storage.sqlite import SQLITE
 from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.connection import connect, explain, mlflow_name, resolve_uri
+from rlcore.tracking.connection import accepted, connect, explain, mlflow_name, resolve_uri
 from rlcore.tracking.lineage import RUN_ID_TAG
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ MAX_TAG_CHARACTERS = 8_000
 
 MOST_RUNS = 1_000
 """A search returns at most so many runs."""
-
-SUPERSEDED_TAG = "millrace.superseded_by"
-"""Tag of a run whose place another has taken: it shows steps that the run has gone back on, from a damaged checkpoint,
-after an alarm, or where a power loss has taken the journal's end."""
 
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment: with it MLflow shows runs, charts and models, and not the view for traces of agents."""
@@ -104,30 +100,21 @@ class MlflowStore:
         return created
 
     def find_runs(self, tags: Mapping[str, str]) -> "list[Run]":
-        """The runs of the experiment that have all these tags and have not been superseded, oldest first."""
+        """The runs of the experiment that have all these tags, oldest first."""
         conditions = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        runs = self.client.search_runs([self.experiment_id], conditions, order_by=["attributes.start_time ASC"])
-        return [run for run in runs if SUPERSEDED_TAG not in run.data.tags]
+        return self.client.search_runs([self.experiment_id], conditions, order_by=["attributes.start_time ASC"])
 
     def create_run(self, run_name: str, tags: Mapping[str, str], start_time_s: float | None = None) -> str:
         """The MLflow id of a new run. `start_time_s`: seconds since the epoch or now."""
         start_ms = None if start_time_s is None else milliseconds(start_time_s)
-        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in _taken(tags).items()}
+        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in accepted(tags).items()}
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
-
-    def start_or_resume_run(self, run_name: str, run_id: str | None, tags: Mapping[str, str]) -> str:
-        """The MLflow id of a run that is now RUNNING: the one given, or a new one of this name."""
-        if run_id is None:
-            return self.create_run(run_name, tags)
-        self.client.update_run(run_id, status="RUNNING")
-        self.set_tags(run_id, tags)
-        return run_id
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; a value over MLflow's limit is cut and says so, and a name that MLflow refuses is left out."""
         from mlflow.entities import RunTag
 
-        rows = [RunTag(key, _cut(value, MAX_TAG_CHARACTERS)) for key, value in _taken(tags).items()]
+        rows = [RunTag(key, _cut(value, MAX_TAG_CHARACTERS)) for key, value in accepted(tags).items()]
         for start in range(0, len(rows), MAX_BATCH):
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
@@ -143,7 +130,7 @@ class MlflowStore:
             key: masked(value if isinstance(value, str) else json.dumps(value, default=os.fspath))
             for key, value in leaves(settings).items()
         }
-        params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in _taken(texts).items()}
+        params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in accepted(texts).items()}
         known = self.client.get_run(run_id).data.params
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), MAX_BATCH):
@@ -243,7 +230,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
         ) from error
     if runs.token:
         log.warning("search %r: more than %d runs are found; the oldest %d are taken", query, MOST_RUNS, MOST_RUNS)
-    return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs if SUPERSEDED_TAG not in run.data.tags))
+    return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs))
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
@@ -251,17 +238,6 @@ def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOC
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
-
-
-def _taken(values: Mapping[str, str]) -> dict[str, str]:
-    """Values under MLflow's names, without those whose name it refuses: with them it would take nothing of the run."""
-    found = {}
-    for name, value in values.items():
-        try:
-            found[mlflow_name(name)] = value
-        except TrackingError as error:
-            log.warning("left out of MLflow: %s", error)
-    return found
 
 
 def milliseconds(time_s: float) -> int:

@@ -6,6 +6,7 @@ metrics, but no artifacts.
 
 import importlib.metadata
 import json
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
 
 from rlcore.errors import TrackingError
 from rlcore.models.shape import is_plain_tokenizer
@@ -107,7 +110,8 @@ def _point_of(
 
     key = mlflow_name(name)
     there = [point for point in client.get_metric_history(run_id, key) if point.step == step]
-    value, time_ms = (there[0].value, there[0].timestamp) if there else (value, milliseconds(time_s))
+    last = max(there, key=lambda point: point.timestamp, default=None)  # a resume sends a step again
+    value, time_ms = (value, milliseconds(time_s)) if last is None else (last.value, last.timestamp)
     return Metric(key, value, time_ms, step, model_id=model_id)
 
 
@@ -116,7 +120,6 @@ def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
-    from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
 
     versions = {name: importlib.metadata.version(name) for name in ("mlflow", "torch", "transformers")}
     requirements = [f"{name}=={version}" for name, version in versions.items()]
@@ -142,9 +145,14 @@ def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
         folder = Path(name)
         shutil.copytree(path, folder / "components" / "tokenizer", ignore=shutil.ignore_patterns(*WEIGHT_FILES))
         model.save(str(folder / "MLmodel"))
+        python = platform.python_version()
+        with_pip: list[object] = [f"python={python}", "pip", {"pip": requirements}]
+        for file, environment in {
+            "conda.yaml": {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": with_pip},
+            "python_env.yaml": {"python": python, "dependencies": ["-r requirements.txt"]},
+        }.items():
+            (folder / file).write_text(yaml.safe_dump(environment), encoding="utf-8")
         (folder / "requirements.txt").write_text("\n".join(requirements), encoding="utf-8")
-        _mlflow_conda_env(str(folder / "conda.yaml"), additional_pip_deps=requirements)  # type: ignore[no-untyped-call]
-        _PythonEnv.current().to_yaml(str(folder / "python_env.yaml"))  # type: ignore[no-untyped-call]
         client.log_model_artifacts(model_id, str(path), "model")
         client.log_model_artifacts(model_id, str(folder))
 

@@ -11,17 +11,9 @@ from pathlib import Path
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
-from rlcore.tracking.attempts import (
-    ATTEMPTS_FILE,
-    Attempt,
-    AttemptLog,
-    Commit,
-    FinalStatus,
-    Finish,
-    Owner,
-    read_history,
-)
-from rlcore.tracking.delivery import destination_of, read_state
+from rlcore.storage.locks import Holder
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, End, FinalStatus, read_attempts
+from rlcore.tracking.delivery import destination_of
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import SOURCE_FOLDER
 
@@ -46,7 +38,7 @@ REQUEST_LIMITS = {
 
 
 class Companion:
-    """The trainer's handle of the process that delivers one attempt: `python -m rlcore.tracking`."""
+    """The trainer's handle of the process that delivers its run: `python -m rlcore.tracking`."""
 
     def __init__(self, run_dir: Path, *, every_s: float) -> None:
         self._run_dir = run_dir
@@ -62,7 +54,7 @@ class Companion:
             return
         if self._process is not None:
             log.warning(
-                "the process that carries values to MLflow ended with code %d; starting it anew",
+                "the process that carries values to MLflow ended with code %d; starting it again",
                 self._process.returncode,
             )
         self._num_starts += 1
@@ -103,7 +95,7 @@ class Companion:
         try:
             return process.wait(timeout_s) == 0
         except subprocess.TimeoutExpired:
-            # Safe at any moment: what was sent and not noted is sent again and stays single.
+            # Safe at any moment: what was sent and not noted is sent again.
             process.kill()
             process.wait()
             return False
@@ -114,8 +106,8 @@ class Tracker:
 
     Values go to a local file: only `finish` waits for MLflow. A trainer calls, in this order, `resume_at` (with 0, 0 on
     a fresh start), then `log_step` and `log_event`, at each checkpoint `journal_bytes` (which it stores in the
-    checkpoint), after publishing it `commit`, and in the end `finish`. Lines logged between `journal_bytes` and
-    `commit` are not the checkpoint's: they are cut off by a resume from it.
+    checkpoint), and in the end `finish`. Lines logged after `journal_bytes` are cut off by a resume from the
+    checkpoint.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
@@ -125,9 +117,8 @@ class Tracker:
         self._tags = dict(tags)
         self.journal = Journal(run_dir / JOURNAL_FILE)
         self._attempts = AttemptLog(run_dir / ATTEMPTS_FILE)
-        self._companion: Companion | None = None
+        self._companion = Companion(run_dir, every_s=config.tracking.ship_every_s) if config.tracking.enabled else None
         self._begun = False
-        self._checkpoint_bytes = 0
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
         """Go back to a checkpoint: what the journal has after it is cut off (and kept beside).
@@ -136,13 +127,11 @@ class Tracker:
         from outside; training goes on with what there is.
         """
         try:
-            abandoned = self.journal.truncate(journal_bytes)
+            if self.journal.truncate(journal_bytes) is not None:
+                self._begun = False
         except TrackingError as error:
             log.warning("%s", error)
-            abandoned = None
-        if abandoned is not None:
-            self._begun = False
-        self._begin(step, abandoned)
+        self._begin(step)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. May be called again for the same step with other metrics."""
@@ -154,21 +143,15 @@ class Tracker:
         self._begin(step)
         self.journal.append_event(name, step, data)
 
-    @property
     def journal_bytes(self) -> int:
         """Size of the journal, after forcing it to the disk: a checkpoint stores it.
 
         Raises:
             DiskSpaceError: values are still in memory because the disk is full.
         """
-        self._checkpoint_bytes = self.journal.sync()
-        return self._checkpoint_bytes
-
-    def commit(self, step: int) -> None:
-        """The checkpoint with the last `journal_bytes` is published: these values will never be taken back."""
-        self._begin(step)
-        self._attempts.add(Commit(step, self._checkpoint_bytes))
-        self._carry()
+        if self._companion is not None:
+            self._companion.ensure_running()
+        return self.journal.sync()
 
     def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
         """End the attempt. The only call that waits, at most so long, for MLflow to have everything. None: it does not,
@@ -177,67 +160,32 @@ class Tracker:
         Returns:
             Whether MLflow has everything. If not, nothing is lost: `millrace sync` delivers it later.
         """
-        if not self._begun and self._has_nothing_to_add(status):
-            return True
+        if not self._begun:
+            attempts = read_attempts(self._run_dir)
+            # Without an attempt there is no run. One that has ended can only become FINISHED by a process that trains
+            # nothing.
+            if not attempts or (attempts[-1][1] is not None and status != "FINISHED"):
+                return True
         self.journal.close()
-        size = self.journal.path.stat().st_size
-        self._attempts.add(Finish(status, size, round(time.time(), 3)))
+        self._attempts.add(End(status, round(time.time(), 3)))
         self._attempts.close()
-        companion = self._carry()
-        if companion is None or timeout_s is None:
+        if self._companion is None:
             return False
-        delivered = companion.close(timeout_s)
+        self._companion.ensure_running()
+        if timeout_s is None:
+            return False
+        delivered = self._companion.close(timeout_s)
         if not delivered:
             log.warning("MLflow has not got all of this run yet. To deliver it: millrace sync %s", self._run_dir)
         return delivered
 
-    def _has_nothing_to_add(self, status: FinalStatus) -> bool:
-        """Whether an attempt that wrote nothing leaves the run's end as it is.
-
-        It does where there never was a run, and where the end is known already: only FINISHED is new after another
-        end, or after an end that MLflow does not have.
-        """
-        history = read_history(self._attempts.path)
-        if not history.attempts:
-            return True
-        if history.end is None:
-            return False
-        return status != "FINISHED" or (history.end.status == status and self._is_settled())
-
-    def _is_settled(self) -> bool:
-        try:
-            return read_state(self._run_dir).settled_status == "FINISHED"
-        except TrackingError as error:
-            log.warning("%s", error)
-            return False
-
-    def _begin(self, step: int, abandoned: Path | None = None) -> None:
+    def _begin(self, step: int) -> None:
         """Record, once an attempt, which process writes from which byte on, and start the delivery."""
         if self._begun:
             return
         self._begun = True
-        attempts = read_history(self._attempts.path).attempts
-        self._checkpoint_bytes = self.journal.size_bytes
-        self._attempts.add(
-            Attempt(
-                number=attempts[-1].number + 1 if attempts else 1,
-                step=step,
-                journal_bytes=self._checkpoint_bytes,
-                abandoned=None if abandoned is None else abandoned.name,
-                time=round(time.time(), 3),
-                owner=Owner.this_process(),
-                destination=destination_of(self._run_dir, self._config, self._tags),
-            )
-        )
-        # The process of the attempt before, if this trainer started it, reads that and ends.
-        self._companion = None
-        self._carry()
-
-    def _carry(self) -> Companion | None:
-        """The running process beside the trainer; None where the settings switch it off."""
-        tracking = self._config.tracking
-        if self._companion is None and tracking.enabled:
-            self._companion = Companion(self._run_dir, every_s=tracking.ship_every_s)
+        now, size = round(time.time(), 3), self.journal.size_bytes
+        where = destination_of(self._run_dir, self._config, self._tags)
+        self._attempts.add(Attempt(step, size, now, Holder.me(), where))
         if self._companion is not None:
             self._companion.ensure_running()
-        return self._companion

@@ -155,5 +155,5 @@ def test_a_run_that_ends_before_mlflow_has_heard_of_it_asks_for_nothing(
             known.write(run.layout)
             with MlflowRecord(run, {}):
                 raise ModelError("no such model")
-        told = [one for one in caplog.messages if one.startswith("MLflow was not told that the run has ended: ")]
+        told = [one for one in caplog.messages if one.startswith("MLflow does not know that the run has ended: ")]
         assert len(told) == number

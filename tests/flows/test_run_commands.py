@@ -31,7 +31,7 @@ from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
 from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
@@ -64,11 +64,11 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
 def begin(layout: RunLayout, *finish: str) -> None:
     """What a trainer writes of three steps, and how it ends."""
     with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
-        attempts.add(Attempt(1, 0, 0, None, 1.0, Owner.this_process(), Destination("", "", "", "", {}, {})))
+        attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
         for step in (1, 2, 3):
             journal.append_step(step, {"critic/score/mean": step / 10})
         for status in finish:
-            attempts.add(Finish(status, journal.size_bytes, time.time()))  # type: ignore[arg-type]
+            attempts.add(End(status, time.time()))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, cap
             num_steps=2,
             num_problems=4,
         )
-    (folders[0] / STATE_FILE).write_text('{"format_version": 1, "mlflow_run_id": "1"}')
+    (folders[0] / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
     found = compare(folders, tmp_path)
     assert found.html.is_file()
     assert found.mlflow_page == ""
@@ -346,7 +346,7 @@ def test_a_comparison_lies_under_the_root_that_is_given_and_makes_no_store(
     folders = [tmp_path / "there" / "runs" / name for name in ("one", "two")]
     for seed, folder in enumerate(folders, start=1):
         write_run(folder, experiment="debug", seed=seed, num_steps=2, num_problems=4)
-        (folder / STATE_FILE).write_text('{"format_version": 1, "mlflow_run_id": "1"}')
+        (folder / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
     for root in (tmp_path / "here", tmp_path / "there"):
         caplog.clear()
         found = compare(folders, root)

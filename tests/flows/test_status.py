@@ -22,7 +22,7 @@ from rlcore.run.faults import fault_of, note_fault
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Owner
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import Journal
 
@@ -46,7 +46,7 @@ def layout(config: RunConfig) -> RunLayout:
 def begin(layout: RunLayout) -> None:
     """Note that a trainer has begun."""
     with AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
-        attempts.add(Attempt(1, 0, 0, None, 1.0, Owner.this_process(), Destination("", "", "", "", {}, {})))
+        attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
 
 
 def test_a_run_that_has_not_begun_has_its_names_and_no_figures(layout: RunLayout, config: RunConfig) -> None:

@@ -97,6 +97,10 @@ def test_a_sweeps_run_describes_it_and_has_all_its_runs_reused_ones_too(sweep: S
     assert url.endswith("&workflowType=machine_learning"), "the training view, not that of traces"
     assert [url.index(page) for page in (pages[2], pages[1], pages[0])] == sorted(url.index(page) for page in pages)
 
+    with disable_run_logger():
+        assert begin_in_mlflow(sweep) == own, "the sweep goes on in its run"
+    assert store.client.get_run(own).info.status == "RUNNING"
+
 
 def test_points_without_a_difference_are_said_to_be_equal(tmp_path: Path) -> None:
     file = tmp_path / "rates.yaml"

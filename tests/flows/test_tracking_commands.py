@@ -62,8 +62,7 @@ def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path
     config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=12, seed=2, num_problems=20)
     silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
     tracker = Tracker(run_dir, silent, tags={})
-    assert tracker.journal_bytes
-    tracker.commit(12)
+    tracker.log_event("resume", 12, {})
     tracker.finish("FINISHED")
     return folder
 
@@ -130,7 +129,7 @@ def test_a_run_that_was_moved_to_another_root_is_delivered_there(tmp_path: Path)
     settings = (f"paths.root={node}", "tracking.enabled=false")
     config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
     tracker = Tracker(node / "runs" / SECOND, config, tags={})
-    tracker.commit(2)
+    tracker.log_event("resume", 2, {})
     tracker.finish("FINISHED")
     node.rename(here)
     told = sync(here / "runs" / SECOND, None)
@@ -294,8 +293,7 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
     config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=2, seed=2, num_problems=20)
     silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
     tracker = Tracker(run_dir, silent, tags={})
-    assert tracker.journal_bytes
-    tracker.commit(2)
+    tracker.log_event("resume", 2, {})
     tracker.finish("FINISHED")
     deleted = client.create_run(client.create_experiment("millrace")).info.run_id
     client.log_text(deleted, "x" * 1_000, "notes/a.txt")
@@ -358,7 +356,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
         with open_run(RunConfig.model_validate(config.model_dump() | {"tracking": {"uri": stack}})):
             assert os.environ["MLFLOW_TRACKING_PASSWORD"] in login_of(tmp_path), "it was composed before another"
         (tmp_path / "runs" / "second" / ATTEMPTS_FILE).write_text('{"torn')
-        assert "there is nothing to deliver" in str(sync(tmp_path / "runs" / "second", None))
+        assert "has not begun" in str(sync(tmp_path / "runs" / "second", None))
     first, second = (uri.removeprefix("http://") for uri in (stack, other))
     own, ours = basic("mine:own"), basic(login_of(tmp_path))
     assert heard == [(first, own), (second, own), (first, ours)]

@@ -1,6 +1,8 @@
 """Going on is the same run: at an epoch's end, after the last step, with other ranks, with settings that may change."""
 
 import itertools
+import re
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from rlcore.errors import EXIT_RESUMABLE, CheckpointError, StopRequestedError
 from rlcore.run.process import run_one
 from rlcore.storage.locks import RunLock
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Finish, read_acts
+from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
 from tests.run.running import steps_of, weights_of, write_settings
 from tests.run.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
@@ -119,7 +121,7 @@ def test_a_run_whose_last_step_is_committed_is_finished_whoever_says_so(undistur
     with session_of(run) as session:
         session.validate("last", "after")
         session.export("last")
-    assert [act.status for act, _ in read_acts(attempts) if isinstance(act, Finish)] == ["FAILED", "FINISHED"]
+    assert re.findall(r'"status":"(\w+)"', attempts.read_text()) == ["FAILED", "FINISHED"]
 
 
 def test_a_stop_while_another_process_has_the_run_is_a_stop(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -202,7 +204,8 @@ def test_what_may_change_changes_and_the_rest_is_refused_by_name(undisturbed: Sm
     assert steps_of(run) == steps_of(undisturbed)
 
 
-def test_the_mlflow_run_goes_on(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_the_mlflow_run_goes_on(undisturbed: SmallRun, tmp_path: Path, empty_store: Path) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")  # on a busy machine its tables take longer than a run's end waits
     ids = []
     for step in (2, 6):
         run = elsewhere(undisturbed, tmp_path, *steps(step), "tracking.enabled=true")
@@ -211,8 +214,7 @@ def test_the_mlflow_run_goes_on(undisturbed: SmallRun, tmp_path: Path) -> None:
         ids.append(read_state(run.layout.run_dir).mlflow_run_id)
     assert ids[0] is not None
     assert ids[0] == ids[1]
-    attempts = [act for act, _ in read_acts(run.layout.run_dir / "attempts.jsonl") if isinstance(act, Attempt)]
-    assert [attempt.step for attempt in attempts] == [0, 2]
+    assert [attempt.from_step for attempt, _ in read_attempts(run.layout.run_dir)] == [0, 2]
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
         known = "select step from metrics where run_uuid = ? and key = 'critic/score/mean' order by step"
         assert [step for (step,) in store.execute(known, (ids[0],))] == list(range(1, 7)), "each step once"

@@ -20,7 +20,7 @@ from rlcore.run.start_model import UNTAUGHT
 from rlcore.run.supervised import Lessons, build_model
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import read_manifest
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Finish, read_acts
+from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
 from tests.repeatable import repeatable
 from tests.run.running import WAIT_S, disturb, said, small
@@ -162,8 +162,8 @@ def test_patience_ends_it_early(tmp_path: Path) -> None:
     }
     best = min(losses, key=losses.__getitem__)
     assert max(losses) == best + 4 < 100
-    attempts = stage_layout(run.config, run.inputs.filtered_directory).run_dir / ATTEMPTS_FILE
-    assert [act.status for act, _ in read_acts(attempts) if isinstance(act, Finish)] == ["FINISHED"]
+    attempts = read_attempts(stage_layout(run.config, run.inputs.filtered_directory).run_dir)
+    assert [end and end.status for _, end in attempts] == ["FINISHED"]
 
 
 def test_rows_without_solutions_are_one_error(tmp_path: Path) -> None:

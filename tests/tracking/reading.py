@@ -1,23 +1,21 @@
 """What a test reads from MLflow, and the delivery to it."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from rlcore.tracking.delivery import Delivery, open_delivery
+from rlcore.tracking.delivery import Delivery, delivery_lock
 from rlcore.tracking.journal import read_journal
 
 
 @contextmanager
 def delivery_of(run_dir: Path) -> Iterator[Delivery]:
-    """The delivery of a run's newest attempt."""
-    delivery = open_delivery(run_dir)
-    assert delivery is not None
-    with closing(delivery):
-        yield delivery
+    """The delivery of a run."""
+    with delivery_lock(run_dir):
+        yield Delivery(run_dir)
 
 
 def client_of(root: Path) -> MlflowClient:
@@ -30,8 +28,7 @@ def all_runs(client: MlflowClient, experiment: str = "millrace") -> list[Run]:
 
 
 def main_runs(client: MlflowClient, run_id: str = "run-1") -> list[Run]:
-    runs = [run for run in all_runs(client) if run.data.tags.get("millrace.run_id") == run_id]
-    return [run for run in runs if "millrace.superseded_by" not in run.data.tags]
+    return [run for run in all_runs(client) if run.data.tags.get("millrace.run_id") == run_id]
 
 
 def main_run(client: MlflowClient, run_id: str = "run-1") -> Run:
@@ -42,6 +39,12 @@ def main_run(client: MlflowClient, run_id: str = "run-1") -> Run:
 def points(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
     """Every (step, value) that the store holds of a metric, doubles included, by step."""
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
+
+
+def shown(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
+    """The last value of each step: what MLflow shows of a metric."""
+    history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda metric: metric.timestamp)
+    return sorted({metric.step: metric.value for metric in history}.items())
 
 
 def journal_points(path: Path, name: str) -> list[tuple[int, float]]:

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 
 from rlcore.config import RunConfig
 from rlcore.tracking import __main__ as program
-from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.delivery import Delivery, ReplacedError, read_state
+from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
+from rlcore.tracking.delivery import Delivery
 from rlcore.tracking.tracker import PREFIX, Tracker
 from tests.tracking.reading import client_of, delivery_of, main_run, points
 
@@ -43,20 +43,23 @@ def test_it_ends_when_mlflow_has_the_trainers_end(
     assert points(client, main_run(client), "a") == [(1, 1.5)]
 
 
-def test_it_ends_for_a_trainer_that_is_gone_without_a_word(tracker: Tracker, run_dir: Path, root: Path) -> None:
-    assert tracker.journal_bytes
+def test_it_ends_for_a_trainer_that_is_gone_without_a_record(tracker: Tracker, run_dir: Path, root: Path) -> None:
+    lose(run_dir)
     with delivery_of(run_dir) as delivery:
         program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
     assert main_run(client_of(root)).info.status == "KILLED"
 
 
-def test_it_ends_when_another_attempt_has_begun(tracker: Tracker, config: RunConfig, run_dir: Path) -> None:
-    saved = tracker.journal_bytes
+def test_it_ends_without_a_status_where_another_trainer_goes_on(
+    tracker: Tracker, config: RunConfig, run_dir: Path, root: Path
+) -> None:
+    saved = tracker.journal_bytes()
+    lose(run_dir)
     offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
     with delivery_of(run_dir) as delivery:
         Tracker(run_dir, offline, tags={}).resume_at(1, saved)
-        with pytest.raises(ReplacedError):
-            program.carry(delivery, parent_pid=os.getppid(), every_s=60.0)
+        program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+    assert main_run(client_of(root)).info.status == "RUNNING"
 
 
 def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
@@ -64,7 +67,7 @@ def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
 ) -> None:
     monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
     with delivery_of(run_dir) as delivery:
-        delivery.deliver()
+        delivery.catch_up()
         client = client_of(root)
         client.delete_run(main_run(client).info.run_id)
         tracker.log_step(2, {"a": 2.5})
@@ -73,15 +76,20 @@ def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
     (line,) = caplog.messages
     assert re.fullmatch(
         r"MLflow does not take the values: tracking\.uri sqlite:.*was deleted there.*\. Training goes on, the journal "
-        r"keeps them; trying again, at most 60 s apart\.",
+        r"keeps them; trying again every 60 s\.",
         line,
     )
-    assert read_state(run_dir).num_failures == 1
+
+
+def lose(run_dir: Path) -> None:
+    """Make the attempt one of another process, which is gone."""
+    attempts = run_dir / ATTEMPTS_FILE
+    attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))
 
 
 def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: Tracker) -> str:
     """The id of the MLflow run, which is deleted, so that step 2 is not taken."""
-    delivery.deliver()
+    delivery.catch_up()
     deleted = str(main_run(client).info.run_id)
     client.delete_run(deleted)
     tracker.log_step(2, {"a": 2.5})
@@ -92,10 +100,10 @@ def test_values_that_are_taken_again_are_told_once(
     tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between two tries the run is back, and then the trainer ends."""
-    client, waits = client_of(root), list[tuple[float, bool, bool]]()
+    client, waits = client_of(root), list[float]()
 
-    def waited(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, gone: bool) -> None:
-        waits.append((seconds, is_failing, gone))
+    def waited(delivery: Delivery, parent_pid: int, seconds: float) -> None:
+        waits.append(seconds)
         if len(waits) == 2:
             client.restore_run(deleted)
         if len(waits) == 3:
@@ -106,30 +114,10 @@ def test_values_that_are_taken_again_are_told_once(
         deleted = deleted_before_step_2(delivery, client, tracker)
         with caplog.at_level(logging.WARNING):
             program.carry(delivery, parent_pid=os.getppid(), every_s=2.0)
-    assert waits == [(4.0, True, False), (8.0, True, False), (2.0, False, False)]
+    assert waits == [2.0, 2.0, 2.0]
     assert len(caplog.messages) == 2
     assert caplog.messages[1] == "MLflow takes the values again; tries that failed: 2."
     assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
-
-
-def test_no_pause_is_long_once_the_trainer_has_ended(
-    tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, pauses = client_of(root), list[float]()
-
-    def waited(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, gone: bool) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 1:
-            tracker.finish("FINISHED")
-        if len(pauses) == 3:
-            client.restore_run(deleted)
-
-    monkeypatch.setattr(program, "_wait", waited)
-    with delivery_of(run_dir) as delivery:
-        deleted = deleted_before_step_2(delivery, client, tracker)
-        program.carry(delivery, parent_pid=os.getppid(), every_s=60.0)
-    assert pauses == [60.0, 5.0, 5.0]
-    assert main_run(client).info.status == "FINISHED"
 
 
 def test_the_wait_is_over_at_once_when_the_trainer_ends(
@@ -137,9 +125,12 @@ def test_the_wait_is_over_at_once_when_the_trainer_ends(
 ) -> None:
     monkeypatch.setattr(program, "POLL_S", 0.0)
     with delivery_of(run_dir) as delivery:
-        program._wait(delivery, NOBODY, 600.0, is_failing=False, gone=False)
+        delivery.catch_up()
+        assert not delivery.has_news()
         tracker.finish("FINISHED")
-        program._wait(delivery, os.getppid(), 600.0, is_failing=False, gone=False)
+        program._wait(delivery, os.getppid(), 600.0)
+        assert delivery.catch_up() == "FINISHED"
+        assert not delivery.has_news()
 
 
 def test_the_process_says_why_mlflow_gets_nothing(tracker: Tracker, run_dir: Path) -> None:

@@ -29,7 +29,7 @@ from rlcore.tracking.connection import (
 )
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, first_gpu, gpu_facts, lineage_tags
-from rlcore.tracking.mlflow_store import PARENT_TAG, SUPERSEDED_TAG, MlflowStore, compare_url, search_run_ids
+from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore, compare_url, search_run_ids
 from rlcore.tracking.models import (
     Garbage,
     find_garbage,
@@ -40,7 +40,7 @@ from rlcore.tracking.models import (
     remove_garbage,
 )
 from tests.forked import fork_module, run_module
-from tests.tracking.reading import client_of, main_run, main_runs, points
+from tests.tracking.reading import client_of, main_runs, points
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def store(config: RunConfig, root: Path) -> MlflowStore:
 
 @pytest.fixture
 def run_id(store: MlflowStore) -> str:
-    return store.start_or_resume_run("run-1", None, {"millrace.run_id": "run-1", "stage": "train"})
+    return store.create_run("run-1", {"millrace.run_id": "run-1", "stage": "train"})
 
 
 def test_the_store_does_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +96,7 @@ def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, m
         store = MlflowStore(TrackingConfig(), root)
         assert resolve_uri(TrackingConfig(uri=store.uri), tmp_path) == store.uri
         assert has_store(store.uri)
-        store.client.log_text(store.start_or_resume_run("r", None, {"millrace.run_id": "r"}), "text", "a.txt")
+        store.client.log_text(store.create_run("r", {"millrace.run_id": "r"}), "text", "a.txt")
         with closing(sqlite3.connect(root / "mlflow.db")) as database:
             assert database.execute("select count(*) from runs").fetchone() == (1,)
         assert [file.read_text() for file in root.rglob("a.txt")] == ["text"]
@@ -113,18 +113,6 @@ def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Pat
     (folder,) = (root / "mlartifacts").glob("*/artifacts")
     found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
     assert found == {"report/report.md": "# Report", "samples/a.txt": "a", "config/settings.yaml": "seed: 1\n"}
-
-
-def test_a_run_is_made_once_and_found_again_by_its_tag(store: MlflowStore, run_id: str, root: Path):
-    store.set_status(run_id, "KILLED", 7.0)
-    again = MlflowStore(TrackingConfig(), root)
-    (found,) = again.find_runs({"millrace.run_id": "run-1"})
-    assert again.start_or_resume_run("run-1", found.info.run_id, {"attempts": "2"}) == run_id
-    run = main_run(client_of(root))
-    assert run.info.status == "RUNNING"
-    assert run.data.tags["attempts"] == "2"
-    assert run.data.tags["stage"] == "train"
-    assert again.find_runs({"millrace.run_id": "another"}) == []
 
 
 def test_a_sweeps_run_is_below_its_parent(store: MlflowStore, run_id: str):
@@ -234,8 +222,6 @@ def test_a_flow_and_the_trainer_share_one_run(
     first = ensure_mlflow_run(run_dir, config, {"stage": "train"})
     assert ensure_mlflow_run(run_dir, config, {}) == first
     assert read_state(run_dir).mlflow_run_id == first
-    (run_dir / "tracking.json").unlink()
-    assert ensure_mlflow_run(run_dir, config, {}) == first, "found by its tag"
     assert len(main_runs(client_of(root))) == 1
     (tmp_path / "other").mkdir()
     shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
@@ -361,15 +347,15 @@ def test_files_of_a_deleted_run_stay_where_their_place_is_not_its_own(store: Mlf
     assert found.kept == f"its place {(root / 'mlartifacts').as_uri()} does not name {run_id}"
 
 
-def test_a_search_finds_no_superseded_run_and_says_when_it_ends_early(
+def test_a_search_says_when_it_ends_early(
     store: MlflowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    for name, more in (("old", {SUPERSEDED_TAG: "x"}), ("one", {}), ("two", {})):
-        store.create_run(name, {"millrace.run_id": name, "stage": "train", **more})
+    for name in ("one", "two"):
+        store.create_run(name, {"millrace.run_id": name, "stage": "train"})
     assert search_run_ids(store, "") == ["one", "two"]
-    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 2)
+    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 1)
     assert search_run_ids(store, "") == ["one"]
-    assert "more than 2 runs are found" in caplog.text
+    assert "more than 1 runs are found" in caplog.text
 
 
 def test_the_files_of_all_models_of_a_deleted_run_are_found(store: MlflowStore, run_id: str, tmp_path: Path):

@@ -1,10 +1,9 @@
 """The trainer's side: at once, without MLflow in its process, and forgiving."""
 
+import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,16 +11,16 @@ import psutil
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Commit, FinalStatus, Finish, read_acts
+from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.connection import mlflow_name
-from rlcore.tracking.delivery import STATE_FILE, change_state, read_state
+from rlcore.tracking.delivery import STATE_FILE, read_state
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.tracking.tracker import Companion, Tracker
 from tests.test_imports import loaded_by
 from tests.tracking.conftest import wait_until
-from tests.tracking.reading import client_of, main_run, points
+from tests.tracking.reading import client_of, main_run, points, shown
 
 
 @pytest.fixture
@@ -29,16 +28,12 @@ def offline(config: RunConfig) -> RunConfig:
     return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
 
 
-def acts_of(run_dir: Path) -> list[object]:
-    return [act for act, _ in read_acts(run_dir / ATTEMPTS_FILE)]
-
-
 def test_from_the_first_step_to_the_end_without_mlflow_in_the_trainers_process(root: Path, run_dir: Path):
     code = (
         "from pathlib import Path; from rlcore.config import RunConfig; from rlcore.tracking.tracker import Tracker; "
         f"t = Tracker(Path({str(run_dir)!r}), RunConfig(paths={{'root': {str(root)!r}}}), tags={{'stage': 'train'}}); "
         "t.resume_at(0, 0); [t.log_step(step, {'a': step / 7}) for step in range(1, 21)]; "
-        "assert t.journal_bytes; t.commit(20); assert t.finish('FINISHED', timeout_s=240)"
+        "assert t.journal_bytes(); assert t.finish('FINISHED', timeout_s=240)"
     )
     assert "mlflow" not in loaded_by(code)
     client = client_of(root)
@@ -56,39 +51,56 @@ def test_without_mlflow_the_journal_is_all_there_is(offline: RunConfig, run_dir:
     assert not (run_dir / "tracking.json").exists()
 
 
-def test_acts_of_two_attempts(offline: RunConfig, run_dir: Path):
-    first = Tracker(run_dir, offline, tags={})
+def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
+    first = Tracker(run_dir, offline, tags={"stage": "train"})
     first.resume_at(0, 0)
     first.log_step(1, {"a": 1.0})
-    saved = first.journal_bytes
-    first.commit(1)
+    saved = first.journal_bytes()
     first.log_step(2, {"a": 2.0})
     second = Tracker(run_dir, offline, tags={})
     second.resume_at(1, saved)
     second.log_step(2, {"a": 2.5})
     second.finish("KILLED")
-    begun, commit, again, finish = acts_of(run_dir)
-    assert isinstance(begun, Attempt)
-    assert (begun.number, begun.step, begun.journal_bytes, begun.abandoned) == (1, 0, 0, None)
-    assert commit == Commit(1, saved)
-    assert isinstance(again, Attempt)
-    assert (again.number, again.step, again.journal_bytes) == (2, 1, saved)
-    assert again.abandoned == "metrics.abandoned-1.jsonl"
-    assert [act.time for act in (begun, again)] == [round(act.time, 3) for act in (begun, again)]
-    assert isinstance(finish, Finish)
-    assert finish.time == round(finish.time, 3)
-    assert finish.journal_bytes == (run_dir / "metrics.jsonl").stat().st_size
+    (begun, lost), (again, end) = read_attempts(run_dir)
+    assert lost is None
+    assert end is not None
+    assert (begun.from_step, begun.journal_bytes, begun.destination.tags["stage"]) == (0, 0, "train")
+    assert (again.from_step, again.journal_bytes, end.status) == (1, saved, "KILLED")
+    assert [time for time in (begun.time, end.time)] == [round(time, 3) for time in (begun.time, end.time)]
     assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
 
 
-def test_a_commit_covers_what_the_checkpoint_holds_not_what_was_logged_since(offline: RunConfig, run_dir: Path):
+def test_going_back_within_one_process_is_a_new_attempt_if_something_is_cut(offline: RunConfig, run_dir: Path):
+    """A worker is lost in the middle of a chunk, the trainer's process lives on."""
     tracker = Tracker(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
     tracker.log_step(1, {"a": 1.0})
-    saved = tracker.journal_bytes
-    tracker.log_event("checkpoint", 1, {})
-    tracker.commit(1)
-    assert acts_of(run_dir)[-1] == Commit(1, saved)
+    saved = tracker.journal_bytes()
+    tracker.resume_at(1, saved)
+    assert len(read_attempts(run_dir)) == 1
+    tracker.log_step(2, {"a": 2.0})
+    tracker.resume_at(1, saved)
+    tracker.log_step(2, {"a": 2.5})
+    assert [attempt.from_step for attempt, _ in read_attempts(run_dir)] == [0, 1]
+    assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
+
+
+def test_the_process_beside_a_trainer_that_goes_back_sends_the_repeated_steps(
+    config: RunConfig, root: Path, run_dir: Path
+):
+    tracker = Tracker(run_dir, config, tags={})
+    tracker.resume_at(0, 0)
+    tracker.log_step(1, {"a": 1.0})
+    saved = tracker.journal_bytes()
+    tracker.log_step(2, {"a": 2.0})
+    wait_until(lambda: read_state(run_dir).journal_bytes > saved)
+    tracker.resume_at(1, saved)
+    tracker.log_step(2, {"a": 2.5})
+    tracker.log_step(3, {"a": 3.5})
+    assert tracker.finish("FINISHED", timeout_s=90.0)
+    client = client_of(root)
+    assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.0), (2, 2.5), (3, 3.5)]
+    assert shown(client, main_run(client), "a") == [(1, 1.0), (2, 2.5), (3, 3.5)]
 
 
 def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, run_dir: Path, caplog):
@@ -100,88 +112,39 @@ def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, 
     assert [record.step for record in contents.steps] == [21]
 
 
-def test_going_back_within_one_process_is_a_new_attempt_if_something_is_cut(offline: RunConfig, run_dir: Path):
-    """A worker is lost in the middle of a chunk, the trainer's process lives on."""
-    tracker = Tracker(run_dir, offline, tags={})
-    tracker.resume_at(0, 0)
-    tracker.log_step(1, {"a": 1.0})
-    saved = tracker.journal_bytes
-    tracker.commit(1)
-    tracker.resume_at(1, saved)
-    assert [type(act) for act in acts_of(run_dir)] == [Attempt, Commit]
-    tracker.log_step(2, {"a": 2.0})
-    tracker.resume_at(1, saved)
-    tracker.log_step(2, {"a": 2.5})
-    assert [type(act) for act in acts_of(run_dir)] == [Attempt, Commit, Attempt]
-    assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
-
-
-def test_the_delivery_follows_a_trainer_that_goes_back(config: RunConfig, root: Path, run_dir: Path):
-    tracker = Tracker(run_dir, config, tags={})
-    tracker.resume_at(0, 0)
-    tracker.log_step(1, {"a": 1.0})
-    saved = tracker.journal_bytes
-    tracker.commit(1)
-    tracker.log_step(2, {"a": 2.0})
-    wait_until(lambda: read_state(run_dir).main_bytes > saved)
-    tracker.resume_at(1, saved)
-    tracker.log_step(2, {"a": 2.5})
-    tracker.log_step(3, {"a": 3.5})
-    assert tracker.journal_bytes
-    tracker.commit(3)
-    assert tracker.finish("FINISHED", timeout_s=90.0)
-    client = client_of(root)
-    assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.0), (3, 3.5)], "the first value of a step stays"
-
-
-@pytest.mark.parametrize("first", ["FINISHED", "FAILED", "KILLED"])
-def test_a_process_that_did_nothing_leaves_the_end_as_it_is(offline: RunConfig, run_dir: Path, first):
-    tracker = Tracker(run_dir, offline, tags={})
-    tracker.log_step(1, {"a": 1.0})
-    tracker.finish(first)
-    before = acts_of(run_dir)
-    Tracker(run_dir, offline, tags={}).finish("KILLED")
-    assert acts_of(run_dir) == before
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "delivered", "is_added"),
+    ("first", "second", "found"),
     [
-        ("FINISHED", "FINISHED", True, False),
-        ("FINISHED", "FINISHED", False, True),
-        ("KILLED", "FINISHED", True, True),
-        ("FINISHED", "FAILED", False, False),
+        (None, "KILLED", ["KILLED"]),
+        (None, "FINISHED", ["FINISHED"]),
+        ("KILLED", "FINISHED", ["KILLED", "FINISHED"]),
+        ("FINISHED", "FAILED", ["FINISHED"]),
+        ("FINISHED", "KILLED", ["FINISHED"]),
+        ("FAILED", "KILLED", ["FAILED"]),
     ],
 )
-def test_only_an_end_that_is_new_or_was_not_delivered_is_added(
-    offline: RunConfig, run_dir: Path, first: FinalStatus, second: FinalStatus, delivered: bool, is_added: bool
+def test_a_process_that_did_nothing_can_finish_a_run_and_changes_no_other_end(
+    offline: RunConfig, run_dir: Path, first: FinalStatus | None, second: FinalStatus, found: list[FinalStatus]
 ):
     tracker = Tracker(run_dir, offline, tags={})
     tracker.log_step(1, {"a": 1.0})
-    assert not tracker.finish(first)
-    if delivered:
-        change_state(run_dir, lambda state: replace(state, settled_status="FINISHED"))
-    before = acts_of(run_dir)
-    assert Tracker(run_dir, offline, tags={}).finish(second) is not is_added
-    added = acts_of(run_dir)[len(before) :]
-    assert [act.status for act in added if isinstance(act, Finish)] == [second] * is_added
-    assert len(added) == is_added
+    if first is not None:
+        tracker.finish(first)
+    Tracker(run_dir, offline, tags={}).finish(second)
+    ends = [json.loads(line).get("status") for line in (run_dir / ATTEMPTS_FILE).read_text().splitlines()]
+    assert ends == [None, *found]
 
 
-@pytest.mark.parametrize("act", ["log_step", "log_event", "commit"])
-def test_the_first_thing_that_a_trainer_tells_begins_its_attempt(offline: RunConfig, run_dir: Path, act: str):
+@pytest.mark.parametrize("call", ["log_step", "log_event"])
+def test_the_first_line_of_a_trainer_begins_its_attempt(offline: RunConfig, run_dir: Path, call: str):
     tracker = Tracker(run_dir, offline, tags={})
-    tell: dict[str, Callable[[], None]] = {
-        "log_step": lambda: tracker.log_step(3, {"a": 1.0}),
-        "log_event": lambda: tracker.log_event("resume", 3, {}),
-        "commit": lambda: tracker.commit(3),
-    }
-    tell[act]()
-    tell[act]()
-    begun, *others = acts_of(run_dir)
-    assert isinstance(begun, Attempt)
-    assert (begun.number, begun.step, begun.journal_bytes, begun.abandoned) == (1, 3, 0, None)
-    assert others == [Commit(3, 0)] * (2 if act == "commit" else 0)
+    for _ in range(2):
+        if call == "log_step":
+            tracker.log_step(3, {"a": 1.0})
+        else:
+            tracker.log_event("resume", 3, {})
+    ((begun, end),) = read_attempts(run_dir)
+    assert (begun.from_step, begun.journal_bytes, end) == (3, 0, None)
 
 
 def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_dir: Path):
@@ -193,21 +156,10 @@ def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_
     assert not [file for file in psutil.Process().open_files() if Path(file.path).parent == run_dir]
 
 
-def test_a_process_that_finds_all_done_finishes_a_run_that_was_killed(offline: RunConfig, run_dir: Path):
-    tracker = Tracker(run_dir, offline, tags={})
-    tracker.log_step(1, {"a": 1.0})
-    Tracker(run_dir, offline, tags={}).finish("FINISHED")
-    last = acts_of(run_dir)[-1]
-    assert isinstance(last, Finish)
-    assert last.status == "FINISHED"
-
-
-def test_a_damaged_record_of_the_delivery_is_no_error_of_the_training(offline: RunConfig, run_dir: Path):
-    tracker = Tracker(run_dir, offline, tags={})
-    tracker.log_step(1, {"a": 1.0})
-    tracker.finish("FINISHED")
-    (run_dir / STATE_FILE).write_text("{")
-    assert not Tracker(run_dir, offline, tags={}).finish("FINISHED")
+def test_a_run_that_never_began_is_not_made(config: RunConfig, run_dir: Path):
+    assert Tracker(run_dir, config, tags={}).finish("KILLED")
+    assert read_attempts(run_dir) == []
+    assert not (run_dir / "tracking.json").exists()
 
 
 def test_what_ends_the_delivery_is_told(config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture):
@@ -216,12 +168,6 @@ def test_what_ends_the_delivery_is_told(config: RunConfig, run_dir: Path, caplog
     tracker.log_step(1, {"a": 1.0})
     assert not tracker.finish("FINISHED")
     wait_until(lambda: any("tracking.json: cannot be read" in line for line in caplog.messages))
-
-
-def test_a_run_that_never_was_is_not_made(config: RunConfig, run_dir: Path):
-    assert Tracker(run_dir, config, tags={}).finish("KILLED")
-    assert acts_of(run_dir) == []
-    assert not (run_dir / "tracking.json").exists()
 
 
 def test_a_companion_that_cannot_be_started_is_told_and_forgiven(
