@@ -1,9 +1,9 @@
-"""The settings of a run as tables, and the command line that makes the same run again."""
+"""Where a run comes from: its settings as tables, the command line that makes it again, and its lineage."""
 
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,9 @@ from rlcore.config.base import leaves
 from rlcore.config.problems import masked, plain_text
 from rlcore.config.run import all_keys
 from rlcore.errors import ConfigError
-from rlcore.report.document import Cell, Table, table
+from rlcore.report.document import Block, Cell, Prose, Table, cell, table
+from rlcore.report.record import RunRecord
+from rlcore.tracking.lineage import Lineage
 
 _BARE = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@%-]*")
 _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
@@ -128,3 +130,73 @@ def _quoted(value: JsonValue) -> str:
         case dict():
             return "{" + ",".join(f"{_quoted(key)}:{_quoted(inner)}" for key, inner in value.items()) + "}"
     return json.dumps(value)
+
+
+def reproduction(record: RunRecord) -> Iterator[Block]:
+    """How a run was started, and the command that makes it again."""
+    if record.lineage is not None and record.lineage.command:
+        command = shlex.join(map(masked, record.lineage.command))
+        yield from (Prose("As it was started:"), Prose(command, is_code=True))
+    if (complete := reproduce_command(record.config)) is not None:
+        yield Prose("The same settings, complete, from this version of Millrace:")
+        yield Prose(complete, is_code=True)
+    else:
+        yield Prose(
+            "No command line of this version composes to these settings (a model path that is not on this machine "
+            "is a usual reason); settings.json in the run's folder holds all of them."
+        )
+    yield Prose(
+        f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "
+        f"data.seed={record.config.data.seed} the rows. The "
+        "same versions of torch and transformers, the same kind of device and the same number of threads give the "
+        "same numbers; others differ in the last digits, which sampling turns into other answers."
+    )
+
+
+def lineage(record: RunRecord) -> Iterator[Block]:
+    """Stages, code and packages, and checkpoints of a run."""
+    found = record.lineage or Lineage()
+    if found.stages:
+        rows = [
+            (stage.name, stage.fingerprint, stage.path,
+             Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
+            for stage in found.stages
+        ]  # fmt: skip
+        yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
+    commit = found.git_commit + (" + changes" if found.git_dirty else "")
+    facts = {**({"git commit": commit} if commit else {}), **found.environment}
+    if facts:
+        yield table("environment", "Code and packages", {"What": "text", "Version": "code"}, list(facts.items()))
+    if record.checkpoints:
+        sizes = [(info.name, cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
+        yield table("checkpoints", "Checkpoints on disk", {"Name": "code", "Size": "number"}, sizes)
+    elif not found.stages and not facts:
+        yield Prose("Nothing is recorded of where this run comes from.")
+
+
+ALGORITHMS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++ (group baseline)",
+    "remax": "ReMax",
+    "opo": "OPO",
+}
+
+
+def algorithm_of(config: RunConfig) -> str:
+    """The algorithm's usual name."""
+    algo = config.algo
+    name = ALGORITHMS.get(algo.advantage, algo.advantage)
+    return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
+
+
+def model_of(config: RunConfig) -> str:
+    """The model's usual name."""
+    model = config.model
+    if model.path is not None:
+        return model.path.rstrip("/").rpartition("/")[2]
+    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
+    return f"a model from nothing ({layers} of {model.scratch.hidden_size})"
