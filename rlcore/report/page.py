@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from markupsafe import escape as html_escape
+from pydantic import JsonValue
 
 from rlcore.report import numbers
 from rlcore.report.document import Report
@@ -26,11 +27,13 @@ def page(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
-def scripted_page(template: str, **values: Any) -> str:
-    """A template `<name>.html.j2` with our script `<name>.js.j2`, the only one that the page's policy lets run."""
-    script = _TEMPLATES.get_template(template.replace(".html.", ".js.")).render()
+def answers_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
+    """The page of answers: of `data`, which it holds, or without them of the server that it comes from. Its policy lets
+    no script run but our own."""
+    script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return page(template, script=Markup(script), digest=digest, **values)
+    values = {"title": title, "data": data, "num_left_out": num_left_out}
+    return page("answers.html.j2", script=Markup(script), digest=digest, **values)
 
 
 def markdown_of(report: Report) -> str:
