@@ -106,7 +106,7 @@ def _supervised(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
 
 def _throughput(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
     axes = _lines(record, panel, figure)
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a steady line lies on the edge
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
 
 
 _LIMIT: Mapping[str, Any] = {"linewidth": 0.9, "linestyle": (0, (4, 3))}
@@ -199,10 +199,10 @@ SPEED = (
     Panel("phases", "Time of a step", "Wall seconds of each phase, stacked.", "seconds a step",
           {STEP_S: ("blue", "step")}, lambda record, panel, figure: performance.draw_phases(record, figure),
           height_in=3.2),
-    Panel("timeline", "The run by the clock", "When it trained, validated and saved.", "",
-          draw=lambda record, panel, figure: performance.draw_timeline(record, figure)),
     Panel("throughput", "Throughput", "Prompt and answer tokens over seconds and devices.", "tokens/s/device",
           {"perf/throughput": ("green", "throughput")}, _throughput, height_in=3.2),
+    Panel("timeline", "The run by the clock", "When it trained, validated and saved.", "",
+          draw=lambda record, panel, figure: performance.draw_timeline(record, figure)),
 )  # fmt: skip
 
 Find = Callable[[RunRecord], Series | None]

@@ -1,4 +1,4 @@
-"""Answers to held-out problems: side by side in the report, all of them in a page, and as rows."""
+"""Answers to held-out problems: side by side in the report, and all of them in a page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.report import numbers, page
+from rlcore.report import page
 from rlcore.report.document import SamplePair, Samples, Tone
 from rlcore.report.record import RunRecord, read_run
 from rlcore.storage.publish import write_text_atomically
@@ -76,39 +76,6 @@ def truth_text(ground_truth_json: str) -> str:
         return str(truth)
     plain = {key: " ".join(map(str, each)) if isinstance(each, list) else each for key, each in truth.items()}
     return ", ".join(f"{key} {value}" for key, value in plain.items())
-
-
-def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
-    """The newest validation's problems, by id: prompt, answer (greedy, else the first sample), its score (None with the
-    reason where it has none) and parts, and how many samples are right; beside it the score before training, if known.
-
-    Raises:
-        DataError: the folder holds no run.
-    """
-    record = read_run(run_dir)
-    newest = record.after or record.before
-    if newest is None:
-        return []
-    before = {} if record.before is None else {problem.prompt_id: problem for problem in record.before.problems}
-    rows: list[dict[str, JsonValue]] = []
-    for problem in sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]:
-        answer, earlier = _shown(problem), before.get(problem.prompt_id)
-        rows.append(
-            {
-                "step": newest.step,
-                "problem": problem.prompt_id,
-                "prompt": problem.prompt_text,
-                "truth": truth_text(problem.ground_truth_json),
-                "answer": answer.text,
-                "score": _score(answer),
-                "parts": numbers.score_parts(answer.parts),
-                "logprob": answer.logprob,
-                "samples right": _solved(problem),
-                "score before": None if earlier is None else _score(_shown(earlier)),
-                "failure": answer.failure,
-            }
-        )
-    return rows
 
 
 # ------------------------------------------------------------------ the page of answers as a file

@@ -28,7 +28,7 @@ from rlcore.report.page import markdown_of
 from rlcore.report.performance import phase_table, run_spans
 from rlcore.report.plots import SETTINGS, Chart, gallery_of, legend
 from rlcore.report.record import RunRecord, read_run
-from rlcore.report.samples import answer_rows, samples_of
+from rlcore.report.samples import samples_of
 from rlcore.report.settings import defaults_of, reproduce_command, settings_of, settings_tables
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.catalog import metric_docs
@@ -430,20 +430,6 @@ def test_a_picture_of_zeros_is_words(tmp_path):
     assert "Answer length" in found.absent
 
 
-def test_a_picture_is_drawn_once_for_each_of_its_files(tmp_path, monkeypatch):
-    drawn, draw = [], Figure.draw
-
-    def counted(figure, renderer):
-        drawn.append(figure)
-        draw(figure, renderer)
-
-    monkeypatch.setattr(Figure, "draw", counted)
-    found = gallery_of(learning_charts(record_of({"actor/entropy": [0.0, 0.1]})), tmp_path)
-    files = sorted(file.name for file in tmp_path.iterdir())
-    assert ([picture.name for picture in found.pictures], files) == (["entropy"], ["entropy.png", "entropy.svg"])
-    assert len(drawn) == 2
-
-
 def test_legends_are_whole():
     with rc_context(SETTINGS):
         figure = Figure(figsize=(6.4, 2.7), layout="constrained")
@@ -662,17 +648,7 @@ def test_text_between_backticks_is_code_and_a_task_of_one_difficulty_has_no_pict
     assert "Reward by difficulty" not in page
 
 
-def test_answers_are_rows_of_a_table(grpo_run):
-    record = read_run(grpo_run)
-    rows = answer_rows(grpo_run, 5)
-    assert [row["problem"] for row in rows] == sorted(problem.prompt_id for problem in record.after.problems)[:5]
-    first = next(problem for problem in record.after.problems if problem.prompt_id == rows[0]["problem"])
-    assert (rows[0]["answer"], rows[0]["score"]) == (first.greedy.text, first.greedy.score)
-    assert (rows[0]["prompt"], rows[0]["step"]) == (first.prompt_text, record.after.step)
-    assert answer_rows(grpo_run.parent / grpo_run.name, 0) == []
-
-
-def test_answers_without_a_score_are_told_so_and_shown_as_neither_right_nor_wrong(tmp_path):
+def test_answers_without_a_score_are_neither_right_nor_wrong(tmp_path):
     config = write_run(tmp_path, num_steps=2, num_problems=12, only=FEW)
     file = tmp_path / "validation" / "after.json"
     result = ValidationResult.read(file)
@@ -685,11 +661,6 @@ def test_answers_without_a_score_are_told_so_and_shown_as_neither_right_nor_wron
     wanted = [problem.prompt_text for problem in result.problems[8:]]
     assert [pair.prompt for pair in samples_of(record) if pair.prompt not in wanted] == []
     assert samples_of(record)
-    rows = answer_rows(tmp_path, 12)
-    assert [row["score"] for row in rows[:8]] == [None] * 8
-    assert {row["failure"] for row in rows[:8]} == {"the judge was away"}
-    assert {row["samples right"] for row in rows[:8]} == {"0 of 0"}
-    assert None not in [row["score before"] for row in rows]
     alone = record_of({}, validations={"after": record.after}, config=config)
     (held_out,) = [
         found for found in section_of({"alone": alone}, lambda charts: None).blocks if found.name == "held_out"
