@@ -11,6 +11,8 @@ import pyarrow as pa
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from flows.server.guard import Guard
 from flows.stack.answers import with_answers
@@ -21,6 +23,8 @@ from tests.report.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 RUN = "made-s1"
+TOLD = "told-s2"
+"""A run whose tokenizer is there: token 3 is the hostile text."""
 
 
 async def elsewhere(scope, receive, send) -> None:
@@ -28,10 +32,22 @@ async def elsewhere(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+def hostile_tokens(table: pa.Table) -> pa.Table:
+    rows = [row | {"token_ids": [3, *row["token_ids"][1:]] if row["token_ids"] else []} for row in table.to_pylist()]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
     (root / "runs" / "bare").mkdir(parents=True)
+    words = {HOSTILE if token == 3 else f"w{token}": token for token in range(60)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(root / "tokenizer.json"))
+    told = AnswerWriter(root / "runs" / TOLD / "answers", AnswersConfig())
+    told.add(hostile_tokens(Made(1).of_step(1)))
+    told.begin_part()
+    told.settle()
+    (root / "runs" / TOLD / "inputs.json").write_text(json.dumps({"tokenizer_directory": str(root)}))
     writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
         writer.add(Made(step, turns=True).of_step(step))
@@ -48,7 +64,7 @@ def client(root: Path) -> TestClient:
 
 
 def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
-    assert client.get("/answers/runs").json() == [RUN]
+    assert client.get("/answers/runs").json() == [RUN, TOLD]
     found = client.get("/answers/find", params={"run": RUN, "sort": "-score"}).json()
     assert (found["total"], len(found["rows"])) == (161, 50)
     assert found["rows"][0]["answer"] == HOSTILE
@@ -64,6 +80,10 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         assert one["pieces"] is None, "a run without a tokenizer's file"
         assert one["ground_truth"] == "is 1"
     assert {visit["step"] for visit in together["visits"]} >= set(range(1, 21))
+    told = client.get("/answers/find", params={"run": TOLD}).json()["rows"][0]
+    (answer, _) = client.get("/answers/together", params={"run": TOLD, "key": told["key"]}).json()["answers"]
+    assert answer["pieces"][0] == HOSTILE
+    assert [piece.strip() for piece in answer["pieces"][1:]] == [f"w{token}" for token in answer["token_ids"][1:]]
     bare = client.get("/answers", follow_redirects=False)
     assert bare.is_redirect
     assert bare.headers["location"].endswith("/answers/")
@@ -136,6 +156,21 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
         tab.press("ArrowLeft")
         tab.wait("document.querySelector('#detail h2').innerText.endsWith('step 19')")
         assert tab.texts("#detail h2")[0].startswith(prompt)
+
+        # Tokens are coloured by one of several values, each in its own element as text.
+        tab.choose("#run", TOLD)
+        tab.wait(
+            "document.querySelector('#count').innerText === '8 answers' && document.querySelector('#colour') !== null"
+        )
+        assert tab.texts("#answers .tokens span")[0] == HOSTILE
+        assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
+        assert tab.value("document.querySelector('#colour').value") == "log-probability"
+        tab.press("c")
+        assert tab.value("document.querySelector('#colour').value") == "trainer less engine"
+        assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer less engine ")
+        assert "color-mix" in tab.value("document.querySelector('#answers .tokens span').getAttribute('style')")
+        tab.choose("#run", RUN)
+        tab.wait("document.querySelector('#count').innerText === '161 answers'")
 
         tab.click("#search")
         tab.type("ONERROR")
