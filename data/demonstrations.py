@@ -85,6 +85,11 @@ def demonstrations_fingerprint(
     return fingerprint("demonstrations", payload)
 
 
+def tokenized_directory(digest: str, root: Path) -> Path:
+    """Folder of the tokenized demonstrations with this fingerprint."""
+    return root / "demonstrations" / digest
+
+
 def tokenize_demonstrations(
     config: WarmStartConfig,
     tokenizer_dir: Path,
@@ -103,7 +108,7 @@ def tokenize_demonstrations(
         DiskSpaceError: no room. Nothing is left behind.
     """
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
-    directory = root / "demonstrations" / digest
+    directory = tokenized_directory(digest, root)
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     file = Path(config.demonstrations or "").expanduser()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from flows import chain
 from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
+from flows.stages.validate import Validate
+from flows.work.checkpoints import checkpoint_name, checkpoint_store
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.results import checkpoint_name, checkpoint_store
 from flows.work.runs import all_runs, named_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
@@ -160,7 +161,7 @@ def run(settings: RunSettings) -> Run:
     for line in settings.idle():
         log.warning("%s", line)
     check_run(settings)
-    with chain.in_hand(settings, "train") as held, MlflowRecord(held, {}) as record:
+    with chain.opened_here(settings, "train") as held, MlflowRecord(held, {}) as record:
         chain.run_chain(held, chain.run_here, record, with_report=True)
     return Run(settings.config, RunLayout.of(settings.config))
 
@@ -185,9 +186,9 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
         )
     name = checkpoint_name(str(checkpoint))
     checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
-    with chain.in_hand(RunSettings(run.config, ()), "validate") as held:
-        inputs = chain.make_rows(run.config, chain.look).inputs
-        judgement = chain.judge(held, inputs, name, chain.run_here)
+    with chain.opened_here(RunSettings(run.config, ()), "validate") as held:
+        chain.make_rows(held, chain.run_quietly)
+        judgement = chain.run_here(Validate(name), held)
     return ValidationResult.read(judgement.file)
 
 

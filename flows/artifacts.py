@@ -14,8 +14,8 @@ from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
 from flows.server.watch import few_retries
+from flows.work.judgement import CI_ENDS, Judgement, with_interval
 from flows.work.open_run import OpenRun
-from flows.work.results import CI_ENDS, Judgement, with_interval
 from flows.work.runs import BYTES_PER_MB
 from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan

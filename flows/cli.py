@@ -23,7 +23,7 @@ import typer
 from flows import SOURCE_FOLDER
 from flows.commands import complete
 from flows.commands.settings import MOST_SLOTS, Commands, composed_or_shown, root_folder
-from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
+from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import ONE_WISH_S
 from rlcore.start import collect_rarely
 
@@ -628,9 +628,8 @@ def exit_code(command: Callable[[], object]) -> int:
             return _told(INTERRUPTED, EXIT_RESUMABLE)
         return exit.code if isinstance(exit.code, int) else EXIT_FAILED
     except MillraceError as error:
-        is_told_to_end = isinstance(error, StopRequestedError)
         failed = EXIT_WRONG_SETTINGS if isinstance(error, ConfigError) else EXIT_FAILED
-        return _told(error, EXIT_RESUMABLE if is_told_to_end else failed)
+        return _told(error, EXIT_RESUMABLE if isinstance(error, RESUMABLE) else failed)
     except OSError as error:
         if error.errno not in OF_THE_MACHINE:
             raise

@@ -8,12 +8,11 @@ from shlex import join, quote
 from prefect import flow
 
 from flows.artifacts import show
-from flows.chain import Stage
 from flows.commands import evaluate as evaluation
 from flows.parameters import NO_WORDS, Root
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
-from flows.tasks import as_task, tell, tell_command
+from flows.tasks import as_task, task_of, tell, tell_command
 from flows.work import runs as several
 from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
@@ -39,7 +38,7 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     }
     outcomes: list[Outcome] = []
     for name, do in work.items():
-        outcomes += as_task(Stage(name, name, do, partial(_lines, name)))
+        outcomes += task_of(name, name, do, partial(_lines, name))
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     if failed:
         raise TrackingError("not all went well:\n" + "\n".join(failed))
@@ -63,7 +62,7 @@ def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> 
     tell_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
     folders = several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at))
     work = partial(several.compare, folders, at)
-    made = as_task(Stage("compare", "compare", work, lambda one: f"comparison: {one.html}"))
+    made = task_of("compare", "compare", work, lambda one: f"comparison: {one.html}")
     name = f"comparison-{made.html.parent.name}"
     of = ", ".join(folder.name for folder in folders)
     show(name, "report", f"{of}: compared", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")

@@ -6,7 +6,6 @@ from typing import TypeVar
 from prefect import Flow, flow
 from prefect.runtime import deployment, flow_run
 
-from data import StageResult
 from flows import chain
 from flows.artifacts import show_checkpoints, show_mlflow_page, show_report
 from flows.parameters import (
@@ -21,18 +20,20 @@ from flows.parameters import (
     split_experiment,
 )
 from flows.plan.checks import check_run
+from flows.stages.report import Report, ReportPage
+from flows.stages.validate import Validate
 from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
+from flows.work.checkpoints import checkpoint_name
+from flows.work.judgement import Judgement
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, checkpoint_name
+from flows.work.open_run import OpenRun
 from rlcore.errors import ConfigError
-from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
-from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 
 
-def run_checked(settings: RunSettings) -> PipelineResult:
+def run_checked(settings: RunSettings) -> chain.PipelineResult:
     """Run the pipeline with settings that were checked already; in Prefect it has the parameters that give them."""
     return run_with(settings, lambda: pipeline(*split_experiment(settings.overrides)))
 
@@ -89,7 +90,7 @@ def _check(settings: RunSettings) -> None:
 
 
 @_of_a_run("pipeline", "train")
-def pipeline(settings: RunSettings) -> PipelineResult:
+def pipeline(settings: RunSettings) -> chain.PipelineResult:
     """Run an experiment from its dataset to its report. What is finished already is not done again."""
     _check(settings)
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
@@ -103,55 +104,50 @@ def pipeline(settings: RunSettings) -> PipelineResult:
         return result
 
 
-@_of_a_run("dataset", "data make")
-def dataset(settings: RunSettings) -> StageResult:
-    """Make the dataset of an experiment, unless it is there."""
-    return chain.make_dataset(settings.config, as_task)
+def _until(name: str, verb: str, last: str, description: str) -> Flow[..., None]:
+    """A flow of the stages up to those named `last`."""
+
+    def work(settings: RunSettings) -> None:
+        stages = [stage for stage in chain.stages_of(settings.config) if stage.name == last]
+        if not stages:
+            raise ConfigError(WITHOUT_PASS_RATES)
+        if not stages[0].in_trainer:
+            chain.run_stages(OpenRun(settings.config), as_task, last)
+            return
+        _check(settings)
+        with working_on(settings, verb) as run:
+            chain.run_stages(run, as_task, last)
+            show_checkpoints(run)
+
+    work.__doc__ = description
+    return _flow_of(name, verb, work)
 
 
-@_of_a_run("filter", "data make")
-def filter_flow(settings: RunSettings) -> StageResult:
-    """Tokenize and filter the dataset of an experiment, which is made if it is missing."""
-    return chain.make_rows(settings.config, as_task).filtered
-
-
-@_of_a_run("train", "train")
-def train(settings: RunSettings) -> Export:
-    """Train an experiment's model, from its newest checkpoint if it has one."""
-    _check(settings)
-    with working_on(settings, "train") as run:
-        inputs = chain.make_rows(run.config, as_task).inputs
-        chain.train(run, inputs, as_task)
-        show_checkpoints(run)
-        return chain.export_last(run, inputs, as_task)
-
-
-@_of_a_run("warm-start", "train")
-def warm_start(settings: RunSettings) -> StartModel:
-    """Make the model that an experiment's training starts from, unless it is there."""
-    _check(settings)
-    with working_on(settings, "train") as run:
-        return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
-
-
-@_of_a_run("pass-rates", "data pass-rates")
-def pass_rates(settings: RunSettings) -> PassRateTable:
-    """Measure how often an experiment's start model solves each training row, unless that is known."""
-    if not settings.config.pass_rates.is_wanted:
-        raise ConfigError(WITHOUT_PASS_RATES)
-    _check(settings)
-    with working_on(settings, "data pass-rates") as run:
-        inputs = chain.make_rows(run.config, as_task).inputs
-        chain.make_start_model(run, inputs, as_task)
-        return chain.measure_pass_rates(run, inputs, as_task)
+dataset = _until("dataset", "data make", "dataset", "Make the dataset of an experiment, unless it is there.")
+filter_flow = _until(
+    "filter", "data make", "filter", "Tokenize and filter the dataset of an experiment, which is made if it is missing."
+)
+warm_start = _until(
+    "warm-start",
+    "train",
+    "warm-start",
+    "Make the model that an experiment's training starts from, unless it is there.",
+)
+pass_rates = _until(
+    "pass-rates",
+    "data pass-rates",
+    "pass-rates",
+    "Measure how often an experiment's start model solves each training row, unless that is known.",
+)
+train = _until("train", "train", "export", "Train an experiment's model, from its newest checkpoint if it has one.")
 
 
 @_of_a_run("report", "report")
-def report(settings: RunSettings) -> Report:
+def report(settings: RunSettings) -> ReportPage:
     """Write the report of a run as one HTML file, and as JSON."""
-    layout = RunLayout.of(settings.config)
-    made = chain.write_report(layout, settings.config.name, as_task)
-    show_report(layout.run_dir, made.html)
+    run = OpenRun(settings.config)
+    made = as_task(Report(), run)
+    show_report(run.layout.run_dir, made.html)
     return made
 
 
@@ -175,5 +171,5 @@ def validate(
     settings = compose_settings(overrides, experiment, seed=seed, root=root)
     say_settings(settings, "validate")
     with working_on(settings, "validate") as run:
-        inputs = chain.make_rows(run.config, chain.look).inputs
-        return [chain.judge(run, inputs, one, as_task) for one in ("start", checkpoint_name(checkpoint))]
+        chain.make_rows(run, chain.run_quietly)
+        return [as_task(Validate(one), run) for one in ("start", checkpoint_name(checkpoint))]

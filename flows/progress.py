@@ -27,6 +27,11 @@ HEADLINE = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
 """Of a validation's figures, those that stand in a line."""
 
 
+def skipped(cached: bool) -> str:
+    """End of the line of a result that was there already."""
+    return ", skipped: done before" if cached else ""
+
+
 class Display:
     """Where stages and events are shown. This one shows nothing: the log of a flow run under a worker has it all."""
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from shlex import join
@@ -18,13 +18,13 @@ from prefect.states import Paused, Running
 from prefect.tasks import Task, exponential_backoff
 
 from flows import artifacts
-from flows.chain import Stage
 from flows.parameters import RunSettings, experiment_name
 from flows.progress import describe, display
 from flows.server import watch
+from flows.stages.stage import Stage
+from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
-from flows.work.results import Judgement
 from flows.work.status import was_told, worker_of
 from flows.work.trainer import WAITS
 from rlcore.errors import WorkerLostError
@@ -71,34 +71,52 @@ def say_settings(settings: RunSettings, verb: str) -> None:
     tell_idle(settings.idle())
 
 
-def as_task(stage: Stage[R]) -> R:
-    """Run a stage as a task. It is tried again where it has lost a worker: it goes on from what is on disk.
+def as_task(stage: Stage[R], run: OpenRun) -> R:
+    """Run a stage of a run as a task. It is tried again where it has lost a worker, from what is on disk.
+
+    Raises:
+        Pause: the flow run was suspended before it.
+    """
+    if not stage.in_trainer:
+        return task_of(stage.name, stage.title(run), lambda: stage.result(run), stage.describe)
+    run.trainer.on_event = display().event  # also after this task, where a signal may end the run too
+
+    def work() -> R:
+        with reported(run):
+            return stage.result(run)
+
+    def describe(result: R) -> str:
+        if isinstance(result, Judgement):
+            artifacts.show_validation(run, result)
+        if isinstance(result, StartModel):
+            show_start_model(run, result)
+        return stage.describe(result)
+
+    return task_of(stage.name, stage.title(run), work, describe, retries=run.config.runtime.max_chunk_retries)
+
+
+def task_of(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str], retries: int = 0) -> R:
+    """Do work as a task. `describe` gives its result as a line, '' for none.
 
     Raises:
         Pause: the flow run was suspended before it.
     """
     watch.end_if_suspended()
-    if stage.run is not None:
-        stage.run.trainer.on_event = display().event  # also after this task, where a signal may end the run too
     signals = watch.SignalsHeld()
 
-    def work() -> R:
-        with nullcontext() if stage.run is None else reported(stage.run), signals.let_through():
-            result = stage.work()
-        if line := stage.says(result):
+    def do() -> R:
+        with signals.let_through():
+            result = work()
+        if line := describe(result):
             tell(line)
-        if isinstance(result, Judgement) and stage.run is not None:
-            artifacts.show_validation(stage.run, result)
-        if isinstance(result, StartModel) and stage.run is not None:
-            show_start_model(stage.run, result)
         return result
 
     task = Task(
-        work,
-        name=stage.name,
-        task_run_name=lambda: stage.title,
+        do,
+        name=name,
+        task_run_name=lambda: title,
         cache_policy=NO_CACHE,
-        retries=0 if stage.run is None else stage.run.config.runtime.max_chunk_retries,
+        retries=retries,
         retry_delay_seconds=exponential_backoff(RETRY_BACKOFF_S),
         retry_condition_fn=is_worth_a_retry,
     )

@@ -128,6 +128,10 @@ class StopRequestedError(MillraceError):
     """A signal or cancellation stopped the run; it has saved and can go on (exit code 75)."""
 
 
+RESUMABLE = (StopRequestedError, DiskSpaceError)
+"""Errors that end a command with code 75: the same command resumes from what is saved."""
+
+
 def is_stop(error: BaseException | None) -> bool:
     """Whether the error is a request to end the run (also one that Python or Prefect raises), as against a fault."""
     return isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data import build_dataset, filter_dataset
-from flows.work.stages import make_suite
+from flows.stages.suite import make_suite
 from rlcore.config import MixtureData, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.vs_trl.job import HELD_OUT, PROMPTS, Job, Row, write_rows
 from flows import chain
+from flows.work.open_run import OpenRun
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import read_prompts
 from rlcore.config.compose import load_config
@@ -33,7 +34,7 @@ def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *
         "tracking.enabled=false",
     ]
     config = load_config(told, experiment=arguments.experiment or EXPERIMENT)
-    inputs = chain.make_rows(config, chain.look).inputs
+    inputs = chain.make_rows(OpenRun(config), chain.run_quietly)
     layout = RunLayout.of(config)
     inputs.write(layout)
     with Session(config, layout, report=lambda _: None, stop=StopFlag(lambda: None)) as session:

@@ -126,7 +126,7 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.Run
     config = in_stack(config)
     check_evaluation(config)
     with open_run(config, command, title=name) as run, run.heard_by(display().event, lambda line: None):
-        return Evaluation(name, run.layout.run_dir, tuple(chain.evaluate(run, do)))
+        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, do)))
 
 
 # ---------------------------------------------------------------------- the command

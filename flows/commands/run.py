@@ -15,9 +15,12 @@ from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect, when_it_dies
 from flows.server.database import address_in
 from flows.server.untold import not_kept_by
-from flows.work import stages
+from flows.stages.pass_rates import PassRates
+from flows.stages.report import write_report
+from flows.stages.validate import Validate
+from flows.work.checkpoints import checkpoint_name, checkpoint_store
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.results import PipelineResult, checkpoint_name, checkpoint_store, finished
+from flows.work.open_run import OpenRun
 from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
@@ -33,7 +36,7 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
         show_plan(plan, as_json=as_json)
         check_dry_run(config, plan)
         return
-    if (known := finished(config, plan)) is not None:  # no server is started for that
+    if plan.is_done and (known := chain.finished(OpenRun(config))) is not None:  # no server is started for that
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
         return
@@ -57,7 +60,7 @@ def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool)
         check_dry_run(settings.config, plan)
         return
     check_before_start(settings.config, plan)
-    with chain.in_hand(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
+    with chain.opened_here(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
         display().line(f"run {run.run_id} in {run.layout.run_dir}")
         chain.run_chain(run, chain.run_here, record, with_report=False)
 
@@ -67,16 +70,16 @@ def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
     check_before_plan(settings.config)
     checkpoint = checkpoint_name(checkpoint)
     checkpoint_store(settings.config).step_of(checkpoint, verify=False)  # raises where there is none
-    with chain.in_hand(settings, "validate", verbose=verbose) as run:
-        inputs = chain.make_rows(run.config, chain.look).inputs
-        judgement = chain.judge(run, inputs, checkpoint, chain.run_here)
+    with chain.opened_here(settings, "validate", verbose=verbose) as run:
+        chain.make_rows(run, chain.run_quietly)
+        judgement = chain.run_here(Validate(checkpoint), run)
         display().line(f"answers: {judgement.file}")
 
 
 def report(run: list[str], root: Path | None) -> None:
     """Write the report of a run."""
     _, layout = named_run(run, root)
-    print(f"report: {stages.write_report(layout)}")
+    print(f"report: {write_report(layout)}")
 
 
 def make_data(settings: RunSettings) -> None:
@@ -84,7 +87,7 @@ def make_data(settings: RunSettings) -> None:
     check_before_plan(settings.config)
     check_rows(settings.config)
     with shown_on(display_for_console()):
-        chain.make_rows(settings.config, chain.run_here)
+        chain.make_rows(OpenRun(settings.config), chain.run_here)
 
 
 def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
@@ -92,10 +95,8 @@ def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
     check_run(settings)
-    with chain.in_hand(settings, "data pass-rates", verbose=verbose) as run:
-        inputs = chain.make_rows(run.config, chain.run_here).inputs
-        chain.make_start_model(run, inputs, chain.run_here)
-        chain.measure_pass_rates(run, inputs, chain.run_here)
+    with chain.opened_here(settings, "data pass-rates", verbose=verbose) as run:
+        chain.run_stages(run, chain.run_here, PassRates.name)
 
 
 def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path | None) -> None:
@@ -153,7 +154,7 @@ def _keep_runs_off_the_console() -> None:
     logging.raiseExceptions = False  # and one for each batch of log lines
 
 
-def summary_lines(config: RunConfig, result: PipelineResult, api: PrefectApi | None) -> list[str]:
+def summary_lines(config: RunConfig, result: chain.PipelineResult, api: PrefectApi | None) -> list[str]:
     """The last lines of `millrace run`; `api` None where there was nothing to do."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]

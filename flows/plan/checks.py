@@ -19,7 +19,7 @@ from data.custom import build_function
 from data.stage import SPLITS
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
-from flows.work.results import few_rows
+from flows.stages.rows import few_rows
 from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig

@@ -9,21 +9,18 @@ from typing import Any
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
-from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
-from flows.work.open_run import require_same_run
-from flows.work.results import committed_step, known_judgement, known_pass_rates, known_report, report_fingerprint
-from flows.work.stages import chunk_bounds, suite_datasets
+from flows.chain import stages_of
+from flows.stages.stage import StageStatus
+from flows.stages.warm_start import WarmStart
+from flows.work.open_run import OpenRun, require_same_run
 from rlcore.checkpoint.catalog import scan
-from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
-from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
+from rlcore.config import LoraConfig, RunConfig
+from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED, SMOLLM2, smollm2_file
-from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
-from rlcore.run.given_models import require_same_base
-from rlcore.run.inputs import RunInputs, given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
+from rlcore.run.inputs import stage_settings
 from rlcore.run.layout import RunLayout
-from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.disk import (
     RoomReport,
     check_needs,
@@ -32,29 +29,8 @@ from rlcore.storage.disk import (
     num_checkpoints_at_once,
     reserve_bytes,
 )
-from rlcore.storage.finished import finished_or_why
 from rlcore.user_code import code_of
 from rlcore.workers.memory_plan import MemoryPlan, device_of, fitted
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One stage. `fingerprint` None: it depends on a stage that has not run yet."""
-
-    name: str
-    fingerprint: str | None
-    place: Path | None
-    cached: bool
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """A chunk of training, and whether its checkpoint is committed."""
-
-    start: int
-    stop: int
-    done: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +65,7 @@ class RunPlan:
     run_dir: Path
     settings_fingerprint: str
     code_fingerprint: str
-    stages: tuple[StagePlan, ...]
-    chunks: tuple[ChunkPlan, ...]
+    stages: tuple[StageStatus, ...]
     committed_step: int
     total_steps: int
     tokens: TokenBudget
@@ -109,8 +84,8 @@ class RunPlan:
         """Whether nothing is left to do."""
         return all(stage.cached for stage in self.stages)
 
-    def stage(self, name: str) -> StagePlan:
-        """The stage of that name."""
+    def stage(self, name: str) -> StageStatus:
+        """The first stage of that name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -175,32 +150,24 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
             step.
         ModelError: the warm start was made from another model than the one at `model.path`.
     """
-    layout = RunLayout.of(config)
-    committed = committed_step(config)
-    require_same_run(config, layout)
-    seen = config if seen is None else seen
-    dataset, filtered = _data_stages(seen, layout.root)
-    chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
-    start_model = _start_model(config, filtered)
-    stages = [dataset, filtered, start_model]
-    if config.pass_rates.is_wanted:
-        stages.append(_pass_rates(config, filtered))
-    stages.append(_train(config, layout, chunks, committed))
-    stages += [_validate(config, layout, committed), _report(layout, stages)]
+    run = OpenRun(config, seen=seen)
+    committed, seen = run.committed, run.seen
+    require_same_run(config, run.layout)
+    stages = tuple(stage.status(run) for stage in stages_of(config))
+    has_start_model = next(stage.cached for stage in stages if stage.name == WarmStart.name)
     return RunPlan(
-        run_id=run_id(config),
-        run_dir=layout.run_dir,
+        run_id=run.run_id,
+        run_dir=run.layout.run_dir,
         settings_fingerprint=settings_fingerprint(config),
         code_fingerprint=code_of(config).fingerprint,
-        stages=tuple(stages),
-        chunks=chunks,
+        stages=stages,
         committed_step=committed,
         total_steps=config.trainer.total_steps,
         tokens=_tokens(config, committed),
-        disk=_disk(config, layout, count_parameters(seen), has_start_model=start_model.cached),
+        disk=_disk(config, run.layout, count_parameters(seen), has_start_model=has_start_model),
         memory=plan_memory_here(seen),
         warm_start_memory=None
-        if start_model.cached or not seen.warm_start.enabled
+        if has_start_model or not seen.warm_start.enabled
         else plan_memory_here(stage_settings(seen)),
         published_model=_published_model(seen),
     )
@@ -218,98 +185,6 @@ def _published_model(config: RunConfig) -> str | None:
         return None
     file = smollm2_file() if path == SMOLLM2 else config_file(path)
     return path if file is None else None
-
-
-def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
-    digest = dataset_fingerprint(config.data, config.data.seed)
-    place = dataset_directory(digest, root)
-    manifest, damage = finished_or_why(place)
-    rows = _again(damage) if manifest is None else _rows(manifest.values["counts"])
-    dataset = StagePlan("dataset", digest, place, manifest is not None, f"{config.data.task} {rows}".strip())
-    tokenizer = planned_tokenizer(config)
-    damage = finished_or_why(tokenizer)[1]
-    if damage or not tokenizer.is_dir():
-        return dataset, StagePlan("filter", None, None, False, _again(damage) or "after its tokenizer is made")
-    filter_digest = filter_fingerprint(
-        digest,
-        tokenizer_fingerprint(tokenizer),
-        config.filter,
-        tools=config.episode.tools,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        suites=suite_datasets(config),
-    )
-    filtered = filtered_directory(filter_digest, root)
-    manifest, damage = finished_or_why(filtered)
-    detail = _again(damage) if manifest is None else _rows(manifest.values["counts"])
-    return dataset, StagePlan("filter", filter_digest, filtered, manifest is not None, detail)
-
-
-def _again(damage: str) -> str:
-    return damage and f"made again: {damage}"
-
-
-def _rows(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
-
-
-def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
-    if is_given(config):
-        return StagePlan("warm-start", None, given_model(config), True, f"off: starts from {config.model.path}")
-    if filtered.place is None:
-        return StagePlan("warm-start", None, None, False, "after the filter")
-    require_same_base(config, filtered.place)
-    place = planned_start_model(config, filtered.place)
-    warm = config.warm_start
-    detail = _ends(warm) if warm.enabled else "model only"
-    manifest, damage = finished_or_why(place)
-    return StagePlan("warm-start", place.name, place, manifest is not None, _again(damage) or detail)
-
-
-def _pass_rates(config: RunConfig, filtered: StagePlan) -> StagePlan:
-    wanted = config.pass_rates
-    detail = f"{wanted.samples} answers to each training row" if wanted.table is None else f"from {wanted.table}"
-    if filtered.place is None or not filtered.cached:
-        return StagePlan("pass-rates", None, None, False, f"{detail}, after the filter")
-    place = planned_pass_rates(config, filtered.place)
-    damage = "" if wanted.table is not None else finished_or_why(place)[1]
-    known = None if damage else known_pass_rates(config, RunInputs(filtered.place, planned_tokenizer(config)))
-    if known is not None:
-        detail = f"kept {known.kept:,} of {known.rows:,} rows"
-    return StagePlan("pass-rates", place.name, place, known is not None, _again(damage) or detail)
-
-
-def _ends(warm: WarmStartConfig) -> str:
-    ends = [] if warm.epochs is None else [f"{warm.epochs:g} epochs"]
-    ends += [] if warm.stop_at_reward is None else [f"reward {warm.stop_at_reward:g}"]
-    ends += [] if warm.patience is None else [f"{warm.patience} measurements without a lower held-out loss"]
-    return f"to {' or '.join(ends)}, at most {warm.max_steps} steps" if ends else f"{warm.max_steps} steps"
-
-
-def _train(config: RunConfig, layout: RunLayout, chunks: tuple[ChunkPlan, ...], committed: int) -> StagePlan:
-    total = config.trainer.total_steps
-    exported, damage = finished_or_why(layout.exported_model, error=CheckpointError)  # a plan sets nothing aside
-    has_weights = exported is not None and exported.values.get("step") == committed
-    done = sum(chunk.done for chunk in chunks)
-    detail = f"step {min(committed, total)} of {total}, {done} of {len(chunks)} chunks done"
-    if damage:
-        detail += f"; the weights are exported again: {damage}"
-    cached = done == len(chunks) and has_weights
-    return StagePlan("train", settings_fingerprint(config), layout.checkpoints, cached, detail)
-
-
-def _validate(config: RunConfig, layout: RunLayout, committed: int) -> StagePlan:
-    judged = {"before": 0, "after": committed}
-    names = [name for name, step in judged.items() if known_judgement(config, layout, name, step) is not None]
-    finished = committed >= config.trainer.total_steps
-    digest = fingerprint("validate", {"run": settings_fingerprint(config), "settings": config.validation})
-    detail = f"{' and '.join(names)} judged" if names else "before and after"
-    return StagePlan("validate", digest, layout.validation, finished and len(names) == len(judged), detail)
-
-
-def _report(layout: RunLayout, stages: list[StagePlan]) -> StagePlan:
-    current = all(stage.cached for stage in stages) and known_report(layout) is not None
-    digest = report_fingerprint(layout) if current else None
-    return StagePlan("report", digest, layout.run_dir / "report", current, "HTML, JSON and pictures")
 
 
 def _tokens(config: RunConfig, committed: int) -> TokenBudget:

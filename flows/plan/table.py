@@ -1,12 +1,18 @@
 """The plan for people and for machines."""
 
 import json
+from collections.abc import Sequence
+from itertools import groupby
 
 from flows.plan.plan import RunPlan
 from flows.progress import console_for_tables
+from flows.stages.stage import StageStatus
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2
 from rlcore.storage.disk import size, unit_for
 from rlcore.workers.memory_plan import MemoryPlan
+
+MOST_CHARACTERS = 57
+"""Of the list of stages that are left to do."""
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
@@ -21,16 +27,15 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, code {plan.code_fingerprint}"
     )
     table = Table("stage", "fingerprint", "state", "what", box=None, pad_edge=False, header_style="bold")
-    for stage in plan.stages:
-        state = "done" if stage.cached else "to do"
-        table.add_row(stage.name, stage.fingerprint or "not known yet", state, stage.detail)
+    for name, group in groupby(plan.stages, lambda stage: stage.name):
+        table.add_row(name, *_cells(list(group)))
     console.print(table, soft_wrap=False)
     if plan.published_model is not None:
         text = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
         if plan.published_model == SMOLLM2:
             text += f". {INSTALL_SMOLLM2}"
         console.print(text)
-    for line in (_chunks(plan), _tokens(plan), _disk(plan), plan.warning):
+    for line in (_tokens(plan), _disk(plan), plan.warning):
         if line:
             console.print(line)
     if plan.memory is None:
@@ -75,14 +80,16 @@ def memory_note(plan: MemoryPlan) -> str:
     return f"memory: fits, {peak}"
 
 
-def _chunks(plan: RunPlan) -> str:
-    done = sum(chunk.done for chunk in plan.chunks)
-    ends = ", ".join(f"{chunk.start}-{chunk.stop}" for chunk in plan.chunks if not chunk.done)
-    shown = ends if len(ends) <= 60 else f"{ends[:57]}..."
-    left = f"; to do: {shown}" if ends else ""
-    return (
-        f"chunks: {done} of {len(plan.chunks)} done, committed step {plan.committed_step} of {plan.total_steps}{left}"
-    )
+def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
+    """Fingerprint, state and details of stages of one name."""
+    done = sum(stage.cached for stage in stages)
+    fingerprint = stages[0].fingerprint or "not known yet"
+    if len(stages) == 1:
+        return fingerprint, "done" if done else "to do", stages[0].detail
+    left = ", ".join(stage.detail for stage in stages if not stage.cached)
+    shown = left if len(left) <= MOST_CHARACTERS else f"{left[:MOST_CHARACTERS]}..."
+    detail = f"{done} of {len(stages)} done"
+    return (fingerprint, "to do", f"{detail}; to do: {shown}") if left else (fingerprint, "done", detail)
 
 
 def _tokens(plan: RunPlan) -> str:

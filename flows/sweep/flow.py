@@ -36,6 +36,7 @@ from flows.parameters import (
 from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, shown_on
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
+from flows.stages.train import Train
 from flows.sweep.command import checked_sweep
 from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
 from flows.sweep.record import best_of, sweep_directory
@@ -91,7 +92,7 @@ def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_par
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
     title = f"{experiment_name(settings.experiment)} {label}".rstrip()
     with open_run(config, settings.command("train"), title) as run:
-        chain.train(run, chain.make_rows(config, as_task).inputs, as_task, to_step)
+        chain.run_stages(run, as_task, Train.name, to_step)
     tell(f"done: {run.run_id}")
     return run.run_id
 

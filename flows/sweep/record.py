@@ -11,8 +11,8 @@ from pydantic import JsonValue
 
 from flows.parameters import RunSettings
 from flows.stack.state import in_stack
+from flows.work.checkpoints import committed_step
 from flows.work.open_run import require_same_run
-from flows.work.results import committed_step
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings

@@ -17,9 +17,11 @@ from typing import Any
 
 from data import StageResult
 from flows.parameters import MLFLOW_PAGE
+from flows.stages.export import Weights
+from flows.stages.report import ReportPage, report_fingerprint
+from flows.stages.train import DIFF_FILE
 from flows.work.open_run import OpenRun
-from flows.work.results import Export, Recorded, Report, models_digest, report_fingerprint, settings_digest
-from flows.work.stages import DIFF_FILE
+from flows.work.recorded import Recorded, models_digest, settings_digest
 from rlcore.checkpoint.catalog import scan
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.problems import masked
@@ -96,7 +98,7 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
         )
 
 
-def log_result(page: Page, report: Report | None) -> None:
+def log_result(page: Page, report: ReportPage | None) -> None:
     """Summary, report with its pictures and page of answers, lineage: once the run is over."""
     from rlcore.report.build import summary_markdown
 
@@ -114,7 +116,7 @@ def log_result(page: Page, report: Report | None) -> None:
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
 
 
-def log_models(page: Page, last: Export, best: Export) -> None:
+def log_models(page: Page, last: Weights, best: Weights) -> None:
     """The checkpoints on disk, each linked to the scores it was given, and the weights of the last and the best."""
     config, layout = page.run.config, page.run.layout
     records = {record.step: record for record in read_journal(layout.journal)}
@@ -180,7 +182,7 @@ class MlflowRecord:
         self._first = self._thread.submit(record)
         self._first.add_done_callback(self._tell_at_once)
 
-    def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
+    def finish(self, report: ReportPage | None, last: Weights, best: Weights) -> Recorded:
         """Write report, validations and weights, and wait for it, within a bound. `report` None: the run has none yet,
         but a later call may."""
         run, known, first = self._run, self._known, self._first

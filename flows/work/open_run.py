@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -12,8 +13,9 @@ import psutil
 
 from data.tasks import input_digests, inputs_of
 from flows.stack.state import FLOW_RUN, log_in
+from flows.work.checkpoints import committed_step
+from flows.work.judgement import Judgement
 from flows.work.protocol import Event
-from flows.work.results import Judgement, anchored, settings_text
 from flows.work.slots import Slots, Wish
 from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import scan
@@ -28,6 +30,7 @@ from rlcore.storage.locks import HeldLock, Holder
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.attempts import has_begun
+from rlcore.tracking.connection import resolve_uri
 from rlcore.user_code import code_of, difference, kept_code, working_by
 
 EVALUATION = "eval"
@@ -57,14 +60,23 @@ class Shown:
 
 
 class OpenRun:
-    """A run in hand. `command`: the line that works on it, noted with it. `title`: the run in the names of tasks."""
+    """A run: settings, folders, and the trainer process once it is open.
 
-    def __init__(self, config: RunConfig, command: Sequence[str], title: str = "") -> None:
+    `command`: the line that works on it, noted with it. `title`: the run in the names of tasks. `seen`: see
+    `RunSettings`.
+    """
+
+    def __init__(
+        self, config: RunConfig, command: Sequence[str] = (), title: str = "", *, seen: RunConfig | None = None
+    ) -> None:
         self.config = config
+        self.seen = config if seen is None else seen
         self.command = tuple(command)
         self.title = title or config.name
         self.layout = RunLayout.of(config)
         self.shown = Shown()
+        self.inputs: RunInputs | None = None
+        """What the training takes from the stages of the rows, once these are done (`flows.stages.rows.inputs_of`)."""
         self.has_lineage = False
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
@@ -75,6 +87,25 @@ class OpenRun:
     def run_id(self) -> str:
         """Name of the run's folder."""
         return self.layout.run_dir.name
+
+    @cached_property
+    def committed(self) -> int:
+        """Step of the newest whole checkpoint when this was first asked; 0 without one.
+
+        Raises:
+            CheckpointError: all are broken, or it is of other settings.
+        """
+        return committed_step(self.config)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the run had come to its last step when this was first asked."""
+        return self.committed >= self.config.trainer.total_steps
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is an evaluation: it has no rows but those of suites, and no steps."""
+        return self.config.name == EVALUATION
 
     @contextmanager
     def heard_by(
@@ -91,6 +122,20 @@ class OpenRun:
             yield
         finally:
             trainer.on_event, trainer.on_line, trainer.on_wait = before
+
+
+def settings_text(config: RunConfig, layout: RunLayout) -> str:
+    """What is kept of the settings with the run, for programs."""
+    return anchored(config, layout).model_dump_json(indent=2) + "\n"
+
+
+def anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
+    """The settings with an absolute root and MLflow store: they may be read from another working directory."""
+    tracking = config.tracking
+    if tracking.uri is not None:
+        tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
+    paths = config.paths.model_copy(update={"root": str(layout.root)})
+    return config.model_copy(update={"paths": paths, "tracking": tracking})
 
 
 @contextmanager

@@ -205,7 +205,7 @@ class TrainerProcess:
             if not was_told:
                 with suppress(WorkerLostError):
                     child.send(command_line("close"))
-            for wait_s in (CLOSE_WAIT_S, TERMINATE_WAIT_S):
+            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # it may have a checkpoint to finish
                 if self._wait_for_exit(child, wait_s):
                     return
                 child.signal(signal.SIGTERM)

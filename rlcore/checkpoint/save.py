@@ -2,7 +2,7 @@
 
     COPIED --begin to write--> WRITING --every rank is done--> PUBLISHING --renamed--> committed
        ^                          |                                 |
-       +------ the disk is full --+---------------------------------+        any other error: nothing is left
+       +------ an error ----------+---------------------------------+        nothing is left
 
     training             copy to the host | next step ...................... | next step | poll: committed
     thread of a rank                      | write files |
@@ -24,7 +24,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from rlcore.checkpoint.shards import RankSaver, in_thread
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.errors import DiskSpaceError, MillraceError
+from rlcore.errors import MillraceError
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, CHECKPOINT_SLACK_SHARE
 
 P = ParamSpec("P")
@@ -42,10 +42,10 @@ class SavingRanks(Protocol):
 
 
 class WaitsForRoom(Protocol):
-    """Retries what a full disk has stopped; see `rlcore.run.disk.Room`."""
+    """See `rlcore.run.disk.Room`."""
 
-    def hold(self, do: Callable[[], R], *, step: int, path: Path, needed_bytes: int = 0) -> R:
-        """The result of `do`, once there is room for it."""
+    def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
+        """Return when there is room for so many bytes."""
         ...
 
 
@@ -80,7 +80,7 @@ class CheckpointSaver:
 
     Args:
         store: where checkpoints go.
-        room: waits where a disk is full.
+        room: waits for room before a checkpoint.
         committed: called after each publication with its step.
         phase: wraps whatever waits for a disk and not for room on it, since that has a deadline.
     """
@@ -108,35 +108,27 @@ class CheckpointSaver:
         """Copy every rank's state and begin to write it. Returns when training may go on; waits for room before.
 
         Where a host has no memory for a copy, the checkpoint is committed when this returns, and is the result.
-        `record` makes what the checkpoint says besides tensors; a `DiskSpaceError` of it counts as a full disk. Raises
-        as `settle` and `CheckpointStore.writing` do.
+        `record` makes what the checkpoint says besides tensors. Raises as `settle`, `Room.wait` and
+        `CheckpointStore.writing` do.
         """
         assert self._save is None, "settle or abandon the save before this one first"
         self._save = save = _Save(self.store, self.phase, step, ranks, record, metrics)
-        self._when_there_is_room(save, save.start)
+        self.room.wait(save.needed_bytes, step=step, path=self.store.directory)
+        save.start()
         return None if save.is_copied else self.settle()
 
     def poll(self) -> Saved | None:
-        """The checkpoint, once, when it has been committed. Does not wait, unless a disk has become full."""
+        """The checkpoint, once, when it has been committed. Does not wait. Raises as `settle` does."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
         """Wait for what is under way; None where nothing is.
 
         Raises:
-            DiskSpaceError: there was no room, and none came in `checkpoint.wait_for_room_s`.
-            StopRequestedError: a stop was asked for while it waited for room.
+            DiskSpaceError: there was no room.
             CheckpointError: the folder cannot be written.
         """
         return self._advance(wait=True)
-
-    def settle_now(self) -> Saved | None:
-        """As `settle`, without waiting for room: for the end of a run that cannot wait."""
-        save = self._save
-        if save is None or save.state is SaveState.COPIED:
-            return None
-        save.advance(wait=True)
-        return self._commit(save)
 
     def abandon(self) -> None:
         """Give up what is under way: its ranks are lost. Nothing is left of it, unless it was being published."""
@@ -149,21 +141,7 @@ class CheckpointSaver:
         save = self._save
         if save is None or save.state is SaveState.COPIED:
             return None
-        try:
-            return self._commit(save) if save.advance(wait=wait) else None
-        except DiskSpaceError as reason:
-            log.warning("%s", reason)
-        # Not while it is handled: an error of another kind would have the full disk as its context, and count as one.
-
-        def write_again() -> None:
-            save.start()
-            save.advance(wait=True)
-
-        self._when_there_is_room(save, write_again)
-        return self._commit(save)
-
-    def _when_there_is_room(self, save: "_Save", write: Callable[[], None]) -> None:
-        self.room.hold(write, step=save.step, path=self.store.directory, needed_bytes=save.needed_bytes)
+        return self._commit(save) if save.advance(wait=wait) else None
 
     def _commit(self, save: "_Save") -> Saved:
         self._save = None
@@ -174,8 +152,7 @@ class CheckpointSaver:
 
 @dataclass
 class _Save:
-    """One save. It is `COPIED` at first and after each error: a rank keeps its copy until the checkpoint is committed,
-    so a write that found no room can be repeated."""
+    """One save. It is `COPIED` at first and after an error."""
 
     store: CheckpointStore
     phase: Callable[[], AbstractContextManager[None]]

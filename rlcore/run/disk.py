@@ -1,5 +1,6 @@
-"""A run's room on disk: estimates of what it will write, and what it does where a disk is full: it prunes, reports,
-waits, and goes on by itself.
+"""A run's room on disk: estimates of what it will write, and the wait for room before a chunk and a checkpoint.
+
+Where any other write finds the disk full the run ends, and the same command resumes it from its last checkpoint.
 
 The estimates are made from the settings, rows of files and hub datasets by those of GSM8K and MATH. They are too high
 rather than too low; only checkpoints are large. No torch.
@@ -9,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from rlcore.config import CheckpointConfig, DataConfig, RunConfig
 from rlcore.config.data import parts_of
@@ -34,8 +34,6 @@ PAUSED, GOES_ON = "paused_for_disk", "disk_room"
 """Events between which the run waits for room on a disk."""
 POLL_S = 1.0
 """Seconds between two measurements of a full disk."""
-MAX_RETRY_S = 30.0
-"""Longest time between two attempts of a write that fails although there seems to be room (a quota, another writer)."""
 
 BYTES_PER_WEIGHT = 4
 """Weights for others are written as float32, the master weights."""
@@ -57,105 +55,62 @@ ROWS_OF_OTHERS = (15_000, 5_000)
 
 Happened = Callable[[str, int, Mapping[str, object]], None]
 """Takes an event's name, its step and its data; `text` in the data is for display."""
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Pauses the run while there is no room. `happened`: called at the pause and at its end; `stop`: whether the run
-    was told to stop; `prune`: deletes what the retention rule does not keep."""
+    """Waits for room before a chunk and before a checkpoint. `happened`: called at the pause and at its end; `stop`:
+    whether the run was told to stop; `prune`: deletes what the retention rule does not keep."""
 
     config: CheckpointConfig
     happened: Happened
     stop: Callable[[], bool]
     prune: Callable[[], object]
 
-    def hold(
-        self,
-        do: Callable[[], R],
-        *,
-        step: int,
-        path: Path,
-        needed_bytes: int = 0,
-        happened: Happened | None = None,
-    ) -> R:
-        """The result of `do`, which is called when there is room for `needed_bytes` and the reserve at `path`.
-
-        Without `needed_bytes` nothing is measured: `do` is a small write, and its failure tells. `do` is called again
-        after a `DiskSpaceError`, so it must leave nothing behind then. `happened`: in place of the room's own.
+    def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
+        """Return when there is room for `needed_bytes` and the reserve at `path`: delete what is not kept, then wait.
 
         Raises:
             DiskSpaceError: no room came in `checkpoint.wait_for_room_s`.
             StopRequestedError: a stop was asked for while the run waited. What is committed stays.
         """
-        happened = happened or self.happened
-        shortage = self._shortage_of(path, needed_bytes)
-        deadline: float | None = None
-        retry_s = POLL_S
-        while True:
-            if shortage is None:
-                try:
-                    result = do()
-                    break
-                except DiskSpaceError as reason:
-                    size = max(needed_bytes, reason.needed_bytes)
-                    shortage = _Shortage(self.look(path, max(1, size)), str(reason), is_known=size > 0)
-            if deadline is None:
-                deadline = time.monotonic() + self.config.wait_for_room_s
-                happened(PAUSED, step, shortage.as_event())
-            retry_s = min(MAX_RETRY_S, 2 * retry_s) if shortage.report.enough else POLL_S
-            self._wait(retry_s, deadline, shortage)
-            shortage = self._shortage_of(path, needed_bytes)
-        if deadline is not None:
-            happened(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
-        return result
-
-    def _shortage_of(self, path: Path, needed_bytes: int) -> "_Shortage | None":
-        if not needed_bytes:
-            return None
         report = self.look(path, needed_bytes)
         if not report.enough:
             self.prune()
             report = self.look(path, needed_bytes)
-        return None if report.enough else _Shortage(report, str(report))
+        if report.enough:
+            return
+        deadline = time.monotonic() + self.config.wait_for_room_s
+        self.happened(PAUSED, step, _as_event(report))
+        while not (report := self.look(path, needed_bytes)).enough:
+            self._wait(deadline, report)
+        self.happened(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
 
     def look(self, path: Path, needed_bytes: int) -> RoomReport:
         """Room for so many bytes and the reserve at `path`."""
         return check_room(path, needed_bytes, reserve_bytes(self.config))
 
-    def _wait(self, seconds: float, deadline: float, shortage: "_Shortage") -> None:
-        until = min(time.monotonic() + seconds, deadline)
-        while not self.stop() and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_S))
+    def _wait(self, deadline: float, report: RoomReport) -> None:
         if self.stop():
-            raise StopRequestedError(f"stopped while the run waited for room on a disk: {shortage.reason}")
-        if time.monotonic() >= deadline:
+            raise StopRequestedError(f"stopped while the run waited for room on a disk: {report}")
+        left = deadline - time.monotonic()
+        if left <= 0:
             raise DiskSpaceError(
-                f"{shortage.reason} Waited {self.config.wait_for_room_s:.0f} s for room "
-                "(checkpoint.wait_for_room_s). What is committed stays; the same command goes on from there."
+                f"{report} Waited {self.config.wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). What is "
+                "committed stays; the same command goes on from there."
             )
+        time.sleep(min(left, POLL_S))
 
 
-@dataclass(frozen=True, slots=True)
-class _Shortage:
-    """Why there was no room. `report` says `enough` where the write failed though there seems to be room. `is_known`:
-    how much was to be written."""
-
-    report: RoomReport
-    reason: str
-    is_known: bool = True
-
-    def as_event(self) -> Mapping[str, object]:
-        is_counted = self.is_known and not self.report.enough
-        missing = size(self.report.missing_bytes) if is_counted else "an unknown number of bytes"
-        what = "inodes" if not self.report.enough and not self.report.missing_bytes else missing
-        return {
-            "text": f"paused: {what} are missing at {self.report.path}: {self.reason}",
-            "path": str(self.report.path),
-            "missing_bytes": self.report.missing_bytes,
-            "needed_bytes": self.report.needed_bytes + self.report.reserve_bytes,
-            "free_bytes": self.report.free_bytes,
-        }
+def _as_event(report: RoomReport) -> Mapping[str, object]:
+    what = size(report.missing_bytes) if report.missing_bytes else "inodes"
+    return {
+        "text": f"paused: {what} are missing at {report.path}: {report}",
+        "path": str(report.path),
+        "missing_bytes": report.missing_bytes,
+        "needed_bytes": report.needed_bytes + report.reserve_bytes,
+        "free_bytes": report.free_bytes,
+    }
 
 
 def disk_needs(

@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,7 @@ class PassRateMeasuring:
                 begun = time.monotonic()
                 part = self._measured(prompts[done : done + size], digests[done : done + size], done)
                 seconds = time.monotonic() - begun
-                self._record.room.hold(partial(_write, part, folder, {}), step=0, path=folder)
+                _write(part, folder, {})
                 pace.tick()
                 self._progress(part, done + part.num_rows, len(prompts), pace, seconds)
             parts.append(read_table(folder / TABLE))
@@ -140,7 +140,7 @@ class PassRateMeasuring:
             text = f"pass rates: {scorer} failed on {unscored:,} answers, which are left out"
             self._guard.report({"event": "note", "text": text})
         facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
-        self._record.room.hold(partial(_write, table, self._directory, facts), step=0, path=self._directory)
+        _write(table, self._directory, facts)
         for folder in self._beside.glob("rows-*"):
             shutil.rmtree(folder, ignore_errors=True)
 

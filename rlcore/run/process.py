@@ -7,7 +7,7 @@ With the descriptors it serves commands, one JSON object a line, and answers in 
     {"command": "verify"}                                     # reads every byte of the run's inputs
     {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
     {"command": "pass_rates"}                                 # of the training rows, by the start model
-    {"command": "train", "to_step": 40}                       # "at_most": 80: not one step beyond, not even meanwhile
+    {"command": "train", "to_step": 40}                       # "settle": false: the next command waits for the save
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
     {"command": "evaluate"}                                   # the model of step 0 on the suites, and train nothing
     {"command": "export", "checkpoint": "last"}
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import RunConfig
-from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError
+from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, MillraceError, StopRequestedError
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
@@ -123,7 +123,7 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             log.exception("%s failed", name)
             report(_error(name, session.fault(error)))
             session.fail()
-            return EXIT_FAILED
+            return _exit_code(error)
         report({"event": "done", "command": name, "result": result})
     if stop():  # between two commands: training may be some steps beyond the last checkpoint
         try:
@@ -133,6 +133,10 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             report(_error("stop", session.fault(error)))
         return EXIT_RESUMABLE
     return EXIT_DONE
+
+
+def _exit_code(error: Exception) -> int:
+    return EXIT_RESUMABLE if isinstance(error, RESUMABLE) else EXIT_FAILED
 
 
 def _error(command: str, error: Exception) -> Mapping[str, object]:
@@ -158,7 +162,7 @@ def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopF
             log.error("%s", error)
             report(_error("watch", error))
 
-        say_and_end(say, EXIT_RESUMABLE if isinstance(error, StopRequestedError) else EXIT_FAILED)
+        say_and_end(say, _exit_code(error))
 
     try:
         layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
@@ -169,7 +173,7 @@ def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopF
     except MillraceError as error:
         log.error("%s", error)
         report(_error("start", error))
-        return EXIT_RESUMABLE if isinstance(error, StopRequestedError) else EXIT_FAILED
+        return _exit_code(error)
 
 
 def main() -> None:

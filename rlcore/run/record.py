@@ -63,7 +63,7 @@ class RunRecord:
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
         """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
-        self._write_answers(state.step)
+        self.answers.begin_part()
 
         def record() -> TrainerState:
             self.answers.settle()
@@ -90,13 +90,13 @@ class RunRecord:
         return self.room.look(self.layout.checkpoints, self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Wait until the next checkpoint has room. Raises as `Room.hold` does.
+        """Wait until the next checkpoint has room. Raises as `Room.wait` does.
 
         `settle` waits for the save under way, which takes room, and lets older checkpoints go when it is committed.
         """
         if not self.room.look(self.layout.checkpoints, self._next_save_bytes).enough:
             settle()
-        self.room.hold(lambda: None, step=step, path=self.layout.checkpoints, needed_bytes=self._next_save_bytes)
+        self.room.wait(self._next_save_bytes, step=step, path=self.layout.checkpoints)
 
     # ------------------------------------------------------------------ going back
 
@@ -112,10 +112,10 @@ class RunRecord:
         self.answers.cut(step)
         if info is None:
             self._leave_results(step)
-            self._cut_journal(0, 0)
+            self._tracker.resume_at(0, 0)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
-        self._cut_journal(saved.step, saved.journal_bytes)
+        self._tracker.resume_at(saved.step, saved.journal_bytes)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _leave_results(self, step: int) -> None:
@@ -129,31 +129,22 @@ class RunRecord:
             if path.exists():
                 keep_off_the_way(path, f"the run goes on from step {step}")
 
-    def _cut_journal(self, step: int, to_bytes: int) -> None:
-        """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""
-        cut = partial(self._tracker.resume_at, step, to_bytes)
-        self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
-
     # ------------------------------------------------------------------ journal
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of the journal; waits for room for it. Raises as `Room.hold` does."""
+        """Write one line of the journal. Raises DiskSpaceError where there is no room for it."""
         self._tracker.log_step(step, metrics)
-        self.room.hold(self._tracker.journal.require_written, step=step, path=self.layout.journal)
+        self._tracker.journal.require_written()
 
     def keep_answers(self, step: int, table: pa.Table) -> None:
-        """Keep the answers of a step until its chunk's end, or until they are many. Raises as `Room.hold` does."""
+        """Keep the answers of a step until its chunk's end, or until they are many. Raises DiskSpaceError."""
         self.answers.add(table)
         if self.answers.is_full:
-            self._write_answers(step)
+            self.answers.begin_part()
 
-    def keep_validation(self, name: str, step: int, table: pa.Table) -> None:
-        """Write the answers of a validation. Raises as `Room.hold` does."""
-        write = partial(self.answers.write_validation, name, table)
-        self.room.hold(write, step=step, path=self.layout.answers)
-
-    def _write_answers(self, step: int) -> None:
-        self.room.hold(self.answers.begin_part, step=step, path=self.layout.answers)
+    def keep_validation(self, name: str, table: pa.Table) -> None:
+        """Write the answers of a validation. Raises DiskSpaceError."""
+        self.answers.write_validation(name, table)
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal alone."""
@@ -162,9 +153,6 @@ class RunRecord:
     def happened(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, in the log and at the flow. `text` in the data is for display."""
         self.log_event(name, step, data)
-        self._tell(name, step, data)
-
-    def _tell(self, name: str, step: int, data: Mapping[str, object]) -> None:
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
@@ -177,10 +165,10 @@ class RunRecord:
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the save under way, unless it waits for room, and record how the run ended. `is_over`: it counts as
+        """Commit the save under way, and record how the run ended. `is_over`: it counts as
         finished before its last step, and MLflow is not waited for."""
         try:
-            self.saves.settle_now()
+            self.saves.settle()
         except Exception as reason:
             log.warning("the checkpoint that was being written is given up: %s", reason)
         status: FinalStatus = "FAILED" if failed else "FINISHED" if is_over or self._is_finished else "KILLED"

@@ -87,11 +87,8 @@ class Session:
         """Make the table of pass rates, see `PassRateMeasuring.make`; the model of step 0 must be there."""
         return {"directory": str(self._measuring.make().directory)}
 
-    def train(self, to_step: int, *, at_most: int | None = None) -> Mapping[str, object]:
-        """Train from the newest checkpoint until a checkpoint of `to_step`, a chunk's end, is committed.
-
-        While that is being written training goes on into the next chunk; the next call finds those steps done. It
-        never goes beyond the chunk that ends with `at_most`: a sweep may not want more of the run.
+    def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
+        """Train from the newest checkpoint to a step, and save there; see `Training.to`.
 
         Raises:
             StopRequestedError: a stop was asked for; the last finished step is saved.
@@ -99,8 +96,9 @@ class Session:
         committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
-        saved = self._training.to(to_step, at_most)
-        return {"step": saved.step, "checkpoint": str(saved.path), "metrics": dict(saved.metrics)}
+        metrics = self._training.to(to_step, settle=settle)
+        step = self._training.step
+        return {"step": step, "checkpoint": str(self._record.store.path_of(step)), "metrics": dict(metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
@@ -127,7 +125,7 @@ class Session:
         step = self._record.store.step_of(checkpoint)
         if not is_exported(target, step):
             self._workers.load(checkpoint)
-            self._workers.export(target, "export", after_step=step, facts={"step": step})
+            self._workers.export(target, "export", facts={"step": step})
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:

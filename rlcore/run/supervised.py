@@ -241,7 +241,7 @@ class WarmStart:
         goal = end if to_step is None else min(to_step, end)
         newest = record.store.latest()
         if newest is None or (newest.step < goal and not self._has_ended(record, newest)):
-            training.to(goal, None)
+            training.to(goal)
             newest = record.store.latest()
             assert newest is not None, "training has committed one"
         if not self._has_ended(record, newest):
@@ -296,7 +296,7 @@ class WarmStart:
             "steps_taken": newest.step,
         }
         facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
-        workers.export(self._directory, "start_model", after_step=newest.step, facts=facts)
+        workers.export(self._directory, "start_model", facts=facts)
         self._is_over = True
         self.close(failed=False)
         remove_passing(self._layout)

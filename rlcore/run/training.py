@@ -4,7 +4,7 @@ The state of the run is the newest committed checkpoint; what is held here can b
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,6 +21,7 @@ from rlcore.run.workers import RunWorkers, TrainingWorkers
 from rlcore.tracking.cost import CostMeter
 from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
+from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.experience import without_figures
 from rlcore.trainer.step import LoopState, StepResult
 
@@ -44,7 +45,8 @@ class Training(Generic[W]):
         self._system = SystemSampler(record.layout.run_dir)
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
-        self._saved: Saved | None = None
+        self._saved_step = -1
+        """Step of the newest checkpoint: on disk, or being written."""
         self._seconds_for_saves = 0.0
         self._meter: CostMeter | None = None
 
@@ -58,31 +60,28 @@ class Training(Generic[W]):
         """The last finished step of this process; 0 before the first."""
         return 0 if self._state is None else self._state.step
 
-    def to(self, to_step: int, at_most: int | None) -> Saved:
-        """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
+    def to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
+        """Train to a step, and save where a chunk ends and there. Returns the metrics of the last step.
+
+        `settle`: the checkpoint of that step is committed on return; otherwise the next call trains on meanwhile.
+        """
         state = self._begin()
         self.record.wait_for_room(state.step, self.settle_save)
         pace = Pace(is_warm=bool(self._metrics))
-        end = self._config.trainer.total_steps if at_most is None else at_most
-        if self._is_over(state, self._metrics):
-            end = state.step
-        while (saved := self._saved) is None or saved.step < min(to_step, end):
-            if state.step == end:
-                if self.record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
-                    self._begin_save(state)
-                self.settle_save()
-                continue
-            try:
-                state = self._train_step(state, to_step, pace)
-            except StepAbandonedError as given_up:
-                self._save_before(state)
-                raise StopRequestedError(f"{given_up}; step {state.step} is saved; start again to go on") from given_up
-            self._saving(self.record.saves.poll)
-            if self._is_over(state, self._metrics):
-                end = min(end, state.step)
+        while state.step < to_step and not self._is_over(state, self._metrics):
+            state, alarms = self._train_step(state, to_step, pace)
+            if self._ends_chunk(state.step):
+                self._begin_save(state)
+            else:
+                self._saving(self.record.saves.poll)
+            self._end_if_fatal(state, alarms)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
-        return saved
+        if self._saved_step != state.step:  # it ends no chunk
+            self._begin_save(state)
+        if settle:
+            self.settle_save()
+        return self._metrics
 
     def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
         """Whether the training ends with this step, before the last one that it may take."""
@@ -114,7 +113,7 @@ class Training(Generic[W]):
         self.workers.load("start" if newest is None else newest.name)
         self._events.went_on(state.step, found)
         self.record.log_event(WORKERS, state.step, self.workers.found)
-        self._saved = None
+        self._saved_step = state.step
         self._state = self._record_start(state) if newest is None else state
         return self._state
 
@@ -136,30 +135,30 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ a step
 
-    def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> LoopState:
-        """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
+    def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
+        """Take one step, and write its line."""
         try:
             result = self.workers.step(state)
         except UnscoredError as error:  # the step has changed nothing yet
             self._save_before(state)
             raise self._with_remedy(error) from error
-        self._events.shortages(
-            result.state.step, result.shortages, self.workers.start().config.trainer.max_tokens_per_micro_batch
-        )
-        metrics, state = self._write_line(result)
-        self._state, self._metrics = state, metrics
+        except StepAbandonedError as error:
+            self._save_before(state)
+            raise StopRequestedError(f"{error}; step {state.step} is saved; start again to go on") from error
+        step = result.state.step
+        self._events.shortages(step, result.shortages, self.workers.config.trainer.max_tokens_per_micro_batch)
+        self._metrics, self._state = self._write_line(result)
         pace.tick()
-        step = state.step
-        self._events.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
+        self._events.progress(result, to_step, pace)
         self._events.unscored(step, *self.workers.unscored)
         self._events.alarms(step, result.alarms)
-        fatal = [alarm for alarm in result.alarms if alarm.action == "stop"]
-        if step in (to_step, self._end_of_chunk(step)) or self._stop() or fatal:
-            self._begin_save(state)
-        if fatal:
-            self.settle_save()
-            raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
-        return state
+        return self._state, result.alarms
+
+    def _end_if_fatal(self, state: LoopState, alarms: Sequence[Alarm]) -> None:
+        """Save and end where an alarm's action is stop."""
+        if fatal := [alarm for alarm in alarms if alarm.action == "stop"]:
+            self._save_before(state)
+            raise AlarmError(f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
 
     def _with_remedy(self, error: UnscoredError) -> UnscoredError:
         """The error with what is saved, and how to go on."""
@@ -212,23 +211,22 @@ class Training(Generic[W]):
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
-        if state.step != self._end_of_chunk(state.step) and not self._is_over(state, metrics):
+        if not self._ends_chunk(state.step) and not self._is_over(state, metrics):
             # The start model is the best of the chunks' ends, whatever stop came between.
             metrics.pop(HELD_OUT_LOSS, None)
         self._saving(lambda: self.record.begin_save(state, metrics, self.workers))
+        self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step: the one after it was given up before it changed anything."""
+        """Save the last finished step: no further one has changed anything."""
         self.workers.holds = name_of(state.step)
-        self.settle_save()
-        newest = self.record.store.latest()
-        if state.step > (0 if newest is None else newest.step):
+        if self._saved_step != state.step:
             self._begin_save(state)
-            self.settle_save()
+        self.settle_save()
 
-    def _end_of_chunk(self, step: int) -> int:
-        size = self._config.trainer.steps_per_chunk
-        return min(-(-step // size) * size, self._config.trainer.total_steps)
+    def _ends_chunk(self, step: int) -> bool:
+        trainer = self._config.trainer
+        return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
         """Go on with the save under way; the time in which the loop stands still for it stands in a step's line."""
@@ -241,7 +239,6 @@ class Training(Generic[W]):
         finally:
             self._seconds_for_saves += time.perf_counter() - begun
         if saved is not None:
-            self._saved = saved
             self.record.report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
 
 
@@ -287,7 +284,7 @@ class RunTraining(Training[RunWorkers]):
         if suite is None:
             result, answers = self.workers.validate(name, step)
             self._require_figures(result, None)
-            self.record.keep_validation(name, step, answers)
+            self.record.keep_validation(name, answers)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
             self._events.unscored(step, *self.workers.unscored)
         else:
@@ -326,8 +323,7 @@ class RunTraining(Training[RunWorkers]):
         return folder / f"{name}.json"
 
     def _keep(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
-        file = self.file_of(result.name, suite)
-        self.record.room.hold(lambda: result.write(file), step=result.step, path=file)
+        result.write(self.file_of(result.name, suite))
 
     def _known(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """The result of this name; None: of this step's validation in training, where that one saw all problems."""

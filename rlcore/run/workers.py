@@ -132,17 +132,13 @@ class TrainingWorkers:
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
-    def export(self, target: Path, phase: str, *, after_step: int, facts: Mapping[str, JsonValue]) -> None:
-        """Write what the workers hold as a transformers directory, see `export_transformers`; waits for room."""
+    def export(self, target: Path, phase: str, *, facts: Mapping[str, JsonValue]) -> None:
+        """Write what the workers hold as a transformers directory, see `export_transformers`."""
         group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
             weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
-
-        def write() -> None:
-            with self._guard.phase(phase):
-                export_transformers(weights, self.start_model, target, facts=facts, lora=lora, adapters=adapters)
-
-        self._record.room.hold(write, step=after_step, path=target)
+        with self._guard.phase(phase):
+            export_transformers(weights, self.start_model, target, facts=facts, lora=lora, adapters=adapters)
 
     def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a verb of a save on every rank; its answers have the deadline of the phase `save_checkpoint`."""

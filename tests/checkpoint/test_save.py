@@ -13,8 +13,7 @@ from rlcore.checkpoint.save import CheckpointSaver, Saved, SaveState, prune
 from rlcore.checkpoint.shards import CopySize, HostBuffers, RankSaver, fits_in_memory, load_shards, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
-from rlcore.errors import CheckpointError, DiskSpaceError, RunInUseError, StopRequestedError, WorkerLostError
-from rlcore.run import disk
+from rlcore.errors import CheckpointError, DiskSpaceError, RunInUseError, WorkerLostError
 from tests.checkpoint.small import SmallModel, assert_same, build, state_of, train
 from tests.checkpoint.test_store import SETTINGS, save, state_at, steps
 from tests.storage.small_disk import fill
@@ -41,8 +40,8 @@ class Ranks:
 class NoWaiting:
     """A run that does not wait for room."""
 
-    def hold(self, do: Callable[[], Any], *, step: int, path: Path, needed_bytes: int = 0) -> Any:
-        return do()
+    def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
+        """There is room."""
 
 
 def parts(folder: Path, full: Path | None = None) -> tuple[Ranks, CheckpointStore, CheckpointSaver]:
@@ -101,7 +100,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, ending):
 
 def test_nothing_is_under_way_before_the_first(tmp_path):
     _, _, saver = parts(tmp_path)
-    assert (saver.poll(), saver.settle(), saver.settle_now()) == (None, None, None)
+    assert (saver.poll(), saver.settle()) == (None, None)
     saver.abandon()
     assert saver.at is None
 
@@ -114,7 +113,7 @@ def test_a_full_disk_surfaces_at_the_next_call_and_leaves_nothing(small_disk, en
     with pytest.raises(DiskSpaceError, match=r"policy/rank-00000.*no room"):
         ended(saver, ending)
     assert saver.state is SaveState.COPIED
-    assert saver.settle_now() is None
+    assert saver.settle() is None
     assert steps(store) == [1]
     assert not list((small_disk / "checkpoints").glob(".tmp-*"))
     saver.abandon()
@@ -204,9 +203,8 @@ def test_a_save_says_what_it_is_at_and_asks_for_room_for_all_ranks(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
 
     class Asking(NoWaiting):
-        def hold(self, do: Callable[[], Any], *, step: int, path: Path, needed_bytes: int = 0) -> Any:
+        def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
             asked.append((step, path, needed_bytes))
-            return do()
 
     class TwoRanks(Ranks):
         def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
@@ -296,8 +294,8 @@ def test_old_ones_that_cannot_be_deleted_are_told(tmp_path, caplog):
 def test_the_end_of_a_run_commits_what_is_written_and_waits_for_no_room(tmp_path):
     ranks, store, saver = parts(tmp_path)
     begin(saver, 1, ranks)
-    assert saver.settle_now() == Saved(1, store.path_of(1), {})
-    assert saver.settle_now() is None
+    assert saver.settle() == Saved(1, store.path_of(1), {})
+    assert saver.settle() is None
 
 
 def test_memory_that_is_being_got_counts_as_held():
@@ -312,61 +310,6 @@ def test_a_copy_of_the_weights_is_let_go_when_the_checkpoint_is_there(tmp_path):
     assert ranks.saver._copies
     assert ended(saver, "settle").step == 1
     assert not ranks.saver._copies
-
-
-def test_a_rank_that_is_lost_while_the_run_waits_for_room_is_a_lost_rank(small_disk, monkeypatch):
-    monkeypatch.setattr(disk, "POLL_S", 0.01)
-    config = CheckpointConfig(reserve_gb=0, wait_for_room_s=20)
-    store, ranks, told = CheckpointStore(small_disk / "checkpoints", config, SETTINGS), Ranks(small_disk), []
-
-    def happened(name: str, step: int, data: object) -> None:
-        told.append(name)
-        (small_disk / "ballast").unlink()
-        ranks.is_lost = True
-
-    room = disk.Room(config, happened=happened, stop=lambda: False, prune=lambda: None)
-    saver = CheckpointSaver(store, room)
-    begin(saver, 1, ranks)
-    with pytest.raises(WorkerLostError):
-        saver.settle()
-    assert told == ["paused_for_disk"]
-    assert not list(store.directory.glob(".tmp-*"))
-
-
-def test_a_pause_tells_the_bytes_that_the_write_wanted(tmp_path):
-    """Also where the file system had room and the write failed all the same: under a quota."""
-    told: list[Any] = []
-    config = CheckpointConfig(reserve_gb=0)
-    room = disk.Room(config, happened=lambda *one: told.append(one), stop=lambda: bool(told), prune=lambda: None)
-
-    def write() -> None:
-        raise DiskSpaceError("the quota is used up")
-
-    with pytest.raises(StopRequestedError):
-        room.hold(write, step=3, path=tmp_path, needed_bytes=5_000)
-    (name, step, data), *_ = told
-    assert (name, step, data["needed_bytes"]) == ("paused_for_disk", 3, 5_000)
-
-
-@pytest.mark.parametrize(("size", "missing"), [(2_248, "2.2 kB"), (0, "an unknown number of bytes")])
-def test_a_pause_of_a_small_write_counts_what_it_has_failed_to_write(small_disk: Path, size: int, missing: str):
-    told: list[Any] = []
-    room = disk.Room(
-        CheckpointConfig(reserve_gb=0),
-        happened=lambda *one: told.append(one),
-        stop=lambda: bool(told),
-        prune=lambda: None,
-    )
-    fill(small_disk)
-
-    def write() -> None:
-        error = DiskSpaceError("the journal's lines could not be written")
-        error.needed_bytes = size
-        raise error
-
-    with pytest.raises(StopRequestedError):
-        room.hold(write, step=3, path=small_disk)
-    assert told[0][2]["text"].startswith(f"paused: {missing} are missing at {small_disk}: ")
 
 
 def test_a_copy_leaves_a_quarter_of_its_size_in_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:

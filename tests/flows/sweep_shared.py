@@ -13,6 +13,7 @@ from pathlib import Path
 from prefect.logging import disable_run_logger
 
 from flows import chain
+from flows.stages.train import Train
 from flows.sweep.drive import Drive, Task
 from flows.sweep.record import sweep_directory
 from flows.work.open_run import open_run
@@ -50,7 +51,7 @@ class Logged:
             config = task.member.config
             with open_run(config) as run:
                 self._log("begun", run.run_id, task.to_step)
-                chain.train(run, chain.make_rows(config, chain.run_here).inputs, chain.run_here, task.to_step)
+                chain.run_stages(run, chain.run_here, Train.name, task.to_step)
                 self._log("ended", run.run_id, task.to_step)
             yield task, ""
 

@@ -5,7 +5,6 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,11 +12,14 @@ import pytest
 
 from flows import chain
 from flows.plan.plan import make_plan
+from flows.stages.dataset import Dataset
+from flows.stages.stage import Stage
+from flows.stages.validate import Validate
+from flows.stages.warm_start import WarmStart
 from flows.sweep.record import committed
-from flows.work import stages
-from flows.work.open_run import _changed_files, open_run, require_same_rows, require_same_run
+from flows.work.checkpoints import committed_step
+from flows.work.open_run import OpenRun, _changed_files, open_run, require_same_rows, require_same_run
 from flows.work.protocol import Note
-from flows.work.results import committed_step
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
@@ -63,7 +65,7 @@ def begin(config: RunConfig) -> RunLayout:
     """What a run has after two steps, without the training."""
     layout = RunLayout.of(config)
     with open_run(config):
-        chain.make_rows(config, chain.look).inputs.write(layout)
+        chain.make_rows(OpenRun(config), chain.run_quietly).write(layout)
     state = TrainerState(
         step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
         settings_fingerprint=settings_fingerprint(config),
@@ -71,7 +73,7 @@ def begin(config: RunConfig) -> RunLayout:
     with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
         (folder / "weights").write_text("x")
     plan = make_plan(config)
-    assert plan.committed_step == max(chunk.stop for chunk in plan.chunks if chunk.done) == 2
+    assert plan.committed_step == 2
     return layout
 
 
@@ -116,7 +118,7 @@ def test_other_data_of_a_build_of_ones_own_are_another_dataset_and_refused_by_na
     told = refused(config)
     assert "mine_numbers.txt: " in told
     assert "--fork mine@2" in told
-    again = stages.make_dataset(config.model_copy(update={"run_id": "another"}))
+    again = Dataset().make(OpenRun(config.model_copy(update={"run_id": "another"})))
     assert not again.cached
     assert again.directory != dataset
 
@@ -243,14 +245,15 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
 ) -> None:
     """As a version of Millrace whose filter has changed makes them: in a folder of another name."""
     (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6")
-    others = chain.make_rows(config, chain.look).inputs.filtered_directory
+    others = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory
     (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
     layout = begin(config)
     now = RunInputs.read(layout)
     replace(now, filtered_directory=others).write(layout)
-    for go_on in (partial(stages.validate, checkpoint="last", name="after"), partial(stages.warm_start, to_step=0)):
+    stages: tuple[Stage[object], ...] = (Validate("last"), WarmStart())
+    for stage in stages:
         with pytest.raises(CheckpointError) as error, open_run(config) as run:
-            go_on(run, now)
+            stage.result(run)
         told = str(error.value)
         assert f"another run:\n  rows: {others} when it began, {now.filtered_directory} now\nPut back what made" in told
         assert "--fork mine@2" in told

@@ -1,23 +1,28 @@
-"""The one list of stages: their order, their lines for people, and what happens when a trainer is lost."""
+"""The list of stages: their order, their lines for people, and what happens when a trainer is lost."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from flows import chain
-from flows.chain import Stage, run_here
+from flows.chain import run_here
 from flows.progress import PlainDisplay, shown_on
-from flows.work import stages
+from flows.stages.export import Weights
+from flows.stages.report import ReportPage
+from flows.stages.stage import Stage, StageStatus
+from flows.stages.train import Chunk, Train
+from flows.stages.validate import Validate
+from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
-from flows.work.results import Chunk, Export, Judgement, Recorded, Report
+from flows.work.recorded import Recorded
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ModelError, WorkerLostError
-from rlcore.run.inputs import RunInputs
 from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
@@ -25,11 +30,11 @@ R = TypeVar("R")
 HERE = Path("here")
 MADE: dict[str, Any] = {
     "warm-start": StartModel(HERE, cached=False, steps=30, figures={"reward": 0.4}),
-    "train-chunk": Chunk(0, 1, HERE, skipped=False, metrics={"critic/score/mean": 0.25}),
-    "export": Export(HERE, 2, cached=True),
+    "train": Chunk(0, 1, HERE, skipped=False, metrics={"critic/score/mean": 0.25}),
+    "export": Weights(HERE, 2, cached=True),
     "validate": Judgement("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),
-    "export-best": Export(HERE, 1, cached=False),
-    "report": Report(HERE, cached=True),
+    "export-best": Weights(HERE, 1, cached=False, is_best=True),
+    "report": ReportPage(HERE, cached=True),
 }
 
 
@@ -39,7 +44,7 @@ class Record:
     def start(self, *rows: object) -> None:
         self.rows = rows
 
-    def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
+    def finish(self, report: ReportPage | None, last: Weights, best: Weights) -> Recorded:
         self.end = (report, last, best)
         return Recorded()
 
@@ -55,9 +60,9 @@ def config(artifacts_root: Path) -> RunConfig:
 def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> None:
     said = []
 
-    def do(stage: Stage[R]) -> R:
-        result = stage.work() if stage.name in ("dataset", "filter") else MADE[stage.name]
-        said.append((stage.title, stage.says(result).partition(" (")[0], stage.run is not None))
+    def do(stage: Stage[R], run: OpenRun) -> R:
+        result = stage.result(run) if stage.name in ("dataset", "filter") else MADE[stage.name]
+        said.append((stage.title(run), stage.describe(result).partition(" (")[0], stage.in_trainer))
         return result
 
     record = Record()
@@ -85,14 +90,14 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
     words = ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
     said = []
 
-    def do(stage: Stage[R]) -> R:
-        result = stage.work()
-        said.append(stage.says(result))
+    def do(stage: Stage[R], run: OpenRun) -> R:
+        result = stage.result(run)
+        said.append(stage.describe(result))
         return result
 
     for size in (20, 21):
         sizes = [f"trainer.batch_size={size}", f"trainer.mini_batch_size={size}"]
-        chain.make_rows(load_config([*words, *sizes]), do)
+        chain.make_rows(OpenRun(load_config([*words, *sizes])), do)
     _, enough, _, few = said
     assert "\n" not in enough
     line, warning = few.split("\n")
@@ -109,55 +114,54 @@ def test_what_is_asked_for_is_judged_on_all_problems_beside_the_validations_of_t
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
     validation = config.validation.model_copy(update={"suites": suites, "max_problems": of_run})
     config = config.model_copy(update={"validation": validation})
-    said: list[str] = []
-
-    def do(stage: Stage[R]) -> R:
-        said.append(stage.title)
-        return MADE["validate"]
-
-    with open_run(config) as run:
-        for checkpoint in ("start", "last", "best", "step-000002"):
-            chain.judge(run, RunInputs(HERE, HERE), checkpoint, do)
-    assert [title.removeprefix("validate/debug ") for title in said] == ["before", "after", "best", name]
+    titles = [Validate(checkpoint).title(OpenRun(config)) for checkpoint in ("start", "last", "best", "step-000002")]
+    assert [title.removeprefix("validate/debug ") for title in titles] == ["before", "after", "best", name]
 
 
 def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:
     with open_run(config) as run:
-        inputs = chain.make_rows(config, chain.look).inputs
         state = TrainerState(
             step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
             settings_fingerprint=settings_fingerprint(config),
         )  # fmt: skip
         with CheckpointStore(run.layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
             (folder / "weights").write_text("x")
-        chunk = stages.train_chunk(run, inputs, 1, 2)
-        of_this_call = stages.train_chunk(run, inputs, 1, 2, done_before=1)
+        chunk = Train(1, 2, is_last=True).result(run)
     assert (chunk.start, chunk.stop, chunk.skipped) == (1, 2, True)
     assert chunk.checkpoint == run.layout.checkpoints / "step-000002"
     assert str(chunk) == "step 1-2, skipped: done before"
-    assert str(of_this_call) == "step 1-2", "it was committed while this call told of the chunk before"
+
+
+@dataclass(frozen=True)
+class Failing(Stage[str]):
+    """A stage that fails with these errors, and then is done. `calls`: one for each try."""
+
+    name = "stage"
+    in_trainer = True
+    errors: tuple[Exception, ...]
+    calls: list[int] = field(default_factory=list)
+
+    def status(self, run: OpenRun) -> StageStatus:
+        return StageStatus(self.name, None, None, False, "")
+
+    def make(self, run: OpenRun) -> str:
+        self.calls.append(len(self.calls))
+        if len(self.calls) <= len(self.errors):
+            raise self.errors[len(self.calls) - 1]
+        return "done"
+
+    def describe(self, result: str) -> str:
+        return result
 
 
 def test_only_a_lost_trainer_is_tried_again_and_no_more_often_than_asked_for(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runtime = config.runtime.model_copy(update={"max_chunk_retries": 2})
-    run = OpenRun(config.model_copy(update={"runtime": runtime}), ())
-    calls = []
-
-    def stage(*errors: Exception) -> Stage[str]:
-        def work() -> str:
-            calls.append(len(calls))
-            if len(calls) <= len(errors):
-                raise errors[len(calls) - 1]
-            return "done"
-
-        calls.clear()
-        return Stage("stage", "stage", work, lambda result: result, run)
-
+    run = OpenRun(config.model_copy(update={"runtime": runtime}))
     lost = WorkerLostError("it is gone")
     with shown_on(PlainDisplay()):
-        assert run_here(stage(lost, lost)) == "done"
+        assert run_here(Failing((lost, lost)), run) == "done"
         assert capsys.readouterr().out.splitlines() == [
             "it is gone",
             "trying again from the last checkpoint (1 of 2)",
@@ -165,9 +169,11 @@ def test_only_a_lost_trainer_is_tried_again_and_no_more_often_than_asked_for(
             "trying again from the last checkpoint (2 of 2)",
             "done",
         ]
+        often = Failing((lost, lost, lost))
         with pytest.raises(WorkerLostError):
-            run_here(stage(lost, lost, lost))
-        assert len(calls) == 3
+            run_here(often, run)
+        assert len(often.calls) == 3
+        wrong = Failing((ModelError("wrong"),))
         with pytest.raises(ModelError):
-            run_here(stage(ModelError("wrong")))
-        assert len(calls) == 1
+            run_here(wrong, run)
+        assert len(wrong.calls) == 1

@@ -26,7 +26,7 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
 from rlcore.config.problems import override_value
 from rlcore.config.run import all_keys
-from rlcore.errors import CheckpointError, ConfigError, ModelError
+from rlcore.errors import CheckpointError, ConfigError, DiskSpaceError, ModelError
 from rlcore.runtime.cluster import private_folder
 from rlcore.storage.publish import write_text_atomically
 from tests.flows.conftest import REPOSITORY, Finished, Millrace, in_this_process
@@ -245,6 +245,14 @@ def test_settings_given_as_options_are_all_told_with_their_keys(capsys: pytest.C
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: write_text_atomically(tmp_path, "a page")) == 1
     assert capsys.readouterr().err == f"{tmp_path}: Is a directory\n"
+
+
+def test_a_full_disk_ends_as_what_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> None:
+        raise DiskSpaceError("there is no room")
+
+    assert exit_code(write) == 75
+    assert capsys.readouterr().err == "there is no room\n"
 
 
 def test_a_mistyped_option_is_told_with_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.work import stages
+from flows.stages.dataset import Dataset
+from flows.stages.demonstrations import Demonstrations
+from flows.stages.filter import Filter
+from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
@@ -65,9 +68,9 @@ def test_each_shape_has_a_command() -> None:
 def test_two_steps_of_each_shape(words: list[str]) -> None:
     """By the stages of the pipeline, in this process."""
     config = composed(*words[1:])
-    dataset = stages.make_dataset(config)
-    filtered = stages.filter_rows(config)
-    shown = stages.tokenize_demonstrations(config) if config.warm_start.enabled else None
+    of_run = OpenRun(config)
+    dataset, filtered = Dataset().make(of_run), Filter().make(of_run)
+    shown = Demonstrations().make(of_run) if config.warm_start.enabled else None
     if shown is None:
         assert dataset.counts == filtered.counts == {"train": 20, "validation": 20}
     else:

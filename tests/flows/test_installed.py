@@ -94,7 +94,7 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
     assert "no run" in do("runs")
     for kind, name in (("task", "sums"), ("experiment", "mine"), ("scorer", "own")):
         assert "is written" in do("new", kind, name)
-    assert "chunks: 0 of" in do("run", "experiment=mine.yaml", "--dry-run")
+    assert "train " in do("run", "experiment=mine.yaml", "--dry-run")
     assert "name: mine" in do("train", "experiment=mine.yaml", "--cfg", "job")
     assert "mine.yaml" in do("train", "experiment=mine.yaml", "--info")
     do("train", "experiment=mine.yaml", "-m", "seed=1,2", codes=(2,))

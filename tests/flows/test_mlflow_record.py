@@ -8,10 +8,14 @@ import pytest
 
 from data import StageResult
 from flows.parameters import MLFLOW_PAGE
-from flows.work import mlflow_record, stages
+from flows.stages.dataset import Dataset
+from flows.stages.export import Weights
+from flows.stages.filter import Filter
+from flows.stages.report import ReportPage, report_fingerprint
+from flows.work import mlflow_record
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import open_run
-from flows.work.results import Export, Recorded, Report, models_digest, report_fingerprint, settings_digest
+from flows.work.open_run import OpenRun, open_run
+from flows.work.recorded import Recorded, models_digest, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking.mlflow_store import MlflowStore
@@ -25,7 +29,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
     size = ["data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
     size.append("tags.from='http://me:SECRET@host'")
     config = load_config(["experiment=debug", *size])
-    rows, filtered = stages.make_dataset(config), stages.filter_rows(config)
+    rows, filtered = Dataset().make(OpenRun(config)), Filter().make(OpenRun(config))
     for error, status in ((ModelError("no such model"), "FAILED"), (StopRequestedError("told to end"), "KILLED")):
         with suppress(type(error)), open_run(config, ()) as run, MlflowRecord(run, {}) as record:
             record.start(rows, filtered)
@@ -58,7 +62,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
 
 
 HERE = Path("here")
-LAST, BEST = Export(HERE, 2, cached=True), Export(HERE, 1, cached=True)
+LAST, BEST = Weights(HERE, 2, cached=True), Weights(HERE, 1, cached=True)
 ROWS = StageResult(HERE, "f", cached=True, counts={})
 AWAY = ("tracking.uri=oddsql://host/runs",)
 """A store of a kind that is not installed here: it fails at once."""
@@ -110,7 +114,7 @@ def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
     assert Recorded.read(run.layout) == known
 
 
-@pytest.mark.parametrize("given", [None, Report(HERE / "report.html", cached=True)])
+@pytest.mark.parametrize("given", [None, ReportPage(HERE / "report.html", cached=True)])
 @pytest.mark.parametrize(
     ("report", "models", "is_sent"),
     [
@@ -125,7 +129,7 @@ def test_the_end_of_a_run_is_sent_where_a_part_of_it_is_not_there(
     report: str,
     models: str,
     is_sent: bool | None,
-    given: Report | None,
+    given: ReportPage | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])

@@ -396,6 +396,23 @@ def test_make_demo_twice_at_the_same_time(millrace: Millrace) -> None:
     assert told[2] == socket.gethostname()
 
 
+def test_a_disk_that_is_full_within_a_chunk_ends_the_run_and_the_same_command_goes_on(
+    millrace: Millrace, reference: Reference
+) -> None:
+    runs = millrace.root / "runs"
+    with mounted(runs, size_mib=32):
+        process = millrace.start("run", *UNTRACKED)
+        wait_for_step(millrace, 2)
+        ballast = fill(runs)
+        stopped = ended(process)
+        assert stopped.code == 75, stopped.err
+        assert str(runs) in stopped.err
+        ballast.unlink()
+        done = ended(millrace.start("run", *UNTRACKED))
+        assert done.code == 0, done.err
+        assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+
+
 def test_a_full_disk_pauses_the_flow_run_until_there_is_room(
     millrace: Millrace, api: Api, reference: Reference
 ) -> None:
@@ -403,7 +420,7 @@ def test_a_full_disk_pauses_the_flow_run_until_there_is_room(
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)
         wait_for_step(millrace, 2)
-        ballast = fill(runs)
+        ballast = fill(runs, leave_bytes=1 << 20)  # room for the journal, and for no checkpoint
 
         def paused() -> list[dict[str, Any]]:
             known = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["PAUSED"]}}})

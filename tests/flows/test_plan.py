@@ -1,5 +1,6 @@
 """The plan says what is true on disk."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from flows.plan import checks
 from flows.plan.checks import check_before_start
 from flows.plan.plan import count_parameters, make_plan
 from flows.plan.table import show_plan
+from flows.work.open_run import OpenRun
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
@@ -35,15 +37,18 @@ def gsm8k_files(tmp_path: Path) -> Path:
 
 def test_nothing_is_done_in_an_empty_root(artifacts_root: Path) -> None:
     plan = make_plan(load_config(["experiment=debug", f"paths.root={artifacts_root}"]))
-    assert [stage.cached for stage in plan.stages] == [False] * 6
-    assert [(chunk.start, chunk.stop, chunk.done) for chunk in plan.chunks] == [(0, 1, False), (1, 2, False)]
+    assert [(stage.name, stage.detail) for stage in plan.stages if stage.name == "train"] == [
+        ("train", "step 0-1"),
+        ("train", "step 1-2"),
+    ]
+    assert not any(stage.cached for stage in plan.stages)
     assert plan.stage("filter").fingerprint is None, "it depends on a tokenizer that is not made yet"
     assert not plan.is_done
 
 
 def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    inputs = chain.make_rows(config, chain.look).inputs
+    inputs = chain.make_rows(OpenRun(config), chain.run_quietly)
     plan = make_plan(config)
     assert plan.stage("dataset").cached
     assert plan.stage("filter").cached
@@ -55,7 +60,7 @@ def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
 
 def test_what_is_damaged_is_planned_to_be_made_again_and_left_alone(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    rows = chain.make_rows(config, chain.look).inputs.filtered_directory / "train.parquet"
+    rows = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory / "train.parquet"
     rows.write_bytes(bytes(reversed(rows.read_bytes())))
     plan = make_plan(config)
     assert not plan.stage("filter").cached
@@ -172,7 +177,8 @@ def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
     assert "Memory of a GPU (none here), GB by phase" in shown
     assert "policy: moments" in shown
     assert "memory:" not in shown, "of an unknown card nothing is said"
-    for line in ("chunks: 0 of ", "tokens: ", "disk: a checkpoint "):
+    assert re.search(r"^train +\w+ +to do +0 of \d+ done; to do: step 0-", shown, re.MULTILINE)
+    for line in ("tokens: ", "disk: a checkpoint "):
         assert f"\n{line}" in shown
     shape = shape_of(config.model)
     for size, told in ((10**12, "memory: fits"), (10**9 + 10**8, "as planned"), (10**9, "CANNOT FIT")):

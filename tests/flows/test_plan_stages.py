@@ -11,9 +11,11 @@ from safetensors.numpy import save_file
 
 from flows import chain
 from flows.plan import plan as plans
-from flows.plan.plan import TokenBudget, count_parameters, make_plan
-from flows.work.open_run import open_run
-from flows.work.results import report_fingerprint
+from flows.plan.plan import RunPlan, TokenBudget, count_parameters, make_plan
+from flows.stages.report import Report, report_fingerprint
+from flows.stages.stage import made_again
+from flows.stages.warm_start import _ends
+from flows.work.open_run import OpenRun, open_run
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
@@ -26,6 +28,11 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.publish import published_directory, write_json_atomically
 from tests.evaluation.results import problem, result
+
+
+def of_name(plan: RunPlan, name: str) -> list[tuple[str, bool]]:
+    """Details of the stages of a name, and whether each is done."""
+    return [(stage.detail, stage.cached) for stage in plan.stages if stage.name == name]
 
 
 def load(root: Path, *overrides: str) -> RunConfig:
@@ -58,12 +65,11 @@ def commit(config: RunConfig, step: int) -> None:
 )
 def test_a_warm_start_ends_by_what_its_settings_name(settings: dict[str, object], told: str) -> None:
     none = {"epochs": None, "stop_at_reward": None, "patience": None, "max_steps": 7}
-    assert plans._ends(WarmStartConfig().model_copy(update=none | settings)) == told
+    assert _ends(WarmStartConfig().model_copy(update=none | settings)) == told
 
 
-def test_counts_of_rows_and_damage_are_told_in_words() -> None:
-    assert plans._rows({"train": 1_200, "train/overlong": 3}) == "1,200 train, 3 train/overlong"
-    assert (plans._again("x: hash"), plans._again("")) == ("made again: x: hash", "")
+def test_damage_is_told_in_words() -> None:
+    assert (made_again("x: hash"), made_again("")) == ("made again: x: hash", "")
 
 
 def test_tokens_are_those_of_the_steps_that_are_left(tmp_path: Path) -> None:
@@ -79,8 +85,12 @@ def test_a_plan_of_an_empty_root_says_what_is_to_do(artifacts_root: Path) -> Non
         ("dataset", "countdown"),
         ("filter", "after its tokenizer is made"),
         ("warm-start", "after the filter"),
-        ("train", "step 0 of 2, 0 of 2 chunks done"),
-        ("validate", "before and after"),
+        ("train", "step 0-1"),
+        ("train", "step 1-2"),
+        ("export", ""),
+        ("validate", "before"),
+        ("validate", "after"),
+        ("export-best", ""),
         ("report", "HTML, JSON and pictures"),
     ]
     assert (plan.committed_step, plan.total_steps, plan.warning) == (0, 2, "")
@@ -93,13 +103,13 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
     layout = RunLayout.of(config)
     at_start = make_plan(config).disk
     with open_run(config):
-        chain.make_rows(config, chain.look).inputs.write(layout)
+        chain.make_rows(OpenRun(config), chain.run_quietly).write(layout)
     commit(config, 1)
     plan = make_plan(config)
     assert plan.warm_start_memory is None
     assert plan.stage("dataset").detail == "countdown 512 train, 32 validation"
     assert plan.stage("warm-start").detail == "model only"
-    assert (plan.stage("train").detail, plan.stage("train").cached) == ("step 1 of 2, 1 of 2 chunks done", False)
+    assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", False)]
     size = plan.disk.checkpoint_bytes
     assert size is not None
     assert 1_000 <= size < 10_000
@@ -112,31 +122,27 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
         judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.judging)
         judged.write(layout.validation / f"{name}.json")
     plan = make_plan(config)
-    assert (plan.stage("validate").detail, plan.stage("validate").cached) == ("before judged", False)
-    assert (plan.stage("train").detail, plan.stage("train").cached) == ("step 2 of 2, 2 of 2 chunks done", False)
+    assert of_name(plan, "validate") == [("before", True), ("after", False)]
+    assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", True)]
+    assert of_name(plan, "export") == of_name(plan, "export-best") == [("", False)]
     assert plan.disk.needed_bytes == 0
     replace(judged, step=2).write(layout.validation / "after.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
     plan = make_plan(config)
-    assert (plan.stage("validate").detail, plan.stage("validate").cached) == ("before and after judged", True)
-    assert plan.stage("train").cached
+    assert of_name(plan, "validate") == [("before", True), ("after", True)]
+    assert of_name(plan, "export") == of_name(plan, "export-best") == [("", True)]
     assert not plan.stage("report").cached
     (layout.exported_model / "weights").write_text("y")
-    detail = make_plan(config).stage("train").detail
-    assert detail.startswith(
-        f"step 2 of 2, 2 of 2 chunks done; the weights are exported again: {layout.exported_model}"
-    )
+    ((detail, is_done),) = of_name(make_plan(config), "export")
+    assert detail.startswith(f"made again: {layout.exported_model}")
+    assert not is_done
     assert (layout.exported_model / "weights").read_text() == "y", "a plan sets nothing aside"
 
     more = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=3")
     plan = make_plan(more)
-    assert [(chunk.start, chunk.stop, chunk.done) for chunk in plan.chunks] == [
-        (0, 1, True),
-        (1, 2, True),
-        (2, 3, False),
-    ]
-    assert plan.stage("validate").cached is False
+    assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", True), ("step 2-3", False)]
+    assert of_name(plan, "validate") == [("before", False), ("after", False)]
     fewer = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=1")
     run_id = layout.run_dir.name
     with pytest.raises(CheckpointError) as told:
@@ -199,7 +205,7 @@ def test_pass_rates_wait_for_the_filter_and_say_whose_they_are(artifacts_root: P
     assert (stage.detail, stage.fingerprint, stage.cached) == (
         "4 answers to each training row, after the filter", None, False,
     )  # fmt: skip
-    chain.make_rows(config, chain.look)
+    chain.make_rows(OpenRun(config), chain.run_quietly)
     stage = make_plan(config).stage("pass-rates")
     assert (stage.detail, stage.cached) == ("4 answers to each training row", False)
     assert stage.fingerprint is not None
@@ -216,13 +222,20 @@ def test_a_run_at_its_end_needs_no_room_for_checkpoints(artifacts_root: Path) ->
     assert (disk.needed_bytes, disk.num_checkpoints > 1) == (0, True)
 
 
-def test_a_report_counts_once_all_before_it_is_done(artifacts_root: Path) -> None:
+def test_a_report_counts_once_the_run_has_come_to_its_end(artifacts_root: Path) -> None:
     config = load(artifacts_root)
-    layout, stages = RunLayout.of(config), list(make_plan(config).stages[:-1])
-    (layout.run_dir / "report").mkdir(parents=True)
-    (layout.run_dir / "report" / "report.html").touch()
-    known = {"fingerprint": report_fingerprint(layout), "html": "report.html"}
-    write_json_atomically(layout.run_dir / "report" / "source.json", known)
-    assert not plans._report(layout, stages).cached
-    done = plans._report(layout, [replace(stage, cached=True) for stage in stages])
-    assert (done.cached, done.fingerprint) == (True, known["fingerprint"])
+    layout = RunLayout.of(config)
+
+    def write_report() -> str:
+        (layout.run_dir / "report").mkdir(parents=True, exist_ok=True)
+        (layout.run_dir / "report" / "report.html").touch()
+        known = {"fingerprint": report_fingerprint(layout), "html": "report.html"}
+        write_json_atomically(layout.run_dir / "report" / "source.json", known)
+        return known["fingerprint"]
+
+    write_report()
+    assert not Report().status(OpenRun(config)).cached
+    commit(config, 2)
+    digest = write_report()
+    done = Report().status(OpenRun(config))
+    assert (done.cached, done.fingerprint) == (True, digest)

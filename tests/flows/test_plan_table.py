@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan.plan import ChunkPlan, DiskBudget, RunPlan, StagePlan, TokenBudget
+from flows.plan.plan import DiskBudget, RunPlan, TokenBudget
 from flows.plan.table import memory_note, show_memory, show_plan
+from flows.stages.stage import StageStatus
 from rlcore.storage.disk import RoomReport, size, unit_for
 from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
 
@@ -30,10 +31,12 @@ PLAN = RunPlan(
     settings_fingerprint="aaaa",
     code_fingerprint="bbbb",
     stages=(
-        StagePlan("dataset", "cccc", Path("/d"), True, "16 train"),
-        StagePlan("filter", None, None, False, "after its tokenizer is made"),
+        StageStatus("dataset", "cccc", Path("/d"), True, "16 train"),
+        StageStatus("filter", None, None, False, "after its tokenizer is made"),
+        StageStatus("train", "dddd", Path("/c"), True, "step 0-20"),
+        StageStatus("train", "dddd", Path("/c"), False, "step 20-40"),
+        StageStatus("train", "dddd", Path("/c"), False, "step 40-50"),
     ),
-    chunks=(ChunkPlan(0, 20, True), ChunkPlan(20, 40, False), ChunkPlan(40, 50, False)),
     committed_step=20,
     total_steps=50,
     tokens=TokenBudget(1_024, 8_192, 1_300, 10_649_600, 319_488_000),
@@ -70,8 +73,8 @@ def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[st
     assert titles.split() == ["stage", "fingerprint", "state", "what"]
     assert rest[0].split() == ["dataset", "cccc", "done", "16", "train"]
     assert rest[1].split() == ["filter", "not", "known", "yet", "to", "do", "after", "its", "tokenizer", "is", "made"]
-    assert rest[2:] == [
-        "chunks: 1 of 3 done, committed step 20 of 50; to do: 20-40, 40-50",
+    assert rest[2].split(maxsplit=4) == ["train", "dddd", "to", "do", "1 of 3 done; to do: step 20-40, step 40-50"]
+    assert rest[3:] == [
         "tokens: 1,024 prompts and 8,192 answers a step, at most 1,300 tokens each: at most 10,649,600 a step, "
         "319,488,000 in the steps left",
         "disk: a checkpoint 3.0 GB, at most 2 at a time, 1.0 GB in reserve: 4.0 GB still needed, 5.5 GB free",
@@ -83,17 +86,17 @@ def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[st
 
 
 def test_many_chunks_are_cut_and_none_is_no_list(capsys: pytest.CaptureFixture[str]) -> None:
-    def chunks(*plans: ChunkPlan) -> str:
-        show_plan(replace(PLAN, chunks=plans), as_json=False)
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("chunks: "))
-        return line
+    def row(*stages: StageStatus) -> str:
+        show_plan(replace(PLAN, stages=stages), as_json=False)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train "))
+        return line.rstrip()
 
-    one_by_one = [ChunkPlan(number, number + 1, False) for number in range(20)]
-    shown = "9-10, 10-11, 11-12, 12-13, 13-14, 14-15, 15-16, 16-17, 17-18"
-    assert len(shown) == 60
-    assert chunks(*one_by_one[9:18]).endswith(f"; to do: {shown}")
-    assert chunks(*one_by_one[10:19]).endswith("; to do: 10-11, 11-12, 12-13, 13-14, 14-15, 15-16, 16-17, 17-18, 1...")
-    assert chunks(ChunkPlan(0, 50, True)) == "chunks: 1 of 1 done, committed step 20 of 50"
+    one_by_one = [StageStatus("train", "dddd", None, False, f"step {step}-{step + 1}") for step in range(20)]
+    assert row(*one_by_one[:5]).endswith("0 of 5 done; to do: step 0-1, step 1-2, step 2-3, step 3-4, step 4-5")
+    shown = "step 0-1, step 1-2, step 2-3, step 3-4, step 4-5, step 5-"
+    assert len(shown) == 57
+    assert row(*one_by_one[:6]).endswith(f"to do: {shown}...")
+    assert row(*(replace(one, cached=True) for one in one_by_one)).endswith("done   20 of 20 done")
 
 
 def test_what_is_not_known_yet_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flows.cli import exit_code
 from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, figures, shown_on
-from flows.work import stages
+from flows.stages.rows import show_rows
 from flows.work.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
 from rlcore.errors import MillraceError
 
@@ -113,7 +113,7 @@ def test_outside_the_block_nothing_is_shown(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_filters_progress_is_told_while_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_on(PlainDisplay()):
-        stages._show_rows("train", 2_000, 2_000)
+        show_rows("train", 2_000, 2_000)
         assert capsys.readouterr().out == "", "it was over at once"
-        stages._show_rows("train", 1_000, 2_000)
+        show_rows("train", 1_000, 2_000)
     assert "filter, rows of train: step 1000/2000" in capsys.readouterr().out

@@ -18,10 +18,9 @@ import pytest
 from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN
-from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, open_run
-from flows.work.results import settings_text
+from flows.stages.report import write_report
+from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, open_run, settings_text
 from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
-from flows.work.stages import write_report
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.answers.query import Query, find_answers

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.work.open_run import FLOW_LOCK
-from flows.work.results import settings_text
+from flows.work.open_run import FLOW_LOCK, settings_text
 from flows.work.runs import (
     Outcome,
     all_runs,

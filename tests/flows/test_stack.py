@@ -530,7 +530,7 @@ def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
     with mounted(runs, size_mib=32):
         run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
         stack.wait_for_step("full", 2)
-        ballast = fill(runs)
+        ballast = fill(runs, leave_bytes=1 << 20)
         wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook hears of the pause")
         stack.wait(run, "PAUSED")
         ballast.unlink()

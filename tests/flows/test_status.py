@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.stack.state import WORKERS_COMMAND
-from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told
-from flows.work.results import settings_text
+from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, settings_text
 from flows.work.status import SAME_COMMAND, failure_of, how_it_goes_on, size_of, status_of, was_told, worker_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore

@@ -19,14 +19,14 @@ from prefect.settings import (
 from prefect.states import Cancelled, Completed, Failed, Scheduled, State
 
 from flows import pipeline
-from flows.chain import RunStage, Stage
+from flows.chain import PipelineResult, RunStage
 from flows.parameters import compose_settings
 from flows.server.api import LocalServer
 from flows.server.watch import TOLD_TO_END, FlowCancelledError, watched
-from flows.tasks import as_task
+from flows.tasks import task_of
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.results import PipelineResult, Recorded
+from flows.work.recorded import Recorded
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import ConfigError
 from tests.flows.conftest import wait_until
@@ -51,7 +51,7 @@ def work() -> Made:
 
 @flow
 def chain() -> int:
-    return as_task(Stage("stage", "stage {of} a run", work, lambda made: f"made {made.data}")).data
+    return task_of("stage", "stage {of} a run", work, lambda made: f"made {made.data}").data
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def mistaken(ours: bool) -> None:
     def fail() -> None:
         raise ConfigError("optim.lr: must be greater than 0; got -1") if ours else ValueError("unforeseen")
 
-    as_task(Stage("stage", "stage", fail, str))
+    task_of("stage", "stage", fail, str)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -120,7 +120,7 @@ def stopped() -> None:
         raise FlowCancelledError(TOLD_TO_END)
 
     with watched():
-        as_task(Stage("stage", "stage", end, str))
+        task_of("stage", "stage", end, str)
 
 
 def test_a_run_that_was_told_to_end_has_no_error_in_its_log(

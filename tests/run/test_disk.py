@@ -16,7 +16,7 @@ from rlcore.run import disk
 from rlcore.run.disk import Room, disk_needs
 from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
-from rlcore.storage.disk import free_bytes
+from rlcore.storage.disk import RoomReport, free_bytes
 from tests.storage.small_disk import fill, mounted
 
 BASE = (
@@ -131,61 +131,14 @@ def room_of(
     return Room(config, happened=lambda *one: told.append(one), stop=stop, prune=prune)
 
 
-def failing(times: int) -> Callable[[], str]:
-    left = [True] * times
-
-    def write() -> str:
-        if left:
-            left.pop()
-            raise DiskSpaceError("the quota is used up.")
-        return "written"
-
-    return write
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each wait, in place of the wait."""
-    found: list[float] = []
-
-    def noted(room: Room, seconds: float, deadline: float, shortage: object) -> None:
-        found.append(seconds)
-        assert len(found) < 20, "it never ends"
-
-    monkeypatch.setattr(Room, "_wait", noted)
-    return found
-
-
-def test_a_write_that_fails_although_there_is_room_is_tried_more_and_more_seldom(
-    tmp_path: Path, waits: list[float]
-) -> None:
-    told: Told = []
-    assert room_of(told).hold(failing(7), step=3, path=tmp_path) == "written"
-    assert waits == [2, 4, 8, 16, 30, 30, 30]
-    (paused, step, data), (goes_on, its_step, its_data) = told
-    assert (paused, step, goes_on, its_step) == ("paused_for_disk", 3, "disk_room", 3)
-    assert data["text"] == f"paused: an unknown number of bytes are missing at {tmp_path}: the quota is used up."
-    assert (data["path"], data["missing_bytes"], data["needed_bytes"]) == (str(tmp_path), 0, 1)
-    assert its_data == {"text": f"{tmp_path}: there is room again, going on", "path": str(tmp_path)}
-
-
-def test_a_disk_that_is_full_is_looked_at_each_second(small_disk: Path, waits: list[float]) -> None:
-    told: Told = []
-    fill(small_disk, leave_bytes=8192)
-    assert room_of(told).hold(failing(3), step=3, path=small_disk) == "written"
-    assert waits == [2, 4, 8], "the reserve is there"
-    waits.clear()
-    assert room_of([], reserve_gb=1).hold(failing(3), step=3, path=small_disk) == "written"
-    assert waits == [1, 1, 1]
-
-
 def test_a_pause_says_what_is_missing_with_the_reserve(small_disk: Path) -> None:
     told: Told = []
     fill(small_disk, leave_bytes=8192)
     room = room_of(told, reserve_gb=0.001, stop=lambda: bool(told))
     with pytest.raises(StopRequestedError) as stopped:
-        room.hold(lambda: pytest.fail("there is no room"), step=3, path=small_disk, needed_bytes=5_000)
-    ((_, _, data),) = told
+        room.wait(5_000, step=3, path=small_disk)
+    ((name, step, data),) = told
+    assert (name, step, data["path"]) == ("paused_for_disk", 3, str(small_disk))
     lacks = f"{small_disk}: 1.0 MB are missing: 5.0 kB to write and 1.0 MB in reserve (checkpoint.reserve_gb)"
     assert str(data["text"]).startswith(f"paused: 1.0 MB are missing at {small_disk}: {lacks}, and 8.2 kB are")
     figures = {name: data[name] for name in ("missing_bytes", "needed_bytes", "free_bytes")}
@@ -197,23 +150,16 @@ def test_a_pause_for_want_of_inodes_says_so(tmp_path: Path) -> None:
     told: Told = []
     with mounted(tmp_path / "few", options="nr_inodes=1") as folder:
         with pytest.raises(StopRequestedError):
-            room_of(told, stop=lambda: bool(told)).hold(lambda: None, step=3, path=folder, needed_bytes=5)
+            room_of(told, stop=lambda: bool(told)).wait(5, step=3, path=folder)
         assert str(told[0][2]["text"]).startswith(f"paused: inodes are missing at {folder}: {folder}: that file system")
 
 
 def test_what_is_not_kept_goes_before_a_run_pauses(small_disk: Path) -> None:
     told: Told = []
     ballast = fill(small_disk, leave_bytes=8192)
-    room = room_of(told, prune=ballast.unlink, stop=lambda: bool(told))
-    assert room.hold(lambda: free_bytes(small_disk) > 8192, step=3, path=small_disk, needed_bytes=8193)
+    room_of(told, prune=ballast.unlink, stop=lambda: bool(told)).wait(8193, step=3, path=small_disk)
+    assert free_bytes(small_disk) > 8192
     assert told == []
-
-
-def test_who_asks_may_hear_of_the_pause_in_place_of_the_run(tmp_path: Path, waits: list[float]) -> None:
-    told: Told = []
-    heard: Told = []
-    room_of(told).hold(failing(1), step=3, path=tmp_path, happened=lambda *one: heard.append(one))
-    assert (told, [name for name, _, _ in heard]) == ([], ["paused_for_disk", "disk_room"])
 
 
 @pytest.fixture
@@ -225,40 +171,43 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("wait_for_room_s", "slept", "tries"), [(0, [], 1), (2, [1, 1], 1), (2.5, [1, 1, 0.5], 2), (5, [1] * 5, 2)]
-)
-def test_the_last_wait_ends_with_the_time_that_a_run_waits(
-    tmp_path: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float], tries: int
+def test_a_run_that_waits_looks_each_second_and_goes_on_when_there_is_room(
+    small_disk: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[bool] = []
-    write = failing(9)
-
-    def counted() -> str:
-        tried.append(True)
-        return write()
-
-    with pytest.raises(DiskSpaceError, match=rf"used up\. Waited {wait_for_room_s:.0f} s for room"):
-        room_of([], wait_for_room_s=wait_for_room_s).hold(counted, step=3, path=tmp_path)
-    assert (sleeps, len(tried)) == (slept, tries)
-
-
-def test_a_run_that_waits_looks_each_second_whether_it_is_to_stop(tmp_path: Path, sleeps: list[float]) -> None:
-    room = room_of([], stop=lambda: len(sleeps) == 4)
-    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: the quota is used"):
-        room.hold(failing(9), step=3, path=tmp_path)
-    assert sleeps == [1, 1, 1, 1]
-
-
-def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "POLL_S", 0.01)
+    ballast = fill(small_disk, leave_bytes=8192)
     told: Told = []
-    with pytest.raises(DiskSpaceError) as failed:
-        room_of(told, wait_for_room_s=0).hold(failing(9), step=3, path=tmp_path)
-    assert str(failed.value) == (
-        "the quota is used up. Waited 0 s for room (checkpoint.wait_for_room_s). What is committed stays; the same "
+    look = Room.look
+
+    def looked(room: Room, path: Path, needed_bytes: int) -> RoomReport:
+        if len(sleeps) == 3:
+            ballast.unlink(missing_ok=True)
+        return look(room, path, needed_bytes)
+
+    monkeypatch.setattr(Room, "look", looked)
+    room_of(told).wait(8193, step=3, path=small_disk)
+    assert sleeps == [1, 1, 1]
+    assert [(name, step) for name, step, _ in told] == [("paused_for_disk", 3), ("disk_room", 3)]
+    assert told[1][2] == {"text": f"{small_disk}: there is room again, going on", "path": str(small_disk)}
+
+
+@pytest.mark.parametrize(("wait_for_room_s", "slept"), [(0, []), (2, [1, 1]), (2.5, [1, 1, 0.5])])
+def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
+    small_disk: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float]
+) -> None:
+    fill(small_disk, leave_bytes=8192)
+    told: Told = []
+    with pytest.raises(DiskSpaceError, match=" are missing") as failed:
+        room_of(told, wait_for_room_s=wait_for_room_s).wait(8193, step=3, path=small_disk)
+    assert str(failed.value).endswith(
+        f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). What is committed stays; the same "
         "command goes on from there."
     )
+    assert sleeps == slept
     assert [name for name, _, _ in told] == ["paused_for_disk"]
+
+
+def test_a_run_that_waits_looks_each_second_whether_it_is_to_stop(small_disk: Path, sleeps: list[float]) -> None:
+    fill(small_disk, leave_bytes=8192)
+    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*are missing"):
+        room_of([], stop=lambda: len(sleeps) == 4).wait(8193, step=3, path=small_disk)
+    assert sleeps == [1, 1, 1, 1]

@@ -61,7 +61,7 @@ def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_pa
     run = elsewhere(undisturbed, tmp_path / "in_parts", *steps(4), QUIET, *more)
     for step in range(1, 5):
         with session_of(run) as session:
-            session.train(step, at_most=step)
+            session.train(step)
     with session_of(run) as session:
         session.export("last")
     expected = steps_of(whole)
@@ -88,8 +88,20 @@ def test_a_stop_asked_for_at_any_moment_of_the_loop_saves_the_last_finished_step
 def test_the_end_of_a_sweeps_rung_need_not_end_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     with session_of(run) as session:
-        assert [session.train(step, at_most=3)["step"] for step in (2, 3)] == [2, 3]
+        assert [session.train(step)["step"] for step in (2, 3)] == [2, 3]
     assert verified_steps(run)[-1] == 3
+
+
+def test_a_checkpoint_that_is_not_waited_for_is_committed_by_the_next_command_or_at_the_end(
+    undisturbed: SmallRun, tmp_path: Path
+) -> None:
+    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
+    told: list[Event] = []
+    with session_of(run, told.append) as session:
+        session.train(2, settle=False)
+        session.train(4, settle=False)
+        assert 2 in [event["step"] for event in told if event["event"] == "checkpoint"]
+    assert verified_steps(run)[-1] == 4
 
 
 def test_a_run_whose_last_step_is_committed_is_finished_whoever_says_so(undisturbed: SmallRun, tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def test_commands_are_answered_until_the_last_one() -> None:
     session = Commands()
     train = {"command": "train", "to_step": 3}
     done = {"event": "done", "command": "train", "result": {"step": 3}}
-    assert served(session, train, {**train, "at_most": 4}) == (0, [done, done])
-    assert session.called == [{"to_step": 3}, {"to_step": 3, "at_most": 4}]
+    assert served(session, train, {**train, "settle": False}) == (0, [done, done])
+    assert session.called == [{"to_step": 3}, {"to_step": 3, "settle": False}]
     assert served(session, {"command": "close"}, train) == (0, [])
     assert len(session.called) == 2
 

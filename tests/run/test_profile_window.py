@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from rlcore.config import RunConfig, TrainerConfig
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
@@ -68,7 +66,7 @@ def test_a_trace_that_is_too_large_ends_the_window(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("step", "end"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 10), (10, 10)])
-def test_a_chunk_ends_at_a_multiple_of_its_steps_or_with_the_run(step: int, end: int) -> None:
+def test_a_chunk_ends_at_a_multiple_of_its_steps_or_with_the_run() -> None:
     config = RunConfig(trainer=TrainerConfig(total_steps=10, steps_per_chunk=4))
-    assert Training._end_of_chunk(cast(Any, SimpleNamespace(_config=config)), step) == end
+    training = cast(Any, SimpleNamespace(_config=config))
+    assert [step for step in range(1, 11) if Training._ends_chunk(training, step)] == [4, 8, 10]

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from flows import chain
-from flows.progress import PlainDisplay, shown_on
-from flows.work import stages
+from flows.stages import train
+from flows.stages.export import Export, ExportBest, Weights
+from flows.stages.rows import suite_datasets
+from flows.stages.train import Chunk, Train
+from flows.stages.validate import Evaluate, Validate
+from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
-from flows.work.results import Chunk, Export, Judgement
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.run.inputs import RunInputs
 from rlcore.storage.publish import published_directory
 from rlcore.user_code import code_of
 from tests.evaluation.results import problem, result
@@ -40,34 +42,35 @@ def run(artifacts_root: Path) -> Iterator[OpenRun]:
 
 
 @pytest.fixture
-def inputs(run: OpenRun) -> RunInputs:
-    made = chain.make_rows(run.config, chain.look).inputs
-    made.write(run.layout)
-    return made
+def rows(run: OpenRun) -> None:
+    """The run's rows are made."""
+    chain.make_rows(run, chain.run_quietly).write(run.layout)
 
 
-def test_what_is_there_is_not_made_again(run: OpenRun, inputs: RunInputs) -> None:
+@pytest.mark.usefixtures("rows")
+def test_what_is_there_is_not_made_again(run: OpenRun) -> None:
     layout = run.layout
     expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
-    assert stages.train_chunk(run, inputs, 0, 1) == expected
+    assert Train(0, 1, is_last=False).result(run) == expected
     assert not run.has_lineage
     judged = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.judging)
     judged.write(layout.validation / "after.json")
     known = Judgement("after", 1, layout.validation / "after.json", cached=True, summary=judged.summary())
-    assert [stages.validate(run, inputs, name, "after") for name in ("last", "step-000001")] == [known, known]
+    assert Validate("last").result(run) == known
     with published_directory(layout.exported_model, {"kind": "model", "step": 1}) as folder:
         (folder / "weights").write_text("x")
-    last = Export(layout.exported_model, 1, cached=True)
-    assert stages.export(run, inputs) == last
-    assert stages.export_best(run, inputs, last) is last, "no checkpoint has a score"
-    assert stages.evaluate(run, inputs) == []
+    last = Weights(layout.exported_model, 1, cached=True)
+    assert Export().result(run) == last
+    assert ExportBest().result(run) == last, "no checkpoint has a score"
+    assert Evaluate().result(run) == []
 
 
+@pytest.mark.usefixtures("rows")
 def test_where_a_run_comes_from_is_noted_once_for_each_start(
-    run: OpenRun, inputs: RunInputs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: OpenRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "MAX_DIFF_CHARACTERS", 0)
-    stages.record_lineage(run, inputs)
+    monkeypatch.setattr(train, "MAX_DIFF_CHARACTERS", 0)
+    train.record_lineage(run)
     file = run.layout.run_dir / "lineage.json"
     noted = json.loads(file.read_text())
     assert [stage["name"] for stage in noted["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
@@ -77,34 +80,26 @@ def test_where_a_run_comes_from_is_noted_once_for_each_start(
     assert noted["command"] == ["millrace", "run"]
     assert (run.layout.run_dir / "code.diff").read_text() == ""
     file.unlink()
-    stages.record_lineage(run, inputs)
+    train.record_lineage(run)
     assert not file.exists()
     run.has_lineage = False
     file.mkdir()
     with caplog.at_level(logging.WARNING):
-        stages.record_lineage(run, inputs)
+        train.record_lineage(run)
     (said,) = (one for one in caplog.messages if "where the run comes from was not noted" in one)
     assert said.startswith(f"{run.layout.run_dir}: where the run comes from was not noted: ")
-
-
-def test_the_filter_tells_its_rows_until_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown_on(PlainDisplay(every_s=0)):
-        stages._show_rows("train", 5, 10)
-        stages._show_rows("train", 10, 10)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("filter, rows of train: step 5/10")
 
 
 def test_the_last_chunk_ends_where_the_run_or_a_part_of_it_does(run: OpenRun) -> None:
     trainer = run.config.trainer.model_copy(update={"total_steps": 5, "steps_per_chunk": 2})
     config = run.config.model_copy(update={"trainer": trainer})
-    assert stages.chunk_bounds(config) == [(0, 2), (2, 4), (4, 5)]
-    assert stages.chunk_bounds(config, 4) == [(0, 2), (2, 4)]
-    assert stages.chunk_bounds(config, 1) == [(0, 1)]
+    assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
+    assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
+    assert Train.chunks(config, 1) == [Train(0, 1, True)]
 
 
 def test_suites_are_looked_for_in_the_training_rows_unless_that_is_off(run: OpenRun) -> None:
-    assert stages.suite_datasets(run.config) == {}
+    assert suite_datasets(run.config) == {}
     suites = load_config(
         [
             "experiment=debug",
@@ -114,7 +109,7 @@ def test_suites_are_looked_for_in_the_training_rows_unless_that_is_off(run: Open
             "target_high: 40, operations: ['+', '-'], train_size: 1, validation_size: 4}}]",
         ]
     )
-    found = stages.suite_datasets(suites)
+    found = suite_datasets(suites)
     assert {name: folder.parent for name, folder in found.items()} == {"sums": run.layout.root / "datasets"}
     off = suites.model_copy(update={"filter": suites.filter.model_copy(update={"decontaminate": "off"})})
-    assert stages.suite_datasets(off) == {}
+    assert suite_datasets(off) == {}

@@ -6,31 +6,17 @@ from pathlib import Path
 import pytest
 
 from data import StageResult
-from flows.plan.plan import StagePlan, make_plan
-from flows.work.results import (
-    Chunk,
-    Export,
-    Judgement,
-    PassRateTable,
-    Recorded,
-    Report,
-    anchored,
-    best_step_wanted,
-    checkpoint_name,
-    committed_step,
-    describe_rows,
-    few_rows,
-    finished,
-    found_export,
-    known_judgement,
-    known_report,
-    known_suites,
-    models_digest,
-    report_fingerprint,
-    settings_digest,
-    settings_text,
-    with_interval,
-)
+from flows.chain import finished
+from flows.stages.export import Weights, best_step_wanted, found_weights
+from flows.stages.pass_rates import PassRateTable
+from flows.stages.report import ReportPage, known_report, report_fingerprint
+from flows.stages.rows import describe_rows, few_rows
+from flows.stages.train import Chunk
+from flows.stages.validate import known_judgement, known_suites
+from flows.work.checkpoints import checkpoint_name, committed_step
+from flows.work.judgement import Judgement, with_interval
+from flows.work.open_run import OpenRun, anchored, settings_text
+from flows.work.recorded import Recorded, models_digest, settings_digest
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig
@@ -70,8 +56,8 @@ def test_each_result_is_told_with_its_figures_and_whether_it_was_there() -> None
         ),
         (Chunk(0, 20, HERE, skipped=False, metrics=figures), "step 0-20, reward 0.123"),
         (Chunk(20, 40, HERE, skipped=False, metrics={}), "step 20-40"),
-        (Export(HERE, 40, cached=False), "step 40"),
-        (Report(HERE, cached=False), "here"),
+        (Weights(HERE, 40, cached=False), "step 40"),
+        (ReportPage(HERE, cached=False), "here"),
     ):
         assert str(told).removesuffix(" (here)") == expected
     again = ", skipped: done before"
@@ -79,8 +65,8 @@ def test_each_result_is_told_with_its_figures_and_whether_it_was_there() -> None
     assert describe_rows(rows) == f"9 train rows{again} (here)"
     assert str(PassRateTable(HERE, 3, 2, "s", cached=True)) == f"kept 2 of 3 rows; s{again} (here)"
     assert str(Chunk(0, 20, HERE, skipped=True, metrics={})) == f"step 0-20{again}"
-    assert str(Export(HERE, 40, cached=True)) == f"step 40{again} (here)"
-    assert str(Report(HERE, cached=True)) == "here, skipped: it is current"
+    assert str(Weights(HERE, 40, cached=True)) == f"step 40{again} (here)"
+    assert str(ReportPage(HERE, cached=True)) == "here, skipped: it is current"
 
 
 def test_a_judgement_names_its_sources_where_there_are_several() -> None:
@@ -137,7 +123,7 @@ def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: Run
     files += [layout.run_dir / "lineage.json", layout.run_dir / "memory_plan.json"]
     for file in files:
         write()
-        assert known_report(layout) == Report(folder / "report.html", cached=True), "the folder may be a copy"
+        assert known_report(layout) == ReportPage(folder / "report.html", cached=True), "the folder may be a copy"
         file.write_text("changed")
         assert known_report(layout) is None, file
     write()
@@ -153,7 +139,7 @@ def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: Run
 
 
 def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
-    last, best = Export(HERE, 40, cached=True), Export(HERE, 20, cached=True)
+    last, best = Weights(HERE, 40, cached=True), Weights(HERE, 20, cached=True)
     assert models_digest(config, last, best) == "last 40, best 20, registered None"
     more = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 99})})
     assert settings_fingerprint(more) == settings_fingerprint(config)
@@ -225,39 +211,41 @@ def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suite
 
 
 def test_a_run_is_finished_while_none_of_its_results_is_missing(config: RunConfig, layout: RunLayout) -> None:
-    plan = replace(make_plan(config), stages=(), committed_step=2)
-    assert plan.is_done
+    state = TrainerState(
+        step=2, policy_version=2, num_prompts_drawn=16, num_tokens=9, kl_coef=0.0,
+        settings_fingerprint=settings_fingerprint(config),
+    )  # fmt: skip
+    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+        (folder / "weights").write_text("x")
     for name, step in (("before", 0), ("after", 2)):
         judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.judging)
         judged.write(layout.validation / f"{name}.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
-    assert found_export(layout.exported_model, 2) == Export(layout.exported_model, 2, cached=True)
-    assert finished(config, plan) is None, "there is no report"
+    assert found_weights(layout.exported_model, 2) == Weights(layout.exported_model, 2, cached=True)
+    assert finished(OpenRun(config)) is None, "there is no report"
     (layout.run_dir / "report").mkdir()
     page = layout.run_dir / "report" / "report.html"
     page.touch()
     known = {"fingerprint": report_fingerprint(layout), "html": str(page)}
     write_json_atomically(layout.run_dir / "report" / "source.json", known)
-    assert finished(config, plan) is None, "MLflow has nothing of it"
+    assert finished(OpenRun(config)) is None, "MLflow has nothing of it"
     silent = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
-    assert finished(silent, plan) is None, "the settings on disk are others"
-    last = Export(layout.exported_model, 2, cached=True)
+    assert finished(OpenRun(silent)) is None, "the settings on disk are others"
+    last = Weights(layout.exported_model, 2, cached=True)
     settings, models = settings_digest(config), models_digest(config, last, last)
     recorded = Recorded("1", "url", "", settings, report_fingerprint(layout), models).write(layout)
-    found = finished(config, plan)
+    found = finished(OpenRun(config))
     assert found is not None
-    assert (found.run_id, found.run_dir, found.report) == (plan.run_id, layout.run_dir, page)
+    assert (found.run_id, found.run_dir, found.report) == (layout.run_dir.name, layout.run_dir, page)
     assert [(one.name, one.step) for one in found.judgements] == [("before", 0), ("after", 2)]
     assert (found.weights, found.mlflow) == (layout.exported_model, recorded)
-    assert finished(config, replace(plan, stages=(StagePlan("train", None, None, False, ""),))) is None
-    assert finished(config, replace(plan, committed_step=1)) is None, "the weights are of another step"
     for file in (layout.validation / "before.json", layout.settings_json, layout.exported_model / "manifest.json"):
         content = file.read_bytes()
         file.unlink()
-        assert finished(config, plan) is None, file
+        assert finished(OpenRun(config)) is None, file
         file.write_bytes(content)
-        assert finished(config, plan) is not None
+        assert finished(OpenRun(config)) is not None
 
 
 def test_without_a_checkpoint_a_run_is_at_step_0(config: RunConfig) -> None:

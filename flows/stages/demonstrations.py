@@ -1,0 +1,42 @@
+"""The tokenized demonstrations of a warm start."""
+
+from dataclasses import dataclass
+
+from data import StageResult
+from flows.stages.rows import (
+    before_its_tokenizer,
+    describe_rows,
+    has_tokenizer,
+    planned_demonstrations,
+    root_of,
+    status_of_rows,
+)
+from flows.stages.stage import Stage, StageStatus
+from flows.work.open_run import OpenRun
+from rlcore.run.inputs import ensure_tokenizer
+
+
+@dataclass(frozen=True)
+class Demonstrations(Stage[StageResult]):
+    """Tokenize the file of demonstrations, or find the result."""
+
+    name = "demonstrations"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        is_there, damage = has_tokenizer(run.seen)
+        place = planned_demonstrations(run.seen) if is_there else None
+        return before_its_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
+
+    def make(self, run: OpenRun) -> StageResult:
+        from data import tokenize_demonstrations
+
+        return tokenize_demonstrations(
+            run.config.warm_start,
+            ensure_tokenizer(run.config),
+            seed=run.config.data.seed,
+            root=root_of(run.config),
+            chat_template_kwargs=run.config.data.chat_template_kwargs,
+        )
+
+    def describe(self, result: StageResult) -> str:
+        return f"demonstrations: {describe_rows(result)}"

@@ -1,0 +1,41 @@
+"""The tokenized and filtered rows of a run."""
+
+from dataclasses import dataclass, replace
+
+from data import StageResult
+from flows.stages.rows import (
+    before_its_tokenizer,
+    describe_rows,
+    few_rows,
+    filter_rows,
+    has_tokenizer,
+    planned_dataset,
+    planned_rows,
+    status_of_rows,
+    suite_datasets,
+)
+from flows.stages.stage import Stage, StageStatus
+from flows.work.open_run import OpenRun
+
+
+@dataclass(frozen=True)
+class Filter(Stage[StageResult]):
+    """Tokenize and filter the dataset, or find the result."""
+
+    name = "filter"
+
+    def title(self, run: OpenRun) -> str:
+        return f"filter to {run.config.filter.max_prompt_tokens} tokens"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        is_there, damage = has_tokenizer(run.seen)
+        if not is_there:
+            return before_its_tokenizer(self.name, damage)
+        return status_of_rows(self.name, planned_rows(run.seen))
+
+    def make(self, run: OpenRun) -> StageResult:
+        made = filter_rows(run.config, planned_dataset(run.config), suites=suite_datasets(run.config))
+        return replace(made, warning=few_rows(run.config, made.counts.get("train"), "after the filter"))
+
+    def describe(self, result: StageResult) -> str:
+        return f"filter: {describe_rows(result)}"

@@ -1,0 +1,74 @@
+"""The pass rates of the training rows under the model of step 0."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flows.progress import skipped
+from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
+from flows.stages.stage import Stage, StageStatus, made_again
+from flows.stages.trainer import call_trainer
+from flows.work.open_run import OpenRun
+from rlcore.config import RunConfig
+from rlcore.run.inputs import RunInputs, planned_tokenizer
+from rlcore.run.pass_rates import find_pass_rates, planned_pass_rates
+from rlcore.storage.finished import finished_or_why
+
+
+@dataclass(frozen=True, slots=True)
+class PassRateTable:
+    """The table of pass rates, and how many of the training rows it leaves. `spread`: the pass rates, in words."""
+
+    directory: Path
+    rows: int
+    kept: int
+    spread: str
+    cached: bool
+
+    def __str__(self) -> str:
+        return f"kept {self.kept:,} of {self.rows:,} rows; {self.spread}{skipped(self.cached)} ({self.directory})"
+
+
+@dataclass(frozen=True)
+class PassRates(Stage[PassRateTable]):
+    """Measure how often the model of step 0 solves each training row, or find that."""
+
+    name = "pass-rates"
+    in_trainer = True
+
+    def status(self, run: OpenRun) -> StageStatus:
+        config, wanted = run.config, run.config.pass_rates
+        answers = f"{wanted.samples} answers to each training row" if wanted.table is None else f"from {wanted.table}"
+        rows = planned_rows(run.seen) if has_tokenizer(run.seen)[0] else None
+        if rows is None or finished_or_why(rows)[0] is None:
+            return StageStatus(self.name, None, None, False, f"{answers}, after the filter")
+        place = planned_pass_rates(config, rows)
+        damage = "" if wanted.table is not None else finished_or_why(place)[1]
+        known = None if damage else known_pass_rates(config, RunInputs(rows, planned_tokenizer(config)))
+        detail = answers if known is None else f"kept {known.kept:,} of {known.rows:,} rows"
+        return StageStatus(self.name, place.name, place, known is not None, made_again(damage) or detail)
+
+    def known(self, run: OpenRun) -> PassRateTable | None:
+        return known_pass_rates(run.config, inputs_of(run))
+
+    def make(self, run: OpenRun) -> PassRateTable:
+        call_trainer(run, "measure_pass_rates")
+        made = self.known(run)
+        assert made is not None, "the trainer has published it"
+        return replace(made, cached=False)
+
+    def describe(self, result: PassRateTable) -> str:
+        return f"pass rates: {result}"
+
+
+def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
+    """The run's table of pass rates, if it is there.
+
+    Raises:
+        DataError: it keeps too few rows, or a given one is damaged or lacks rows.
+    """
+    found = find_pass_rates(config, inputs)
+    if found is None:
+        return None
+    found.require_enough(config.trainer.batch_size)
+    kept = sum(int(part.sum()) for part in found.kept)
+    return PassRateTable(found.directory, sum(found.part_sizes), kept, f"pass rates {found.spread()}", cached=True)

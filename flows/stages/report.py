@@ -1,0 +1,107 @@
+"""The report of a run."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+
+from flows.stages.stage import Stage, StageStatus
+from flows.work.open_run import OpenRun
+from flows.work.status import failure_of
+from rlcore.config.fingerprint import fingerprint
+from rlcore.errors import DataError
+from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
+from rlcore.storage.publish import write_json_atomically
+
+SOURCE_FILE = "source.json"
+"""Beside the report: the fingerprint of what it was written from."""
+SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
+REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
+DRAWN_WITH = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
+"""Modules that a report needs; `load_ahead` imports them in advance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPage:
+    """The report's page, and whether it was current already."""
+
+    html: Path
+    cached: bool
+
+    def __str__(self) -> str:
+        return f"{self.html}{', skipped: it is current' if self.cached else ''}"
+
+
+@dataclass(frozen=True)
+class Report(Stage[ReportPage]):
+    """Write the report with its sample browser, unless the one on disk is current."""
+
+    name = "report"
+
+    def title(self, run: OpenRun) -> str:
+        return f"report/{run.title}"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        is_current = run.is_trained and known_report(run.layout) is not None
+        digest = report_fingerprint(run.layout) if is_current else None
+        return StageStatus(self.name, digest, run.layout.run_dir / "report", is_current, "HTML, JSON and pictures")
+
+    def known(self, run: OpenRun) -> ReportPage | None:
+        return known_report(run.layout, failure_of(run.layout.run_dir))
+
+    def make(self, run: OpenRun) -> ReportPage:
+        return write_report(run.layout)
+
+    def describe(self, result: ReportPage) -> str:
+        return f"report: {result}"
+
+
+def write_report(layout: RunLayout) -> ReportPage:
+    """Write the report with its sample browser, unless the one on disk is current."""
+    failure = failure_of(layout.run_dir)
+    if (known := known_report(layout, failure)) is not None:
+        return known
+    from rlcore.report.build import build_report
+    from rlcore.report.samples import build_sample_browser
+
+    digest, folder = report_fingerprint(layout, failure), layout.run_dir / "report"
+    files = build_report(layout.run_dir, failure=failure)
+    try:
+        build_sample_browser(layout.run_dir)
+    except DataError:  # no validation yet, which the report says too
+        (folder / "samples.html").unlink(missing_ok=True)
+    write_json_atomically(folder / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
+    return ReportPage(files.html, cached=False)
+
+
+def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
+    """What a report depends on: the run's journal, settings and validations, how it failed, and the report's own
+    source."""
+    files = [layout.journal, layout.settings_json, *sorted(layout.validation.glob("*.json"))]
+    files += sorted(layout.suites.glob("*/*.json"))
+    files += [layout.run_dir / name for name in ("lineage.json", "memory_plan.json")]
+    ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
+    read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
+    return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
+
+
+def known_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
+    """The report on disk, if it says what the run's files say."""
+    try:
+        known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
+        found = ReportPage(layout.run_dir / "report" / Path(known["html"]).name, cached=True)  # it may be a copy
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_current = found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout, failure)
+    return found if is_current else None
+
+
+def load_ahead() -> None:
+    """Import what a report is drawn with, in a thread, while the trainer works: it takes a second."""
+
+    def load() -> None:
+        for module in DRAWN_WITH:
+            import_module(module)
+
+    Thread(target=load, name="report-import").start()

@@ -1,0 +1,50 @@
+"""The rows of a suite."""
+
+from dataclasses import dataclass, replace
+
+from data import StageResult
+from data.stage import SPLITS
+from flows.stages.rows import (
+    before_its_tokenizer,
+    describe_rows,
+    filter_rows,
+    has_tokenizer,
+    make_dataset,
+    planned_suite,
+    status_of_rows,
+)
+from flows.stages.stage import Stage, StageStatus
+from flows.work.open_run import OpenRun
+from rlcore.config import RunConfig, SuiteConfig
+from rlcore.config.suite import suite_settings
+
+
+@dataclass(frozen=True)
+class Suite(Stage[StageResult]):
+    """Make, tokenize and filter the rows of a suite, or find them."""
+
+    name = "suite"
+    suite: SuiteConfig
+
+    def title(self, run: OpenRun) -> str:
+        return f"suite {self.suite.name}"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        seen = suite_settings(run.seen, self.suite)
+        is_there, damage = has_tokenizer(seen)
+        if not is_there:
+            return before_its_tokenizer(self.name, damage)
+        return status_of_rows(self.name, planned_suite(seen), self.suite.name)
+
+    def make(self, run: OpenRun) -> StageResult:
+        return make_suite(run.config, self.suite)
+
+    def describe(self, result: StageResult) -> str:
+        return f"suite {self.suite.name}: {describe_rows(result)}"
+
+
+def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
+    """Make, tokenize and filter the rows of a suite, or find them."""
+    seen = suite_settings(config, suite)
+    dataset = make_dataset(seen, SPLITS[1:])
+    return replace(filter_rows(seen, dataset.directory), warning=dataset.warning)

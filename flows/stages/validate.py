@@ -1,0 +1,131 @@
+"""Validations of checkpoints on the held-out problems, and evaluations of models on suites."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.stages.rows import inputs_of
+from flows.stages.stage import Stage, StageStatus
+from flows.stages.trainer import call_trainer
+from flows.work.checkpoints import checkpoint_store
+from flows.work.judgement import Judgement
+from flows.work.open_run import OpenRun
+from rlcore.config import JudgingConfig, RunConfig
+from rlcore.config.fingerprint import fingerprint, settings_fingerprint
+from rlcore.errors import DataError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.inputs import RunInputs, suite_fingerprint
+from rlcore.run.layout import RunLayout
+
+RESULT_NAMES = {"start": "before", "last": "after"}
+"""Names of the results of some checkpoints; those of others have the checkpoint's."""
+
+
+@dataclass(frozen=True)
+class Validate(Stage[Judgement]):
+    """Validate a checkpoint (`start`, `last`, `best`, or its folder's name), or find the result."""
+
+    name = "validate"
+    in_trainer = True
+    checkpoint: str
+
+    def title(self, run: OpenRun) -> str:
+        return f"validate/{run.title} {self.result_name(run.config)}"
+
+    def result_name(self, config: RunConfig) -> str:
+        """Name of the result."""
+        name = RESULT_NAMES.get(self.checkpoint, self.checkpoint)
+        validation = config.validation
+        if name.startswith("step-") and any(one.max_problems for one in (validation, *validation.suites)):
+            return f"all-{name}"  # that name is of the validation in training, on some of the problems
+        return name
+
+    def status(self, run: OpenRun) -> StageStatus:
+        config, name = run.config, self.result_name(run.config)
+        step = 0 if self.checkpoint == "start" else run.committed
+        is_known = known_judgement(config, run.layout, name, step) is not None
+        digest = fingerprint("validate", {"run": settings_fingerprint(config), "settings": config.validation})
+        return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
+
+    def known(self, run: OpenRun) -> Judgement | None:
+        return known_judgement(run.config, run.layout, self.result_name(run.config), self._step(run))
+
+    def make(self, run: OpenRun) -> Judgement:
+        name, step = self.result_name(run.config), self._step(run)
+        result = call_trainer(run, "validate", checkpoint=self.checkpoint, name=name)
+        return Judgement(name, step, Path(result["file"]), cached=False, summary=result["summary"])
+
+    def describe(self, result: Judgement) -> str:
+        return f"validation: {result}"
+
+    def _step(self, run: OpenRun) -> int:
+        return checkpoint_store(run.config).step_of(self.checkpoint, verify=False)
+
+
+@dataclass(frozen=True)
+class Evaluate(Stage[list[ValidationResult]]):
+    """Validate the model of step 0 on the suites, or find the results: one for each suite, in their order."""
+
+    name = "evaluate"
+    in_trainer = True
+
+    def title(self, run: OpenRun) -> str:
+        return f"eval/{run.title}"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        is_known = self.known(run) is not None
+        return StageStatus(self.name, run.run_id, run.layout.suites, is_known, "on the suites")
+
+    def known(self, run: OpenRun) -> list[ValidationResult] | None:
+        return known_suites(run.config, run.layout, inputs_of(run), "before", 0)
+
+    def make(self, run: OpenRun) -> list[ValidationResult]:
+        call_trainer(run, "evaluate")
+        if (known := self.known(run)) is None:
+            raise DataError(
+                f"{run.layout.suites}: the results are not there, or not those of these suites; evaluate again"
+            )
+        return known
+
+    def describe(self, result: list[ValidationResult]) -> str:
+        return ""
+
+
+def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
+    """A validation of this step that was made with these settings."""
+    file = layout.validation / f"{name}.json"
+    if (known := _known_result(file, step, config.validation)) is None:
+        return None
+    summary = dict(known.summary())
+    if config.validation.suites:
+        try:
+            suites = known_suites(config, layout, RunInputs.read(layout), name, step)
+        except DataError:
+            return None
+        if suites is None:
+            return None
+        for one in suites:
+            summary |= one.summary()
+    return Judgement(name, step, file, cached=True, summary=summary)
+
+
+def known_suites(
+    config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
+) -> list[ValidationResult] | None:
+    """The results of all suites of this name, where each was made of this step with these settings."""
+    found = []
+    for suite in config.validation.suites:
+        if suite.name not in inputs.suites:
+            return None
+        known = _known_result(layout.suites / suite.name / f"{name}.json", step, suite)
+        if known is None or known.suite != suite_fingerprint(config, suite, inputs.suites[suite.name]):
+            return None
+        found.append(known)
+    return found
+
+
+def _known_result(file: Path, step: int, settings: JudgingConfig) -> ValidationResult | None:
+    try:
+        known = ValidationResult.read(file)
+    except DataError:
+        return None
+    return known if known.step == step and known.settings.judges_as(settings) else None

@@ -1,0 +1,63 @@
+"""The model of step 0: made from nothing, given, or taught by supervised steps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
+from flows.stages.stage import Stage, StageStatus, made_again
+from flows.stages.trainer import call_trainer, write_inputs
+from flows.work.open_run import OpenRun
+from rlcore.config import WarmStartConfig
+from rlcore.run.given_models import keep_base, require_same_base
+from rlcore.run.inputs import given_model, is_given, planned_start_model
+from rlcore.run.start_model import StartModel, known_start_model
+from rlcore.storage.finished import finished_or_why
+
+
+@dataclass(frozen=True)
+class WarmStart(Stage[StartModel]):
+    """Make the model of step 0, or find it. The supervised steps are done in chunks, as training is."""
+
+    name = "warm-start"
+    in_trainer = True
+
+    def status(self, run: OpenRun) -> StageStatus:
+        config = run.config
+        if is_given(config):
+            detail = f"off: starts from {config.model.path}"
+            return StageStatus(self.name, None, given_model(config), True, detail)
+        if not has_tokenizer(run.seen)[0]:
+            return StageStatus(self.name, None, None, False, "after the filter")
+        rows = planned_rows(run.seen)
+        require_same_base(config, rows)
+        place = planned_start_model(config, rows)
+        manifest, damage = finished_or_why(place)
+        detail = made_again(damage) or (_ends(config.warm_start) if config.warm_start.enabled else "model only")
+        return StageStatus(self.name, place.name, place, manifest is not None, detail)
+
+    def known(self, run: OpenRun) -> StartModel | None:
+        write_inputs(run)
+        known = known_start_model(run.config, inputs_of(run))
+        if known is not None:
+            keep_base(run.config, inputs_of(run).filtered_directory)
+        return known
+
+    def make(self, run: OpenRun) -> StartModel:
+        size = run.config.warm_start.steps_per_chunk
+        to_step = size
+        while True:  # how many steps there are is known when they end
+            made = call_trainer(run, "warm_start", to_step=to_step)
+            model = StartModel(**{**made, "directory": Path(made["directory"])})
+            if model.is_over:
+                return model
+            to_step += size
+
+    def describe(self, result: StartModel) -> str:
+        return f"warm start: {result}"
+
+
+def _ends(warm: WarmStartConfig) -> str:
+    ends = [] if warm.epochs is None else [f"{warm.epochs:g} epochs"]
+    ends += [] if warm.stop_at_reward is None else [f"reward {warm.stop_at_reward:g}"]
+    ends += [] if warm.patience is None else [f"{warm.patience} measurements without a lower held-out loss"]
+    return f"to {' or '.join(ends)}, at most {warm.max_steps} steps" if ends else f"{warm.max_steps} steps"
