@@ -45,7 +45,7 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
                 f"Wilson's where a figure is 0 or 1 for each, else from {after.settings.num_resamples:,} bootstrap "
                 f"resamples. Before is step {before.step}, after is step {after.step}."
             )
-    if results:
+    if 0 < len(results) <= len(CYCLE):  # the bars of more runs cannot be told apart
         statistics = [name for name in first.core_statistics[: 1 if others else None] if "/maj@" not in name]
         blocks += [
             draw(_charts(results)),
@@ -66,36 +66,32 @@ _COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "nu
                               "Worse on": "number"}  # fmt: skip
 
 
-def _compared(row: Comparison) -> Row:
-    """A statistic as a row of a table with these columns."""
-    return row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses
+def _rows(results: Judged, paired: Sequence[Comparison]) -> list[Row]:
+    """Every statistic before and after, paired; of one validation alone, where there is no second one."""
+    if paired:
+        return [
+            (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
+            for row in paired
+        ]
+    columns = [result.intervals if result else {} for result in (results.get("before"), results.get("after"))]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name) for column in columns), *(None,) * 3) for name in names]
 
 
 def _result_table(record: RunRecord) -> Table:
-    """Every statistic before and after, paired; of one validation alone, where there is no second one."""
-    columns: dict[str, Kind] = _COMPARED
-    rows: list[Row] = [_compared(found) for found in record.paired]
-    note = "paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
-    note = f"{record.paired[0].num_problems} held-out problems; {note}" if rows else ""
-    if len(record.judged) == 1:
-        (result,) = record.judged.values()
-        columns = {"Figure": "code", f"{result.name}, step {result.step}": "number"}
-        rows, note = list(result.intervals.items()), f"{len(result.with_figures.problems)} held-out problems."
-    rows = [(*row, _meaning(str(row[0]))) for row in rows]
-    return table("held_out", "Held-out problems", {**columns, "Meaning": "text"}, rows, note)
+    rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.judged, record.paired)]
+    count = max(len(result.with_figures.problems) for result in record.judged.values())
+    note = f"{record.paired[0].num_problems if record.paired else count} held-out problems"
+    note += "; paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
+    return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
 
 
 def suite_table(record: RunRecord) -> Table | None:
     """Every statistic of every suite, before and after; None without suites."""
     rows: list[Row] = []
     for name, results in record.suites.items():
-        match results.get("before"), results.get("after"):
-            case ValidationResult() as before, ValidationResult() as after:
-                rows += [(name, *_compared(row)) for row in compare(before, after)]
-            case ValidationResult() as before, None:
-                rows += [(name, each, found, *(None,) * 4) for each, found in before.intervals.items()]
-            case None, ValidationResult() as after:
-                rows += [(name, each, None, found, *(None,) * 3) for each, found in after.intervals.items()]
+        both = [result for label in ("before", "after") if (result := results.get(label)) is not None]
+        rows += [(name, *row) for row in _rows(results, compare(*both) if len(both) == 2 else ())]
     note = "Held-out sets without a training part; intervals over the problems of each."
     return table("suites", "Suites", {"Suite": "code", **_COMPARED}, rows, note) if rows else None
 

@@ -20,7 +20,7 @@ from rlcore.report.settings import meaning
 from rlcore.tracking.cost import ENERGY_WH, GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Lineage, Stage
-from tests.report.pages import parse
+from tests.report.pages import parse, table
 from tests.report.runs import write_run
 
 FEW = ("critic/score/mean", "perf/total_num_tokens", "timing_s/step")
@@ -56,11 +56,6 @@ def two_seeds(run_dirs, tmp_path_factory):
 def unlike(run_dirs, tmp_path_factory):
     """Runs of two algorithms on other problems."""
     return compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path_factory.mktemp("unlike"))
-
-
-def table(files, name: str) -> list[dict[str, object]]:
-    found = json.loads(files.json.read_text())["tables"][name]
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
 def finding(files, topic: str) -> dict:
