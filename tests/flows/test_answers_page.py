@@ -157,6 +157,9 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
         tab.wait("document.querySelector('#detail h2').innerText.endsWith('step 19')")
         assert tab.texts("#detail h2")[0].startswith(prompt)
 
+        # An answer without a score says so in the list.
+        assert "no score" in tab.texts(".item .figure")
+
         # Tokens are coloured by one of several values, each in its own element as text.
         tab.choose("#run", TOLD)
         tab.wait(
