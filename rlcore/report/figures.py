@@ -201,8 +201,6 @@ SPEED = (
           height_in=3.2),
     Panel("throughput", "Throughput", "Prompt and answer tokens over seconds and devices.", "tokens/s/device",
           {"perf/throughput": ("green", "throughput")}, _throughput, height_in=3.2),
-    Panel("timeline", "The run by the clock", "When it trained, validated and saved.", "",
-          draw=lambda record, panel, figure: performance.draw_timeline(record, figure)),
 )  # fmt: skip
 
 Find = Callable[[RunRecord], Series | None]

@@ -1,6 +1,5 @@
-"""Where a run comes from: its settings as tables, the command line that makes it again, and its lineage."""
+"""Where a run comes from: its settings as tables, how it was started, and its lineage."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -13,12 +12,10 @@ from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
 from rlcore.config.problems import masked, plain_text
 from rlcore.config.run import all_keys
-from rlcore.errors import ConfigError
 from rlcore.report.document import Block, Cell, Prose, Table, cell, table
 from rlcore.report.record import RunRecord
 from rlcore.tracking.lineage import Lineage
 
-_BARE = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@%-]*")
 _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
 
 
@@ -75,81 +72,16 @@ def _cell(value: JsonValue) -> Cell:
     return Cell(masked(plain_text(value)), masked(value) if isinstance(value, str) else value)
 
 
-def reproduce_command(config: RunConfig) -> str | None:
-    """The command line that composes to exactly these settings; None if there is none in this version.
-
-    It starts from the experiment of the run's name where there is one, and is checked by composing it.
-    """
-    from rlcore.config.compose import experiment_names
-
-    starts = [config.name, None] if config.name in experiment_names() else [None]
-    for experiment in starts:
-        overrides = _overrides_from(config, experiment)
-        if overrides is not None:
-            start = [f"experiment={experiment}"] if experiment else []
-            return shlex.join(["millrace", "run", *start, *map(masked, overrides)])
-    return None
-
-
-def _overrides_from(config: RunConfig, experiment: str | None) -> list[str] | None:
-    """Overrides that lead from an experiment, or from the defaults, to these settings."""
-    from rlcore.config.compose import load_config
-
-    try:
-        base = load_config([], experiment=experiment) if experiment else RunConfig()
-        groups = []
-        if base.data.task != config.data.task:
-            groups.append(f"data={config.data.task}")
-        if (base.critic is None) != (config.critic is None):
-            groups.append(f"critic={'none' if config.critic is None else 'default'}")
-        wanted, given = settings_of(config), defaults_of(config)
-        given |= {key: value for key, value in settings_of(base).items() if not (groups and key.startswith("data."))}
-        given["data.task"] = config.data.task  # chosen as a group
-        overrides = {key: value for key, value in wanted.items() if given.get(key, ...) != value}
-        for _ in range(2):  # the second time with what the files of the chosen groups say otherwise
-            arguments = [*groups, *(f"{key}={_quoted(value)}" for key, value in overrides.items() if key != "critic")]
-            found = load_config(arguments, experiment=experiment)
-            if found == config:
-                return arguments
-            said = settings_of(found)
-            overrides |= {key: value for key, value in wanted.items() if said.get(key, ...) != value}
-    except ConfigError:
-        return None
-    return None
-
-
-def _quoted(value: JsonValue) -> str:
-    """A value in Hydra's grammar."""
-    match value:
-        case str() if _BARE.fullmatch(value) and value.lower() not in ("true", "false", "null", "nan", "inf"):
-            return value
-        case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        case list():
-            return f"[{','.join(map(_quoted, value))}]"
-        case dict():
-            return "{" + ",".join(f"{_quoted(key)}:{_quoted(inner)}" for key, inner in value.items()) + "}"
-    return json.dumps(value)
-
-
 def reproduction(record: RunRecord) -> Iterator[Block]:
-    """How a run was started, and the command that makes it again."""
+    """How a run was started, and what makes it again."""
     if record.lineage is not None and record.lineage.command:
-        command = shlex.join(map(masked, record.lineage.command))
-        yield from (Prose("As it was started:"), Prose(command, is_code=True))
-    if (complete := reproduce_command(record.config)) is not None:
-        yield Prose("The same settings, complete, from this version of Millrace:")
-        yield Prose(complete, is_code=True)
-    else:
-        yield Prose(
-            "No command line of this version composes to these settings (a model path that is not on this machine "
-            "is a usual reason); settings.json in the run's folder holds all of them."
-        )
+        yield from (Prose("As it was started:"), Prose(shlex.join(map(masked, record.lineage.command)), is_code=True))
     yield Prose(
+        "`settings.json` in the run's folder has all settings; the table above those that differ from the defaults. "
         f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "
-        f"data.seed={record.config.data.seed} the rows. The "
-        "same versions of torch and transformers, the same kind of device and the same number of threads give the "
-        "same numbers; others differ in the last digits, which sampling turns into other answers."
+        f"`data.seed={record.config.data.seed}` the rows. The same versions of torch and transformers, the same kind "
+        "of device and the same number of threads give the same numbers; others differ in the last digits, which "
+        "sampling turns into other answers."
     )
 
 

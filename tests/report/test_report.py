@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -15,7 +14,7 @@ from markdown_it import MarkdownIt
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from rlcore.config.compose import experiment_names, load_config
+from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.evaluation.stats import Interval
@@ -25,14 +24,14 @@ from rlcore.report.document import Finding, Gallery, Report, Tile
 from rlcore.report.figures import LEARNING, ONE_UPDATE, charts_of
 from rlcore.report.held_out import section_of
 from rlcore.report.page import markdown_of
-from rlcore.report.performance import phase_table, run_spans
+from rlcore.report.performance import phase_table
 from rlcore.report.plots import SETTINGS, Chart, gallery_of, legend
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.samples import samples_of
-from rlcore.report.settings import defaults_of, reproduce_command, settings_of, settings_tables
+from rlcore.report.settings import defaults_of, settings_of, settings_tables
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.catalog import metric_docs
-from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, StepRecord, load_journal
+from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, load_journal
 from rlcore.tracking.lineage import Lineage, Stage
 from tests.report.pages import Page, parse, table
 from tests.report.records import record_of
@@ -518,46 +517,11 @@ def test_inputs_serve_as_lineage(tmp_path):
     assert rows["tokenizer"]["Facts"] == {}
 
 
-@pytest.mark.parametrize(
-    ("experiment", "overrides"),
-    [
-        *((name, []) for name in experiment_names()),
-        ("countdown_ppo_demo", ["seed=7", "optim.lr=3e-5", "tags.owner='me and you'", "paths.root='a b/c'"]),
-    ],
-)
-def test_the_command_line_composes_to_the_same_settings(experiment, overrides):
-    config = load_config(overrides, experiment=experiment)
-    command = reproduce_command(config)
-    assert command is not None
-    program, verb, *arguments = shlex.split(command)
-    assert (program, verb, arguments[0]) == ("millrace", "run", f"experiment={experiment}")
-    assert load_config(arguments) == config
-    assert len(arguments) <= 1 + len(overrides)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["data=gsm8k", "model=qwen2_5_0_5b", "name=mine", "model.lora.rank=4"],
-        ["algo=ppo", "model=qwen2_5_0_5b", "name=mine", "critic.warmup_steps=3", "rollout.samples_per_prompt=1"],
-        ["experiment=countdown_ppo_demo", "algo=grpo", "critic=none", "algo.lam=1.0"],
-        ["experiment=countdown_demo", "data.operations=[+,-,*]", "name=countdown_demo"],
-    ],
-)
-def test_other_groups_are_found_too(overrides):
-    config = load_config(overrides)
-    command = reproduce_command(config)
-    assert command is not None
-    assert load_config(shlex.split(command)[2:]) == config
-
-
 def test_a_report_holds_no_password_of_an_address(tmp_path):
     config = load_config(["experiment=debug", "tracking.uri=http://me:SECRET@host"])
-    command, tables = reproduce_command(config), repr(settings_tables(config))
-    assert command is not None
-    for text in (command, tables):
-        assert "http://me:***@host" in text
-        assert "SECRET" not in text
+    tables = repr(settings_tables(config))
+    assert "http://me:***@host" in tables
+    assert "SECRET" not in tables
     write_run(tmp_path, experiment="debug", num_steps=1, validate=False, only=FEW)
     typed = ("millrace", "run", "tracking.uri=http://me:SECRET@host", "tags.why=two words")
     Lineage(command=typed).write(tmp_path)
@@ -566,15 +530,6 @@ def test_a_report_holds_no_password_of_an_address(tmp_path):
     words = page_of(build_report(tmp_path)).words
     assert "'tracking.uri=http://me:***@host' 'tags.why=two words'" in words
     assert "SECRET" not in words
-
-
-def test_settings_that_do_not_compose_here_are_named_so(tmp_path):
-    run_dir = tmp_path / "elsewhere"
-    config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
-    moved = config.model_copy(update={"model": config.model.model_copy(update={"path": "/no/such/model"})})
-    (run_dir / "settings.json").write_text(moved.model_dump_json())
-    assert reproduce_command(moved) is None
-    assert "settings.json in the run's folder holds all of them" in page_of(build_report(run_dir)).words
 
 
 # ---------------------------------------------------------------- short forms
@@ -606,22 +561,12 @@ def test_the_memory_plan_stands_beside_the_peaks(tmp_path, grpo_report):
     assert "the report goes on without this memory plan" in page_of(build_report(tmp_path / "run")).words
 
 
-def test_the_timeline_tells_training_from_validation_and_checkpoints():
-    """Lines are written after the validation; a save's seconds stand in the line after it; an hour of nothing."""
-    steps = (
-        StepRecord(0, 100.0, {}),
-        StepRecord(1, 110.0, {"timing_s/step": 4.0}),
-        StepRecord(2, 120.0, {"timing_s/step": 5.0, "timing_s/testing": 2.0, "timing_s/save_checkpoint": 2e-6}),
-        StepRecord(3, 3_728.0, {"timing_s/step": 5.0, "timing_s/save_checkpoint": 1.5}),
+def test_validations_and_checkpoints_are_timed_next_to_the_step():
+    record = record_of(
+        {"timing_s/step": [4.0, 5.0], "timing_s/testing": [2.0], "timing_s/save_checkpoint": [0.0, 1.5]},
     )
-    record = RunRecord(Path("run"), load_config(["experiment=debug"]), steps, (), {}, None, (), ())
-    assert run_spans(record) == {
-        "training": [(0.0, 4.0), (7.0, 12.0), (3_617.0, 3_622.0)],
-        "validation": [(12.0, 14.0)],
-        "checkpoint": [(14.0, 15.5)],
-    }
     rows = {row[0].text: row[1].value for row in phase_table(record).rows}
-    assert rows["Checkpoint (mean over 2 steps, not in the step)"] == pytest.approx(0.75, abs=1e-5)
+    assert rows["Checkpoint (mean over 2 steps, not in the step)"] == 0.75
     assert rows["Validation (once, not in the step)"] == 2.0
 
 
