@@ -195,7 +195,11 @@ def one_answer(folder: Path, key: str) -> dict[str, Any]:
     path = next((path for path in parts_of(folder) if path.name == name), None)
     if path is not None and place.isdecimal() and len(place) <= MOST_DIGITS and int(place) < _num_rows(path):
         return {"key": key, **_rows_of(path, np.array([int(place)]), EVERYTHING)[0]}
-    raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
+    raise _no_such_answer(key)
+
+
+def _no_such_answer(key: str) -> DataError:
+    return DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,8 @@ def answers_with(folder: Path, key: str) -> Together:
         if row["data_source"] == chosen["data_source"]:
             visits.setdefault((row["step"], row["validation"]), []).append(place)
     means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
+    if (chosen["step"], chosen["validation"]) not in visits:  # a run that goes on has removed the part meanwhile
+        raise _no_such_answer(key)
     return Together(
         found.rows(visits[chosen["step"], chosen["validation"]], EVERYTHING),
         [
