@@ -337,7 +337,7 @@ KINDS = ("all", "training", "validation")
 Kind = Annotated[
     str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.one_of(*KINDS))
 ]
-SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id")
+SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
 
 
 @command(

@@ -3,7 +3,7 @@
     GET /answers/                     the page
     GET /answers/runs                 names of the runs that have answers on record
     GET /answers/find?run=&...        50 answers of a search (`Query.read`), and how many it has found
-    GET /answers/one?run=&key=        one answer with its tokens
+    GET /answers/together?run=&key=   the answers to the same prompt at the same step, with their tokens
 
 A run may be named by the beginning of its id. The page asks for what it shows; nothing is written. What a
 model wrote goes out as JSON and into the page as text.
@@ -19,19 +19,20 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlcore.answers.query import MOST_DIGITS, Query, find_answers, finite, num_answers, one_answer
+from rlcore.answers.query import MOST_DIGITS, Query, answers_with, find_answers, finite, num_answers
 from rlcore.answers.store import LIGHT
 from rlcore.answers.tokens import pieces, tokenizer_of
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.run.layout import RunLayout
+from rlcore.score import Score
 
 PREFIX = "/answers/"
 ROWS = 50
 """Answers that the page asks for at a time."""
 SHOWN = 400
-"""Characters of an answer in the list."""
-LISTED = [*LIGHT.names, "answer"]
+"""Characters of a prompt or an answer in the list."""
+LISTED = [*LIGHT.names, "change", "prompt", "answer"]
 
 
 def with_answers(root: Path, app: ASGIApp) -> ASGIApp:
@@ -56,7 +57,7 @@ def answers_app(root: Path) -> Starlette:
         "": _page,
         "runs": lambda _: JSONResponse(runs.newest_first()),
         "find": runs.find,
-        "one": runs.one,
+        "together": runs.together,
     }
     return Starlette(
         routes=[Route(PREFIX + path, answer) for path, answer in routes.items()],
@@ -65,9 +66,9 @@ def answers_app(root: Path) -> Starlette:
 
 
 def _page(request: Request) -> Response:
-    from rlcore.report.page import scripted_page
+    from rlcore.report.page import answers_page
 
-    return HTMLResponse(scripted_page("answers.html.j2"))
+    return HTMLResponse(answers_page())
 
 
 class Runs:
@@ -99,25 +100,36 @@ class Runs:
         """A page of the answers that a search finds."""
         given = request.query_params
         words: dict[str, Any] = {
-            name: given[name] for name in ("step", "score", "search", "kind", "sort") if given.get(name)
+            name: given[name] for name in ("step", "score", "search", "kind", "sort", "each") if given.get(name)
         }
-        query = Query.read(prompt=_number("prompt", given.get("prompt")), **words)
+        query = Query.read(prompt=_number("prompt", given.get("prompt")), in_prompts=True, **words)
         offset = _number("offset", given.get("offset")) or 0
         folder = self._layout(given.get("run", "")).answers
         found = find_answers(folder, query)
         if not found:
             num_answers(folder)  # raises where the run has kept none
         rows = found.rows(range(len(found))[offset : offset + ROWS], LISTED)
-        rows = [{**row, "answer": row["answer"][:SHOWN]} for row in rows]
+        rows = [{**row, **{name: row[name][:SHOWN] for name in ("prompt", "answer")}} for row in rows]
         return JSONResponse(finite({"total": len(found), "rows": rows}))
 
-    def one(self, request: Request) -> Response:
-        """One answer with its tokens."""
+    def together(self, request: Request) -> Response:
+        """The answers to the prompt of one answer at its step, with their tokens, and the other steps with answers."""
+        from rlcore.report.samples import truth_text
+
         layout = self._layout(request.query_params.get("run", ""))
-        row = one_answer(layout.answers, request.query_params.get("key", ""))
+        found = answers_with(layout.answers, request.query_params.get("key", ""))
         decode = tokenizer_of(layout.inputs_json)
-        texts = None if decode is None else pieces(decode, row["token_ids"])
-        return JSONResponse(finite({**row, "pieces": texts}))
+        answers = [
+            {
+                **row,
+                "parts": (parts := dict(row["parts"])),
+                "solved": row["score"] is not None and Score(row["score"], parts).solved,
+                "ground_truth": truth_text(row["ground_truth"]),
+                "pieces": None if decode is None else pieces(decode, row["token_ids"]),
+            }
+            for row in found.answers
+        ]
+        return JSONResponse(finite({"answers": answers, "visits": found.visits}))
 
 
 def _number(name: str, text: str | None) -> int | None:

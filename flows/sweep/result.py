@@ -105,7 +105,7 @@ def write_comparison(folder: Path, points: Sequence[PointRecord]) -> Path | None
         return None
     if _is_current(file, run_dirs):
         return file
-    from rlcore.report.compare import compare_runs
+    from rlcore.report.build import compare_runs
 
     return compare_runs(run_dirs, target=file.parent).html
 

@@ -48,8 +48,6 @@ END_WAIT_S = 20.0
 
 MAX_UPLOAD_BYTES = 2_000_000_000
 """Weights over this are not copied into MLflow; it notes where they lie."""
-MOST_ANSWERS = 200
-"""Problems in the table of answers; the sample browser has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,8 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
 
 
 def log_result(page: Page, report: ReportPage | None) -> None:
-    """Summary, report with its pictures and sample browser, answers, lineage: once the run is over."""
+    """Summary, report with its pictures and page of answers, lineage: once the run is over."""
     from rlcore.report.build import summary_markdown
-    from rlcore.report.samples import answer_rows
 
     store, mlflow_run, layout = page.store, page.mlflow_run, page.run.layout
     if report is not None:
@@ -116,8 +113,6 @@ def log_result(page: Page, report: ReportPage | None) -> None:
         table = planned_pass_rates(page.run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
-    if rows := answer_rows(layout.run_dir, MOST_ANSWERS):
-        store.log_samples_table(mlflow_run, rows, "validation/answers.json")
 
 
 def log_models(page: Page, last: Weights, best: Weights) -> None:

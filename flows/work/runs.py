@@ -1,6 +1,5 @@
 """The work over several runs of a root: find them, compare them, prune, deliver and tidy; without Prefect."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,12 +157,11 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
     Raises:
         DataError: fewer than two runs, or a folder that cannot be read.
     """
-    from rlcore.report.compare import compare_runs
+    from rlcore.report.build import compare_runs
 
     root = root.resolve()
     files = compare_runs(folders, root=root)
-    told = json.loads(files.json.read_text())
-    statements = tuple(f"{found['topic']}: {found['statement']}" for found in told["findings"])
+    statements = tuple(f"{found.topic}: {found.statement}" for found in files.findings)
     page = _keep(folders, files, root)
     return Comparison(tuple(folders), files.html, files.json, page, statements, files.summary)
 

@@ -3,7 +3,7 @@ the rows that are asked for. No torch.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
@@ -21,11 +21,14 @@ from rlcore.config.problems import shown
 from rlcore.errors import ConfigError, DataError
 
 KINDS = ("all", "training", "validation")
-SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id")
-"""Columns to sort by."""
+EACH = ("answer", "prompt")
+SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
+"""Columns to sort by. `change`: how much the mean score of the prompt's sampled answers has risen from the first
+validation to the last."""
 READABLE = [*LIGHT.names, *TEXTS.names]
 """Columns without those of tokens."""
 EVERYTHING = [*READABLE, *TOKENS.names]
+_PROMPT = ["data_source", "prompt_id"]
 LARGEST_ID = 2**63 - 1
 """Largest id of a prompt: its column has 64 bits."""
 MOST_DIGITS = 19
@@ -36,9 +39,10 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which answers, in which order. `prompt`: its id. `search`: a part of the answer, in small or capital letters
-    alike. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` before it for the highest first; answers that are
-    equal in it stay in the order of steps."""
+    """Which answers, in which order. `prompt`: its id. `search`: a part of the answer, or of the prompt where
+    `in_prompts`, in small or capital letters alike. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` before it
+    for the highest first; answers that are equal in it stay in the order of steps. `each`: `prompt` for the first
+    answer to each prompt alone, of equal ones that of the last step."""
 
     step: Range = (None, None)
     score: Range = (None, None)
@@ -46,6 +50,8 @@ class Query:
     search: str = ""
     kind: str = "all"
     sort: str = "step"
+    in_prompts: bool = False
+    each: str = "answer"
 
     @classmethod
     def read(cls, step: str = "", score: str = "", **others: Any) -> "Query":
@@ -59,6 +65,8 @@ class Query:
             raise ConfigError(f"prompt: must be from 0 to {LARGEST_ID}, got {shown(query.prompt)}")
         if query.search != query.search.encode(errors="ignore").decode():
             raise ConfigError(f"search: must be UTF-8 text, got {query.search!r}")
+        if query.each not in EACH:
+            raise ConfigError(f"each: must be answer or prompt, got {query.each!r}")
         if query.kind not in KINDS:
             raise ConfigError(f"kind: must be all, training or validation, got {query.kind!r}")
         if query.sort.removeprefix("-") not in SORTS:
@@ -110,11 +118,14 @@ class Found:
         """
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
-        found: list[dict[str, Any]] = chosen.select([name for name in columns if name in LIGHT.names]).to_pylist()
-        names = [name for name in columns if name not in LIGHT.names]
+        found: list[dict[str, Any]] = chosen.select(
+            [name for name in columns if name in chosen.column_names]
+        ).to_pylist()
+        names = [name for name in columns if name not in chosen.column_names]
         for part in np.unique(parts):
             mine, path = np.flatnonzero(parts == part), self.parts[part]
-            for at, values in zip(mine, _rows_of(path, places[mine], names), strict=True):
+            read = _rows_of(path, places[mine], names) if names else [{}] * len(mine)
+            for at, values in zip(mine, read, strict=True):
                 found[at] = {"key": f"{path.name}:{places[at]}", **found[at], **values}
         return found
 
@@ -144,14 +155,20 @@ def find_answers(folder: Path, query: Query) -> Found:
     table = table.filter(reduce(lambda a, b: a & b, conditions))
     if query.search:
         at = table["part"].to_numpy()
+        columns = ["answer", "prompt"] if query.in_prompts else ["answer"]
         masks = [
-            _has_text(path, table["place"].to_numpy()[at == part], query.search) for part, path in enumerate(known)
+            _has_text(path, table["place"].to_numpy()[at == part], query.search, columns)
+            for part, path in enumerate(known)
         ]
         table = table.filter(pa.array(np.concatenate([np.zeros(0, dtype=bool), *masks])))
     keys = {query.sort.removeprefix("-"): "descending" if query.sort.startswith("-") else "ascending"}
-    for name in ("step", "part", "place"):
+    keys.setdefault("step", "ascending" if query.each == "answer" else "descending")
+    for name in ("part", "place"):
         keys.setdefault(name, "ascending")
-    return Found(tuple(known), table.sort_by(list(keys.items())))
+    table = table.sort_by(list(keys.items()))
+    if query.each == "prompt":
+        table = table.filter(pa.array(~table.select(_PROMPT).to_pandas().duplicated()))
+    return Found(tuple(known), table)
 
 
 def num_answers(folder: Path) -> int:
@@ -178,7 +195,50 @@ def one_answer(folder: Path, key: str) -> dict[str, Any]:
     path = next((path for path in parts_of(folder) if path.name == name), None)
     if path is not None and place.isdecimal() and len(place) <= MOST_DIGITS and int(place) < _num_rows(path):
         return {"key": key, **_rows_of(path, np.array([int(place)]), EVERYTHING)[0]}
-    raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
+    raise _no_such_answer(key)
+
+
+def _no_such_answer(key: str) -> DataError:
+    return DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The answers to one prompt in one step or validation, whole, and each step or validation that has some: the key of
+    the first one, and their mean score."""
+
+    answers: list[dict[str, Any]]
+    visits: list[dict[str, Any]]
+
+
+def answers_with(folder: Path, key: str) -> Together:
+    """The answers to the same prompt as one answer, by its key.
+
+    Raises:
+        DataError: there is none, or a part cannot be read.
+    """
+    chosen = one_answer(folder, key)
+    found = find_answers(folder, Query(prompt=chosen["prompt_id"]))
+    rows = found.rows(range(len(found)), LIGHT.names)
+    visits: dict[tuple[Any, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        if row["data_source"] == chosen["data_source"]:
+            visits.setdefault((row["step"], row["validation"]), []).append(place)
+    means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
+    if (chosen["step"], chosen["validation"]) not in visits:  # a run that goes on has removed the part meanwhile
+        raise _no_such_answer(key)
+    return Together(
+        found.rows(visits[chosen["step"], chosen["validation"]], EVERYTHING),
+        [
+            {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
+            for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
+        ],
+    )
+
+
+def _mean(scores: Iterable[float | None]) -> float | None:
+    known = [score for score in scores if score is not None]
+    return sum(known) / len(known) if known else None
 
 
 @lru_cache(maxsize=8)
@@ -190,15 +250,28 @@ def _light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
         table = _read(path, LIGHT.names)
         at = pa.array(np.full(table.num_rows, number, dtype=np.int32)), pa.array(np.arange(table.num_rows))
         tables.append(pa.table([*table.columns, *at], schema=places))
-    return pa.concat_tables(tables)
+    light = pa.concat_tables(tables)
+    return light.append_column("change", _changes(light))
 
 
-def _has_text(path: Path, places: np.ndarray, text: str) -> np.ndarray:
-    """Whether the answer at each of these places of a part has the text; without places the part is not read."""
+def _changes(light: pa.Table) -> pa.Array:
+    """`change` of `SORTS` for each answer; null where no validation has scored its prompt."""
+    if not light.num_rows:
+        return pa.nulls(0, pa.float64())
+    frame = light.select([*_PROMPT, "step", "validation", "greedy", "score"]).to_pandas()
+    judged = frame[frame.validation.notna() & ~frame.greedy & frame.score.notna()]
+    means = judged.groupby([*_PROMPT, "step"], dropna=False).score.mean().groupby(_PROMPT, dropna=False)
+    change = (means.last() - means.first()).rename("change")
+    return pa.array(frame[_PROMPT].join(change, on=_PROMPT).change, pa.float64(), from_pandas=True)
+
+
+def _has_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
+    """Whether one of these texts at each of these places of a part has a text; without places no part is read."""
     if not len(places):
         return np.zeros(0, dtype=bool)
-    found: np.ndarray = np.asarray(pc.match_substring(_read(path, ["answer"])["answer"], text, ignore_case=True))
-    return np.asarray(found[places])
+    table = _read(path, columns)
+    found = [np.asarray(pc.match_substring(table[name], text, ignore_case=True)) for name in columns]
+    return np.asarray(np.logical_or.reduce(found)[places])
 
 
 def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""The report of a run: its key figures and sections; written as HTML, JSON and pictures."""
+"""The report of one run or of several, which is a comparison; written as HTML, JSON and pictures."""
 
 import json
-import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -10,29 +9,34 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from rlcore.config.problems import masked
+from rlcore.config.fingerprint import fingerprint
+from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison
-from rlcore.report import curves, held_out, measures, numbers, page, samples
-from rlcore.report.document import Block, Cell, Prose, Report, Section, Table, Tile, cell, table
-from rlcore.report.findings import findings_of
-from rlcore.report.plots import gallery_of
-from rlcore.report.record import RunRecord, read_run
+from rlcore.report import compare, figures, held_out, numbers, page, performance, settings
+from rlcore.report.document import Block, Finding, Report, Section, Table, Tile, cell, table
+from rlcore.report.figures import Groups
+from rlcore.report.findings import check_table, findings_of
+from rlcore.report.plots import Chart, gallery_of
+from rlcore.report.record import RunRecord, Runs, read_run
+from rlcore.report.samples import samples_of
 from rlcore.report.series import first_tenth, last_tenth
-from rlcore.report.settings import reproduce_command, settings_tables
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking.lineage import Lineage
 
 FORMAT_VERSION = 1
+
+Draw = Callable[[Iterable[Chart]], Block]
+"""Makes a block of pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFiles:
-    """Where a report was written. Pictures lie in `figures/` beside them."""
+    """Where a report was written, with its conclusions. Pictures are in `figures/` in the same folder."""
 
     html: Path
     json: Path
+    findings: tuple[Finding, ...]
     summary: str
-    """The head as Markdown, with the most telling tables."""
+    """The head as Markdown."""
 
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
@@ -43,40 +47,52 @@ def build_report(run_dir: Path, *, target: Path | None = None, failure: str = ""
     Raises:
         DataError: the folder holds no run. Any other part may be missing; the report says which.
     """
-    folder = target or run_dir / "report"
-    return write_files(report_of(read_run(run_dir), folder / "figures", failure), folder, "report", ("curves",))
+    return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
-def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[str]) -> ReportFiles:
-    """Write a report's HTML and JSON, each whole or not at all. `in_summary` names the tables of its summary."""
-    summary = page.markdown_of(report, [table for table in report.tables() if table.name in in_summary])
-    files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", summary)
+def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
+    """Write the comparison of two or more runs, finished or not; the first is what the others are compared with.
+
+    `target`: where to write; None: `<root>/comparisons/<fingerprint of the runs>`, without `root` in the first run's.
+
+    Raises:
+        DataError: fewer than two different runs, or a folder that holds no run.
+    """
+    folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
+    if len(folders) < compare.FEWEST_RUNS:
+        raise DataError(
+            f"compare: needs {compare.FEWEST_RUNS} different runs, got {len(folders)}; name another run's folder"
+        )
+    runs = compare.labelled([read_run(folder) for folder in folders])
+    name = fingerprint("comparison", [str(folder) for folder in folders])
+    return _write(runs, target or (root or folders[0].parent.parent) / "comparisons" / name, "comparison")
+
+
+def summary_markdown(run_dir: Path, failure: str = "") -> str:
+    """The head of a run's report as Markdown, for a Prefect artifact and MLflow's description.
+
+    Raises:
+        DataError: the folder holds no run.
+    """
+    return page.markdown_of(_head_of(read_run(run_dir), failure, ()))
+
+
+def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFiles:
+    """Write HTML and JSON, each whole or not at all."""
+    report = report_of(runs, partial(gallery_of, folder=folder / "figures"), failure)
+    files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", report.findings, page.markdown_of(report))
     write_text_atomically(files.html, page.page("report.html.j2", report=report))
     write_json_atomically(files.json, _json_of(report))
     return files
 
 
-def report_of(record: RunRecord, figures: Path | None, failure: str = "") -> Report:
-    """The report before it is written; pictures are written into `figures`. None: its head alone."""
-    total, config = record.config.trainer.total_steps, record.config
-    workers = config.runtime.num_workers
-    return Report(
-        genre="run report",
-        title=record.run_id,
-        subtitle=(
-            f"{algorithm_of(record)} · {config.data.task} · {_model_of(record)} · seed {config.seed} · "
-            f"{config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} answers a step · "
-            f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
-        ),
-        state=f"all {total} steps" if record.is_complete else f"step {record.last_step} of {total}",
-        state_tone="bad" if failure else "good" if record.is_complete else "watch",
-        failure=failure,
-        sections=() if figures is None else _sections_of(record, figures),
-        tiles=tuple(_tiles_of(record)),
-        findings=findings_of(record),
-        missing=record.missing,
-        facts=tuple(_facts_of(record)),
-    )
+def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
+    """The report of one run or several before it is written."""
+    groups = compare.groups_of(list(runs.values()))
+    sections = tuple(_sections_of(runs, groups, draw))
+    if len(runs) > 1:
+        return _head_of_several(runs, groups, sections)
+    return _head_of(next(iter(runs.values())), failure, sections)
 
 
 def _json_of(report: Report) -> dict[str, JsonValue]:
@@ -101,76 +117,43 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
     }
 
 
-def summary_markdown(run_dir: Path, failure: str = "") -> str:
-    """The report's head as Markdown: key figures, conclusions, curves as text: for a Prefect artifact.
-
-    Raises:
-        DataError: the folder holds no run.
-    """
-    record = read_run(run_dir)
-    return page.markdown_of(report_of(record, None, failure), [measures.curve_table(record)])
+# ------------------------------------------------------------------ sections
 
 
-def _sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
-    draw = partial(gallery_of, folder=figures)
-    shown = "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
-    runs = {record.run_id: record}
-    return (
-        Section("curves", "Curves", (draw(curves.charts(record)), measures.curve_table(record))),
-        held_out.section_of(record, draw),
-        Section("answers", "Answers", (samples.samples_of(record),), f"{shown}kind by id, not the best."),
-        Section("convergence", "Convergence",
-                (measures.convergence_table(record), measures.check_table(record))),
-        Section("performance", "Performance",
-                (draw(curves.speed_charts(record)), measures.phase_table(record), measures.performance_table(record),
-                 measures.efficiency_table(record), measures.cost_table(runs),
-                 *filter(None, [measures.spent_table(runs)]))),
-        Section("memory", "Memory", measures.memory_blocks(record)),
-        Section("configuration", "Configuration", settings_tables(record.config)),
-        Section("reproduce", "Reproduce", tuple(_reproduce(record))),
-        Section("lineage", "Lineage", tuple(_lineage(record))),
-        Section("journal", "Journal", (_events(record), measures.last_step_table(record))),
-    )  # fmt: skip
-
-
-def _reproduce(record: RunRecord) -> Iterator[Block]:
-    if record.lineage is not None and record.lineage.command:
-        command = shlex.join(map(masked, record.lineage.command))
-        yield from (Prose("As it was started:"), Prose(command, is_code=True))
-    if (complete := reproduce_command(record.config)) is not None:
-        yield Prose("The same settings, complete, from this version of Millrace:")
-        yield Prose(complete, is_code=True)
+def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
+    """The sections that all reports have, and between them those of one run or of several."""
+    (first, *others), charts = runs.values(), figures.charts_of(groups, figures.LEARNING)
+    how, on_time = "", [performance.phase_table(first)]
+    if others:
+        yield Section("runs", "Runs", (compare.run_table(runs, groups), compare.settings_table(runs)))
+        how, on_time = "One line a run. Noisy curves are moving means.", []
+        if len(groups) < len(runs):
+            how = "A line is the mean over a setting's runs, its band goes from the lowest to the highest run."
+        charts = figures.reward_charts(groups) + charts
+    yield Section("curves", "Curves", (draw(charts),), how)
+    yield held_out.section_of(runs, draw)
+    if others:
+        yield Section("seeds", "Seeds", (compare.seed_table(groups),))
     else:
-        yield Prose(
-            "No command line of this version composes to these settings (a model path that is not on this machine "
-            "is a usual reason); settings.json in the run's folder holds all of them."
+        lead = (
+            "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
+            "kind by id, not the best."
         )
-    yield Prose(
-        f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "
-        f"data.seed={record.config.data.seed} the rows. The "
-        "same versions of torch and transformers, the same kind of device and the same number of threads give the "
-        "same numbers; others differ in the last digits, which sampling turns into other answers."
-    )
-
-
-def _lineage(record: RunRecord) -> Iterator[Block]:
-    lineage = record.lineage or Lineage()
-    if lineage.stages:
-        rows = [
-            (stage.name, stage.fingerprint, stage.path,
-             Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
-            for stage in lineage.stages
-        ]  # fmt: skip
-        yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
-    commit = lineage.git_commit + (" + changes" if lineage.git_dirty else "")
-    facts = {**({"git commit": commit} if commit else {}), **lineage.environment}
-    if facts:
-        yield table("environment", "Code and packages", {"What": "text", "Version": "code"}, list(facts.items()))
-    if record.checkpoints:
-        sizes = [(info.name, cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
-        yield table("checkpoints", "Checkpoints on disk", {"Name": "code", "Size": "number"}, sizes)
-    elif not lineage.stages and not facts:
-        yield Prose("Nothing is recorded of where this run comes from.")
+        yield Section("answers", "Answers", (samples_of(first),), lead)
+    yield Section("convergence", "Convergence", (
+        figures.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
+    costs = filter(None, (performance.cost_table(runs), performance.spent_table(runs)))
+    yield Section("performance", "Performance", (
+        draw(figures.charts_of(groups, figures.SPEED)), *on_time, figures.measure_table("performance", runs),
+        figures.measure_table("efficiency", runs), *costs))  # fmt: skip
+    planned = () if others else performance.memory_plan(first)
+    yield Section("memory", "Memory", (*planned, figures.measure_table("memory_peak", runs)))
+    if not others:
+        yield Section("configuration", "Configuration", settings.settings_tables(first.config))
+        yield Section("reproduce", "Reproduce", tuple(settings.reproduction(first)))
+        yield Section("lineage", "Lineage", tuple(settings.lineage(first)))
+    events = [] if others else [_events(first)]
+    yield Section("journal", "Journal", (*events, figures.last_values(runs)))
 
 
 def _events(record: RunRecord) -> Table:
@@ -178,31 +161,45 @@ def _events(record: RunRecord) -> Table:
     return table("events", "Events", {"Step": "number", "Event": "code", "Data": "code"}, rows)
 
 
-ALGORITHMS = {
-    "gae": "PPO",
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "rloo": "RLOO",
-    "reinforce_pp": "REINFORCE++",
-    "reinforce_pp_baseline": "REINFORCE++ (group baseline)",
-    "remax": "ReMax",
-    "opo": "OPO",
-}
+# ------------------------------------------------------------------ heads
 
 
-def algorithm_of(record: RunRecord) -> str:
-    """The algorithm's usual name."""
-    algo = record.config.algo
-    name = ALGORITHMS.get(algo.advantage, algo.advantage)
-    return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
+def _head_of_several(runs: Runs, groups: Groups, sections: tuple[Section, ...]) -> Report:
+    return Report(
+        genre="comparison",
+        title=compare.title_of(groups),
+        subtitle=f"{len(runs)} runs, {len(groups)} setting{'s' if len(groups) > 1 else ''}",
+        state="" if all(run.is_complete for run in runs.values()) else "some runs are not finished",
+        state_tone="watch",
+        tiles=tuple(compare.tile_of(label, group) for label, group in groups.items()),
+        findings=compare.findings_over(runs, groups),
+        missing=tuple(
+            f"{label}: {text}" for label, run in runs.items() for text in run.missing if "lineage" not in text
+        ),
+        sections=sections,
+    )
 
 
-def _model_of(record: RunRecord) -> str:
-    model = record.config.model
-    if model.path is not None:
-        return model.path.rstrip("/").rpartition("/")[2]
-    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
-    return f"a model from nothing ({layers} of {model.scratch.hidden_size})"
+def _head_of(record: RunRecord, failure: str, sections: tuple[Section, ...]) -> Report:
+    total, config = record.config.trainer.total_steps, record.config
+    workers = config.runtime.num_workers
+    return Report(
+        genre="run report",
+        title=record.run_id,
+        subtitle=(
+            f"{settings.algorithm_of(config)} · {config.data.task} · {settings.model_of(config)} · seed {config.seed} "
+            f"· {config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} answers a step · "
+            f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
+        ),
+        state=f"all {total} steps" if record.is_complete else f"step {record.last_step} of {total}",
+        state_tone="bad" if failure else "good" if record.is_complete else "watch",
+        failure=failure,
+        sections=sections,
+        tiles=tuple(_tiles_of(record)),
+        findings=findings_of(record),
+        missing=record.missing,
+        facts=tuple(_facts_of(record)),
+    )
 
 
 def _facts_of(record: RunRecord) -> Iterator[str]:

@@ -7,8 +7,8 @@ from functools import partial
 from pydantic import JsonValue
 
 from rlcore.report import numbers
-from rlcore.report.curves import PHASES, mean_phases
-from rlcore.report.document import Finding, Tone
+from rlcore.report.document import Cell, Finding, Kind, Table, Tone, table
+from rlcore.report.performance import PHASES, mean_phases
 from rlcore.report.record import RunRecord
 from rlcore.report.series import FEWEST_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
 
@@ -251,3 +251,20 @@ def score_range(record: RunRecord) -> float:
     if high is None or low is None:
         return 1.0
     return float(high.max() - low.min()) or 1.0
+
+
+_RESULTS = {
+    True: Cell("passes", True, "good"),
+    False: Cell("fails", False, "bad"),
+    None: Cell("no data", None, "muted"),
+}
+
+
+def check_table(record: RunRecord) -> Table:
+    """The checks of stability."""
+    rows = [
+        (check.name, _RESULTS[check.ok], Cell(check.measured, check.value), check.rule, check.metric)
+        for check in stability_checks(record)
+    ]
+    columns: dict[str, Kind] = {"Check": "text", "Result": "text", "Measured": "text", "Rule": "text", "Metric": "code"}
+    return table("checks", "Checks of stability", columns, rows)

@@ -1,20 +1,24 @@
-"""Held-out problems: tables and pictures before and after training."""
+"""Held-out problems: tables and pictures of a run before and after training, and of several runs after it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare, pass_curve
-from rlcore.report.document import Block, Kind, Row, Section, Table, Value, table
-from rlcore.report.plots import LIGHT, Chart, plot_intervals, tidy
-from rlcore.report.record import RunRecord
+from rlcore.report.document import Block, Cell, Kind, Row, Section, Table, Value, table
+from rlcore.report.plots import CYCLE, LIGHT, Chart, plot_intervals, tidy
+from rlcore.report.record import RunRecord, Runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Judged = Mapping[str, ValidationResult]
+"""Results by what they are called: before and after, or by run."""
 
 _MEANING: Mapping[str, str] = {
     "mean": "mean score of {k} sampled answers",
@@ -25,30 +29,35 @@ _MEANING: Mapping[str, str] = {
 }
 
 
-def section_of(record: RunRecord, draw: Callable[[Iterable[Chart]], Block]) -> Section:
-    """The chapter; `draw` makes a block of its pictures."""
-    judged, lead = record.judged, ""
-    if len(judged) == 2:
-        before, after = judged.values()
-        lead = (
-            f"{after.settings.samples_per_problem} samples a problem at temperature "
-            f"{after.settings.sampling.temperature:g}, {after.settings.confidence:.0%} intervals over problems: "
-            f"Wilson's where a figure is 0 or 1 for each, else from {after.settings.num_resamples:,} bootstrap "
-            f"resamples. Before is step {before.step}, after is step {after.step}."
-        )
-    blocks: list[Block | None] = []
-    if judged:
-        blocks = [
-            _result_table(record),
-            draw(_charts(judged)),
-            _parts_table(record, "source", "By data source", ("Source", "code"), ValidationResult.by_source,
-                         "Each dataset of the mixture, scored by its own scorer."),
-            _parts_table(record, "difficulty", "By difficulty", ("Difficulty", "number"),
+def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
+    """The chapter: a run before and after training, several runs after it. `draw` makes a block of its pictures."""
+    (first, *others), lead = runs.values(), ""
+    if others:
+        results = {label: run.after for label, run in runs.items() if run.after is not None}
+        blocks: list[Block | None] = [_last_table(runs), _paired_table(runs)]
+    else:
+        results, blocks = first.judged, [_result_table(first)] if first.judged else []
+        if len(results) == 2:
+            before, after = results.values()
+            lead = (
+                f"{after.settings.samples_per_problem} samples a problem at temperature "
+                f"{after.settings.sampling.temperature:g}, {after.settings.confidence:.0%} intervals over problems: "
+                f"Wilson's where a figure is 0 or 1 for each, else from {after.settings.num_resamples:,} bootstrap "
+                f"resamples. Before is step {before.step}, after is step {after.step}."
+            )
+    if 0 < len(results) <= len(CYCLE):  # the bars of more runs cannot be told apart
+        statistics = [name for name in first.core_statistics[: 1 if others else None] if "/maj@" not in name]
+        blocks += [
+            draw(_charts(results)),
+            _parts_table(results, statistics, "source", "By data source", ("Source", "code"),
+                         ValidationResult.by_source, "Each dataset of the mixture, scored by its own scorer."),
+            _parts_table(results, statistics, "difficulty", "By difficulty", ("Difficulty", "number"),
                          ValidationResult.by_difficulty, "Difficulty is the task's own measure; for countdown the "
                          "fewest operations that reach the target."),
-            _pass_table(record),
+            _pass_table(results),
         ]  # fmt: skip
-    blocks += [_progress_table(record), suite_table(record)]
+    if not others:
+        blocks += [_progress_table(first), suite_table(first)]
     return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
 
 
@@ -57,38 +66,71 @@ _COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "nu
                               "Worse on": "number"}  # fmt: skip
 
 
-def _compared(row: Comparison) -> Row:
-    """A statistic as a row of a table with these columns."""
-    return row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses
+def _rows(results: Judged, paired: Sequence[Comparison]) -> list[Row]:
+    """Every statistic before and after, paired; of one validation alone, where there is no second one."""
+    if paired:
+        return [
+            (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
+            for row in paired
+        ]
+    columns = [result.intervals if result else {} for result in (results.get("before"), results.get("after"))]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name) for column in columns), *(None,) * 3) for name in names]
 
 
 def _result_table(record: RunRecord) -> Table:
-    """Every statistic before and after, paired; of one validation alone, where there is no second one."""
-    columns: dict[str, Kind] = _COMPARED
-    rows: list[Row] = [_compared(found) for found in record.paired]
-    note = "paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
-    note = f"{record.paired[0].num_problems} held-out problems; {note}" if rows else ""
-    if len(record.judged) == 1:
-        (result,) = record.judged.values()
-        columns = {"Figure": "code", f"{result.name}, step {result.step}": "number"}
-        rows, note = list(result.intervals.items()), f"{len(result.with_figures.problems)} held-out problems."
-    rows = [(*row, _meaning(str(row[0]))) for row in rows]
-    return table("held_out", "Held-out problems", {**columns, "Meaning": "text"}, rows, note)
+    rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.judged, record.paired)]
+    count = max(len(result.with_figures.problems) for result in record.judged.values())
+    note = f"{record.paired[0].num_problems if record.paired else count} held-out problems"
+    note += "; paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
+    return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
 
 
 def suite_table(record: RunRecord) -> Table | None:
     """Every statistic of every suite, before and after; None without suites."""
     rows: list[Row] = []
     for name, results in record.suites.items():
-        match results.get("before"), results.get("after"):
-            case ValidationResult() as before, ValidationResult() as after:
-                rows += [(name, *_compared(row)) for row in compare(before, after)]
-            case ValidationResult() as before, None:
-                rows += [(name, each, found, *(None,) * 4) for each, found in before.intervals.items()]
-            case None, ValidationResult() as after:
-                rows += [(name, each, None, found, *(None,) * 3) for each, found in after.intervals.items()]
+        both = [result for label in ("before", "after") if (result := results.get(label)) is not None]
+        rows += [(name, *row) for row in _rows(results, compare(*both) if len(both) == 2 else ())]
     note = "Held-out sets without a training part; intervals over the problems of each."
     return table("suites", "Suites", {"Suite": "code", **_COMPARED}, rows, note) if rows else None
+
+
+def _last_table(runs: Runs) -> Table:
+    statistics = dict.fromkeys(statistic for run in runs.values() for statistic in run.core_statistics)
+    curves = {statistic: [run.held_out(statistic) for run in runs.values()] for statistic in statistics}
+    rows = [(name, *(found[-1][1] if found else None for found in each)) for name, each in curves.items() if any(each)]
+    note = "At each run's last validation; intervals are over problems, within the run."
+    return table("held_out", "Held-out figures at the end",
+                 {"Figure": "code", **dict.fromkeys(runs, "number")}, rows, note)  # fmt: skip
+
+
+def _paired_table(runs: Runs) -> Table:
+    rows: list[Row] = []
+    (base, first), *others = runs.items()
+    for label, run in others:
+        found, why = paired_runs(first, run)
+        if not found:
+            rows.append((label, Cell("–"), Cell(why, why, "muted"), *(Cell(""),) * 3))
+        rows += [
+            (label, row.statistic, row.paired.difference, row.paired.wins, row.paired.losses, row.num_problems)
+            for row in found
+            if row.statistic in run.core_statistics
+        ]
+    note = "Paired over problems: how hard each one is cancels. One run each: what another seed would do is not in it."
+    return table("paired", "The same problems, run against run",
+                 {"Run": "code", "Figure": "code", f"Difference from {base}": "difference", "Better on": "number",
+                  "Worse on": "number", "Problems": "number"}, rows, note)  # fmt: skip
+
+
+def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
+    """The statistics of two runs after training, paired; or why they cannot be."""
+    if first.after is None or second.after is None:
+        return (), "no validation after training with its answers"
+    try:
+        return compare(first.after, second.after), ""
+    except DataError:
+        return (), "judged on other problems"
 
 
 def _meaning(statistic: str) -> str:
@@ -112,8 +154,8 @@ def _progress_table(record: RunRecord) -> Table:
     return replace(grid, folded=len(grid.rows) > 12)
 
 
-def _pass_table(record: RunRecord) -> Table | None:
-    curves = {f"pass@k, {label}": pass_curve(result) for label, result in record.judged.items()}
+def _pass_table(results: Judged) -> Table | None:
+    curves = {f"pass@k, {label}": pass_curve(result) for label, result in results.items()}
     note = (
         "Where pass@k of many samples stays while pass@1 rises, training has sharpened what the model could do already."
     )
@@ -122,19 +164,20 @@ def _pass_table(record: RunRecord) -> Table | None:
 
 
 def _parts_table(
-    record: RunRecord,
+    results: Judged,
+    statistics: Sequence[str],
     name: str,
     title: str,
     key: tuple[str, Kind],
     parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
-    """Problems and main figures of each part, before and after; None of fewer than two parts."""
-    parts = {label: parts_of(result) for label, result in record.judged.items()}
+    """Problems and these figures of each part; None of fewer than two parts."""
+    parts = {label: parts_of(result) for label, result in results.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}
     }
-    for statistic in (name for name in record.core_statistics if "/maj@" not in name):
+    for statistic in statistics:
         for label, found in parts.items():
             column = f"{statistic.removeprefix('reward/')}, {label}"
             columns[column] = {each: part.intervals.get(statistic) for each, part in found.items()}
@@ -143,14 +186,14 @@ def _parts_table(
 
 # ------------------------------------------------------------------ pictures
 
-COLOURS = ("grey", "blue")
-"""Before and after."""
+BEFORE_AND_AFTER = ("grey", "blue")
+"""Colours of two results; of more they are those of lines."""
 
 MOST_BARS = 24
 """Lengths are put into so many bins at most."""
 
-_BAR = 0.38
-Judged = Mapping[str, ValidationResult]
+_BARS = 0.76
+"""Width of all bars at one place."""
 
 
 def _charts(judged: Judged) -> list[Chart]:
@@ -167,10 +210,17 @@ def _charts(judged: Judged) -> list[Chart]:
 
 
 def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]], width: float = 1.0) -> None:
-    """Bars of (x, height), those before and after training side by side. `width`: room on the x axis for both."""
+    """Bars of (x, height), those of the results side by side. `width`: room on the x axis for all of them."""
+    colours = BEFORE_AND_AFTER if len(columns) <= len(BEFORE_AND_AFTER) else CYCLE
     for place, (label, (x, heights)) in enumerate(zip(labels, columns, strict=True)):
-        aside = (place - 0.5) * _BAR * width * (len(columns) > 1)
-        axes.bar(np.asarray(x) + aside, heights, _BAR * width, color=LIGHT[COLOURS[place]], label=label)
+        colour = LIGHT[colours[place % len(colours)]]
+        bar = width * _BARS / max(2, len(columns))
+        axes.bar(np.asarray(x) + width * _aside(place, len(columns)), heights, bar, color=colour, label=label)
+
+
+def _aside(place: int, count: int) -> float:
+    """How far the middle of a bar is from that of all bars at its place."""
+    return (place - (count - 1) / 2) * _BARS / max(2, count)
 
 
 def _shares(counts: Any) -> Any:
@@ -208,7 +258,7 @@ def _difficulty(judged: Judged, figure: "Figure") -> None:
         rewards = [part.intervals[part.reward_statistic] for part in found.values()]
         at = [levels.index(level) for level in found]
         columns.append((at, [reward.value for reward in rewards]))
-        aside = (place - 0.5) * _BAR * (len(parts) > 1)
+        aside = _aside(place, len(parts))
         plot_intervals(axes, [(x + aside, reward) for x, reward in zip(at, rewards, strict=True)], "ink", fmt="none")
     _bars(axes, judged, columns)
     tidy(axes, x="difficulty", y="score", steps=False)

@@ -2,16 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping
 
 from rlcore.evaluation.stats import Interval
 
 NOTHING = "–"
 """Shown where there is no value."""
 
-_BARS = "▁▂▃▄▅▆▇█"
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # Below it, zeros would have to be counted.
 _SCIENTIFIC_BELOW = 1e-3
@@ -110,21 +107,6 @@ def duration(seconds: float | None) -> str:
     if seconds < 1:
         return f"{1e3 * seconds:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A curve as text: the mean of each of at most `width` stretches, from the lowest (▁) to the highest (█).
-
-    >>> sparkline([0, 1, 2, 3], width=4)
-    '▁▃▆█'
-    """
-    finite = np.array([value for value in values if math.isfinite(value)])
-    if not finite.size:
-        return ""
-    means = np.array([stretch.mean() for stretch in np.array_split(finite, min(width, finite.size))])
-    span = np.ptp(means)
-    shares = (means - means.min()) / span if span else np.full(means.shape, 0.45)
-    return "".join(_BARS[round(share * (len(_BARS) - 1))] for share in shares.tolist())
 
 
 def score_parts(parts: Mapping[str, float]) -> str:

@@ -1,18 +1,18 @@
-"""Pages from templates: reports as HTML and their heads as Markdown, the samples browser, the pages of a server."""
+"""Pages from templates, and the head of a report as Markdown."""
 
 import base64
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from markupsafe import escape as html_escape
+from pydantic import JsonValue
 
 from rlcore.report import numbers
-from rlcore.report.document import Report, Table
+from rlcore.report.document import Report
 from rlcore.report.plots import DARK, LIGHT
 
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
@@ -27,16 +27,27 @@ def page(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
-def scripted_page(template: str, **values: Any) -> str:
-    """A template `<name>.html.j2` with our script `<name>.js.j2`, the only one that the page's policy lets run."""
-    script = _TEMPLATES.get_template(template.replace(".html.", ".js.")).render()
+def answers_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
+    """The page of answers: of `data`, which it holds, or without them of the server that it comes from. Its policy lets
+    no script run but our own."""
+    script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return page(template, script=Markup(script), digest=digest, **values)
+    values = {"title": title, "data": data, "num_left_out": num_left_out}
+    return page("answers.html.j2", script=Markup(script), digest=digest, **values)
 
 
-def markdown_of(report: Report, tables: Iterable[Table]) -> str:
-    """A report's title, key figures and conclusions, then these tables."""
-    return page("summary.md.j2", report=report, tables=list(tables)).rstrip() + "\n"
+def markdown_of(report: Report) -> str:
+    """A report's title, key figures and conclusions."""
+    lines = [f"# {escape(report.title)}", escape(report.subtitle)]
+    lines += [f"**{escape(text)}**" for text in (report.state, report.failure) if text]
+    lines += [escape(" · ".join(report.facts))] if report.facts else []
+    lines += [f"- {escape(tile.label)}: **{escape(tile.text)}** {escape(tile.detail)}" for tile in report.tiles]
+    lines += [f"- Missing: {escape(text)}" for text in report.missing]
+    lines.append("## What was learned")
+    for found in report.findings:
+        lines.append(f"- **{escape(found.topic)}: {escape(found.verdict)}.** {escape(found.statement)}")
+        lines.append(f"  Rule: {escape(found.rule)}")
+    return "\n\n".join(lines) + "\n"
 
 
 def escape(text: str) -> str:
@@ -50,18 +61,6 @@ def escape(text: str) -> str:
     text = _LIST_NUMBER.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", text))
     # A bare address becomes a link in most readers. No entity by number: Prefect's page shows those as written.
     return _MAIL.sub(r"\1\\.", text.replace("://", "\\://").replace("www.", "www\\."))
-
-
-def code(text: str) -> str:
-    """A code span that its content cannot end; without the bar that would end a table's cell.
-
-    >>> code("mean@4"), code("a`b|c"), code("")
-    ('`mean@4`', '`` a`b¦c ``', '')
-    """
-    text = _CONTROL.sub(" ", text).replace("|", "¦")
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * (longest + 1)
-    return f"{fence} {text} {fence}" if longest else f"`{text}`" if text else ""
 
 
 def prose(text: str) -> Markup:
@@ -80,6 +79,6 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"parts": numbers.score_parts, "md": escape, "code": code, "prose": prose}
+_TEMPLATES.filters |= {"parts": numbers.score_parts, "prose": prose}
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

@@ -9,7 +9,7 @@ side recolours it; in the files beside it stays as drawn.
 import html
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 from rlcore.report.document import Gallery, Picture
-from rlcore.report.series import Series, smooth, thinned, window_of
+from rlcore.report.series import Series, band_of, smooth, thinned, window_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -175,6 +175,20 @@ def plot_intervals(
     ends = np.array([(one.value - one.low, one.high - one.value) for one in found]).clip(0).T
     look = {"marker": "o", "markersize": 4, "capsize": 2.5, "elinewidth": 1.0, "color": LIGHT[colour], **style}
     axes.errorbar(x, [one.value for one in found], ends, label=label, **look)
+
+
+def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
+    """Curves of the runs of one setting: one alone as it is, several as their mean with a band over their range."""
+    if len(curves) == 1:
+        marker = "o" if len(curves[0]) <= FEW_POINTS else ""
+        axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
+        return
+    band = band_of(curves)
+    if band.index[0] == band.index[-1]:  # one point each: a range has no width to be drawn over
+        plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], colour, label)
+        return
+    axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[colour], alpha=0.16, linewidth=0)
+    axes.plot(band.index, band["mean"], color=LIGHT[colour], label=label)
 
 
 def tidy(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:

@@ -224,6 +224,10 @@ class RunRecord:
         return (f"reward/mean@{k}", f"reward/pass@{k}", f"reward/maj@{k}", "reward/greedy") if k else ("reward/greedy",)
 
 
+Runs = Mapping[str, RunRecord]
+"""Runs by what they are called: by id, or by folder where two have the same id."""
+
+
 def read_run(run_dir: Path) -> RunRecord:
     """Read a run's folder.
 

@@ -1,4 +1,4 @@
-"""Answers to held-out problems: side by side in the report, all of them in the sample browser, and as rows."""
+"""Answers to held-out problems: side by side in the report, and all of them in a page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.report import numbers, page
+from rlcore.report import page
 from rlcore.report.document import SamplePair, Samples, Tone
 from rlcore.report.record import RunRecord, read_run
 from rlcore.storage.publish import write_text_atomically
@@ -78,44 +78,11 @@ def truth_text(ground_truth_json: str) -> str:
     return ", ".join(f"{key} {value}" for key, value in plain.items())
 
 
-def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
-    """The newest validation's problems, by id: prompt, answer (greedy, else the first sample), its score (None with the
-    reason where it has none) and parts, and how many samples are right; beside it the score before training, if known.
-
-    Raises:
-        DataError: the folder holds no run.
-    """
-    record = read_run(run_dir)
-    newest = record.after or record.before
-    if newest is None:
-        return []
-    before = {} if record.before is None else {problem.prompt_id: problem for problem in record.before.problems}
-    rows: list[dict[str, JsonValue]] = []
-    for problem in sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]:
-        answer, earlier = _shown(problem), before.get(problem.prompt_id)
-        rows.append(
-            {
-                "step": newest.step,
-                "problem": problem.prompt_id,
-                "prompt": problem.prompt_text,
-                "truth": truth_text(problem.ground_truth_json),
-                "answer": answer.text,
-                "score": _score(answer),
-                "parts": numbers.score_parts(answer.parts),
-                "logprob": answer.logprob,
-                "samples right": _solved(problem),
-                "score before": None if earlier is None else _score(_shown(earlier)),
-                "failure": answer.failure,
-            }
-        )
-    return rows
-
-
-# ------------------------------------------------------------------ the browser
+# ------------------------------------------------------------------ the page of answers as a file
 
 
 def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MOST_PROBLEMS) -> Path:
-    """Write the sample browser of a run (default: `report/samples.html` in its folder).
+    """Write the page of a run's held-out answers, which asks no server (default: `report/samples.html` in its folder).
 
     Raises:
         DataError: the folder holds no run, or the run has no validation with answers yet.
@@ -127,10 +94,9 @@ def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_probl
             f"{run_dir / 'validation'}: holds no validation that can be read, so there are no answers to show; wait "
             "for the first one, or run millrace validate"
         )
-    data, num_left_out = _browser_data(results, max_problems)
+    data, num_left_out = _data_of(results, max_problems)
     path = target or run_dir / "report" / FILE_NAME
-    html = page.scripted_page("browser.html.j2", title=record.run_id, data=data, num_left_out=num_left_out)
-    write_text_atomically(path, html)
+    write_text_atomically(path, page.answers_page(record.run_id, data, num_left_out))
     return path
 
 
@@ -142,26 +108,28 @@ def at_each_step(validations: Mapping[str, ValidationResult]) -> list[Validation
     return list(found.values())
 
 
-def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
-    """What the page's script reads, and how many problems are left out. An answer that is given a hundred times is in
-    the file once: texts are told by their numbers."""
-    answers: dict[int, dict[int, ProblemResult]] = {}
-    for index, result in enumerate(results):
+def _data_of(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
+    """What the page's script reads, and how many problems are left out. A text that occurs a hundred times is in the
+    file once: answers have its number."""
+    seen: dict[int, dict[int, ProblemResult]] = {}
+    for at, result in enumerate(results):
         for problem in result.problems:
-            answers.setdefault(problem.prompt_id, {})[index] = problem
+            seen.setdefault(problem.prompt_id, {})[at] = problem
+    changes = {prompt_id: _change(list(found.values())) for prompt_id, found in seen.items()}
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    def told(answer: Answer) -> dict[str, JsonValue]:
+    def document(answer: Answer, greedy: bool) -> dict[str, JsonValue]:
         return {
             "text": number(answer.text),
+            "greedy": greedy,
             "score": _score(answer),
             "failure": answer.failure,
             "parts": dict(answer.parts),
-            "tokens": answer.num_tokens,
-            "cut": answer.finish_reason == "length",
+            "num_tokens": answer.num_tokens,
+            "finish_reason": answer.finish_reason,
             "solved": answer.solved,
             "logprob": answer.logprob,
         }
@@ -169,32 +137,33 @@ def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tup
     def judged(problem: ProblemResult | None) -> JsonValue:
         if problem is None:
             return None
-        greedy = None if problem.greedy is None else told(problem.greedy)
-        score = problem.mean_score if problem.scored else None
-        return {"score": score, "greedy": greedy, "samples": [told(answer) for answer in problem.samples]}
+        greedy = [] if problem.greedy is None else [document(problem.greedy, True)]
+        answers: list[JsonValue] = [*greedy, *(document(answer, False) for answer in problem.samples)]
+        return {"score": problem.mean_score if problem.scored else None, "answers": answers}
 
-    def scores(seen: Mapping[int, ProblemResult]) -> list[float]:
-        return [problem.mean_score for problem in seen.values() if problem.scored]
-
-    def change(seen: Mapping[int, ProblemResult]) -> float:
-        found = scores(seen) or [0.0]
-        return found[-1] - found[0]
-
-    problems: list[JsonValue] = [
-        {
-            "id": prompt_id,
-            "difficulty": seen[min(seen)].difficulty,
-            "prompt": number(seen[min(seen)].prompt_text),
-            "truth": number(truth_text(seen[min(seen)].ground_truth_json)),
-            "first": next(iter(scores(seen)), None),
-            "last": next(reversed(scores(seen)), None),
-            "at": [judged(seen.get(index)) for index in range(len(results))],
-        }
-        for prompt_id, seen in sorted(answers.items(), key=lambda one: (-abs(change(one[1])), one[0]))[:max_problems]
-    ]
+    problems: list[JsonValue] = []
+    for prompt_id in sorted(seen, key=lambda one: (-abs(changes[one] or 0.0), one))[:max_problems]:
+        found = seen[prompt_id]
+        first = next(iter(found.values()))
+        problems.append(
+            {
+                "id": prompt_id,
+                "difficulty": first.difficulty,
+                "prompt": number(first.prompt_text),
+                "truth": number(truth_text(first.ground_truth_json)),
+                "change": changes[prompt_id],
+                "at": [judged(found.get(at)) for at in range(len(results))],
+            }
+        )
     data: dict[str, JsonValue] = {
-        "validations": [{"name": result.name, "step": result.step} for result in results],
+        "validations": [{"validation": result.name, "step": result.step} for result in results],
         "problems": problems,
         "texts": list(texts),
     }
-    return data, len(answers) - len(problems)
+    return data, len(seen) - len(problems)
+
+
+def _change(seen: Sequence[ProblemResult]) -> float | None:
+    """The mean score of the samples at the last step less that at the first, of those with a score; None without."""
+    scores = [problem.mean_score for problem in seen if problem.scored]
+    return scores[-1] - scores[0] if scores else None

@@ -1,6 +1,6 @@
 """One metric over the steps of a run: its moving mean, the points that a picture can show, whether it still rises."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -17,6 +17,9 @@ else:
 
 SMOOTHING_SHARE = 15
 """A smoothed curve is the mean over 1/15 of the run (3 steps at least): short enough to show when something changed."""
+
+GRID_POINTS = 120
+"""Points at which the curves of several seeds are averaged."""
 
 FEWEST_STEPS = 10
 """Fewer steps than this in its last third say nothing about a trend."""
@@ -97,3 +100,16 @@ def trend_of(series: Series) -> Interval | None:
     change = float(slope) * length
     half = float(stdtrit(len(part) - 2, 0.975) * np.sqrt(covariance[0, 0])) * length
     return Interval(change, change - half, change + half)
+
+
+def against(series: Series, totals: Series | None) -> Series:
+    """A series over steps, or over tokens or seconds up to each of its steps."""
+    return series if totals is None else series.set_axis(up_to(totals, series.index))
+
+
+def band_of(curves: Sequence[Series]) -> pd.DataFrame:
+    """`mean`, `min` and `max` of curves at points that all of them reach, interpolated."""
+    low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
+    grid = np.linspace(low, max(low, high), GRID_POINTS)
+    values = np.array([np.interp(grid, curve.index, curve) for curve in curves])
+    return pd.DataFrame({"mean": values.mean(0), "min": values.min(0), "max": values.max(0)}, index=grid)

@@ -1,9 +1,8 @@
-"""The settings of a run as tables, and the command line that makes the same run again."""
+"""Where a run comes from: its settings as tables, how it was started, and its lineage."""
 
-import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -13,10 +12,10 @@ from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
 from rlcore.config.problems import masked, plain_text
 from rlcore.config.run import all_keys
-from rlcore.errors import ConfigError
-from rlcore.report.document import Cell, Table, table
+from rlcore.report.document import Block, Cell, Prose, Table, cell, table
+from rlcore.report.record import RunRecord
+from rlcore.tracking.lineage import Lineage
 
-_BARE = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@%-]*")
 _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
 
 
@@ -73,58 +72,63 @@ def _cell(value: JsonValue) -> Cell:
     return Cell(masked(plain_text(value)), masked(value) if isinstance(value, str) else value)
 
 
-def reproduce_command(config: RunConfig) -> str | None:
-    """The command line that composes to exactly these settings; None if there is none in this version.
-
-    It starts from the experiment of the run's name where there is one, and is checked by composing it.
-    """
-    from rlcore.config.compose import experiment_names
-
-    starts = [config.name, None] if config.name in experiment_names() else [None]
-    for experiment in starts:
-        overrides = _overrides_from(config, experiment)
-        if overrides is not None:
-            start = [f"experiment={experiment}"] if experiment else []
-            return shlex.join(["millrace", "run", *start, *map(masked, overrides)])
-    return None
+def reproduction(record: RunRecord) -> Iterator[Block]:
+    """How a run was started, and what makes it again."""
+    if record.lineage is not None and record.lineage.command:
+        yield from (Prose("As it was started:"), Prose(shlex.join(map(masked, record.lineage.command)), is_code=True))
+    yield Prose(
+        "`settings.json` in the run's folder has all settings; the table above those that differ from the defaults. "
+        f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "
+        f"`data.seed={record.config.data.seed}` the rows. The same versions of torch and transformers, the same kind "
+        "of device and the same number of threads give the same numbers; others differ in the last digits, which "
+        "sampling turns into other answers."
+    )
 
 
-def _overrides_from(config: RunConfig, experiment: str | None) -> list[str] | None:
-    """Overrides that lead from an experiment, or from the defaults, to these settings."""
-    from rlcore.config.compose import load_config
-
-    try:
-        base = load_config([], experiment=experiment) if experiment else RunConfig()
-        groups = []
-        if base.data.task != config.data.task:
-            groups.append(f"data={config.data.task}")
-        if (base.critic is None) != (config.critic is None):
-            groups.append(f"critic={'none' if config.critic is None else 'default'}")
-        wanted, given = settings_of(config), defaults_of(config)
-        given |= {key: value for key, value in settings_of(base).items() if not (groups and key.startswith("data."))}
-        given["data.task"] = config.data.task  # chosen as a group
-        overrides = {key: value for key, value in wanted.items() if given.get(key, ...) != value}
-        for _ in range(2):  # the second time with what the files of the chosen groups say otherwise
-            arguments = [*groups, *(f"{key}={_quoted(value)}" for key, value in overrides.items() if key != "critic")]
-            found = load_config(arguments, experiment=experiment)
-            if found == config:
-                return arguments
-            said = settings_of(found)
-            overrides |= {key: value for key, value in wanted.items() if said.get(key, ...) != value}
-    except ConfigError:
-        return None
-    return None
+def lineage(record: RunRecord) -> Iterator[Block]:
+    """Stages, code and packages, and checkpoints of a run."""
+    found = record.lineage or Lineage()
+    if found.stages:
+        rows = [
+            (stage.name, stage.fingerprint, stage.path,
+             Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
+            for stage in found.stages
+        ]  # fmt: skip
+        yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
+    commit = found.git_commit + (" + changes" if found.git_dirty else "")
+    facts = {**({"git commit": commit} if commit else {}), **found.environment}
+    if facts:
+        yield table("environment", "Code and packages", {"What": "text", "Version": "code"}, list(facts.items()))
+    if record.checkpoints:
+        sizes = [(info.name, cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
+        yield table("checkpoints", "Checkpoints on disk", {"Name": "code", "Size": "number"}, sizes)
+    elif not found.stages and not facts:
+        yield Prose("Nothing is recorded of where this run comes from.")
 
 
-def _quoted(value: JsonValue) -> str:
-    """A value in Hydra's grammar."""
-    match value:
-        case str() if _BARE.fullmatch(value) and value.lower() not in ("true", "false", "null", "nan", "inf"):
-            return value
-        case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        case list():
-            return f"[{','.join(map(_quoted, value))}]"
-        case dict():
-            return "{" + ",".join(f"{_quoted(key)}:{_quoted(inner)}" for key, inner in value.items()) + "}"
-    return json.dumps(value)
+ALGORITHMS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++ (group baseline)",
+    "remax": "ReMax",
+    "opo": "OPO",
+}
+
+
+def algorithm_of(config: RunConfig) -> str:
+    """The algorithm's usual name."""
+    algo = config.algo
+    name = ALGORITHMS.get(algo.advantage, algo.advantage)
+    return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
+
+
+def model_of(config: RunConfig) -> str:
+    """The model's usual name."""
+    model = config.model
+    if model.path is not None:
+        return model.path.rstrip("/").rpartition("/")[2]
+    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
+    return f"a model from nothing ({layers} of {model.scratch.hidden_size})"

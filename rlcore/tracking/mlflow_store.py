@@ -173,19 +173,6 @@ class MlflowStore:
         tags = [InputTag("mlflow.data.context", context), InputTag("fingerprint", fingerprint)]
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
-    def log_samples_table(self, run_id: str, rows: Sequence[Mapping[str, object]], artifact: str) -> None:
-        """Write rows as a table that MLflow shows, in the place of the table of that name (`samples/step-20.json`).
-
-        MLflow's own `log_table` appends to what is there: a stage that is run twice would double its rows.
-        """
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
-        self.client.log_text(run_id, json.dumps(table, ensure_ascii=False), artifact)
-        announced = json.loads(self.client.get_run(run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
-        entry = {"path": artifact, "type": "table"}
-        if entry not in announced:
-            self.client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([*announced, entry]))
-
     def set_status(self, run_id: str, status: FinalStatus, end_time_s: float | None = None) -> None:
         """End the run with this status; the end is now unless told in seconds since the epoch."""
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))

@@ -1,12 +1,13 @@
 """Kept answers are found as a plain loop over all rows finds them."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.answers.query import EVERYTHING, SORTS, Query, find_answers, finite, one_answer
+from rlcore.answers.query import EVERYTHING, SORTS, Query, answers_with, find_answers, finite, one_answer
 from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import ConfigError, DataError
@@ -42,12 +43,28 @@ def naive(folder: Path, query: Query) -> list[dict[str, Any]]:
         and (query.prompt is None or row["prompt_id"] == query.prompt)
         and within(row["step"], *query.step)
         and within(row["score"], *query.score)
-        and query.search.lower() in row["answer"].lower()
+        and query.search.lower() in (row["prompt"] + "\n") * query.in_prompts + row["answer"].lower()
     ]
     sign, column = (-1 if query.sort.startswith("-") else 1), query.sort.removeprefix("-")
-    found.sort(key=lambda row: row["step"])
-    found.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))
+    found.sort(key=lambda row: row["step"] if query.each == "answer" else -row["step"])
+    values = {"change": lambda row: change(rows, row)}
+    value = values.get(column, lambda row: row[column])
+    found.sort(key=lambda row: (value(row) is None, sign * (value(row) or 0)))
+    if query.each == "prompt":
+        found = [
+            row for at, row in enumerate(found) if row["prompt_id"] not in [one["prompt_id"] for one in found[:at]]
+        ]
     return found
+
+
+def change(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
+    """The mean score of the prompt's answers in its last validation less that in its first."""
+    scores: dict[int, list[float]] = {}
+    for one in rows:
+        if one["prompt_id"] == row["prompt_id"] and one["validation"] is not None and one["score"] is not None:
+            scores.setdefault(one["step"], []).append(one["score"])
+    means = [fmean(scores[step]) for step in sorted(scores)]
+    return means[-1] - means[0] if means else None
 
 
 @pytest.mark.parametrize(
@@ -61,6 +78,9 @@ def naive(folder: Path, query: Query) -> list[dict[str, Any]]:
         Query(score=(None, 0.5), step=(None, 3), sort="-gap"),
         Query(search="1 3", sort="prompt_id"),
         Query(search="no such answer"),
+        Query(search="2 3", in_prompts=True),
+        Query(each="prompt"),
+        Query(each="prompt", sort="-change", kind="validation"),
         *(Query(sort=f"-{sort}") for sort in SORTS),
     ],
 )
@@ -73,6 +93,20 @@ def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
     ]
     assert found == naive(folder, query)
     assert answers.light["score"].to_pylist() == [row["score"] for row in found]
+
+
+def test_the_answers_to_a_prompt_come_together(folder: Path) -> None:
+    rows = [row for part in parts_of(folder) for row in pq.read_table(part).to_pylist() if row["prompt_id"] == 2]
+    chosen = find_answers(folder, Query(prompt=2, step=(6, 6), kind="validation")).rows(range(1))[0]
+    found = answers_with(folder, chosen["key"])
+    assert [(row["validation"], row["sample_index"]) for row in found.answers] == [("after", 0), ("after", 1)]
+    assert [(visit["step"], visit["validation"]) for visit in found.visits] == list(
+        dict.fromkeys((row["step"], row["validation"]) for row in sorted(rows, key=lambda row: row["step"]))
+    )
+    for visit in found.visits:
+        scores = [row["score"] for row in rows if row["step"] == visit["step"]
+                  and row["validation"] == visit["validation"] and row["score"] is not None]  # fmt: skip
+        assert visit["score"] == pytest.approx(fmean(scores))
 
 
 def test_parts_that_come_are_seen(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from flows.server.guard import Guard
 from flows.stack.answers import with_answers
@@ -21,6 +23,8 @@ from tests.report.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 RUN = "made-s1"
+TOLD = "told-s2"
+"""A run whose tokenizer is there: token 3 is the hostile text."""
 
 
 async def elsewhere(scope, receive, send) -> None:
@@ -28,10 +32,22 @@ async def elsewhere(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+def hostile_tokens(table: pa.Table) -> pa.Table:
+    rows = [row | {"token_ids": [3, *row["token_ids"][1:]] if row["token_ids"] else []} for row in table.to_pylist()]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
     (root / "runs" / "bare").mkdir(parents=True)
+    words = {HOSTILE if token == 3 else f"w{token}": token for token in range(60)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(root / "tokenizer.json"))
+    told = AnswerWriter(root / "runs" / TOLD / "answers", AnswersConfig())
+    told.add(hostile_tokens(Made(1).of_step(1)))
+    told.begin_part()
+    told.settle()
+    (root / "runs" / TOLD / "inputs.json").write_text(json.dumps({"tokenizer_directory": str(root)}))
     writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
         writer.add(Made(step, turns=True).of_step(step))
@@ -48,15 +64,26 @@ def client(root: Path) -> TestClient:
 
 
 def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
-    assert client.get("/answers/runs").json() == [RUN]
+    assert client.get("/answers/runs").json() == [RUN, TOLD]
     found = client.get("/answers/find", params={"run": RUN, "sort": "-score"}).json()
     assert (found["total"], len(found["rows"])) == (161, 50)
     assert found["rows"][0]["answer"] == HOSTILE
     rest = client.get("/answers/find", params={"run": RUN, "sort": "-score", "offset": 150}).json()
     assert len(rest["rows"]) == 11
-    one = client.get("/answers/one", params={"run": RUN, "key": found["rows"][1]["key"]}).json()
-    assert len(one["token_ids"]) == len(one["behavior_logprobs"]) == one["num_tokens"]
-    assert one["pieces"] is None, "a run without a tokenizer's file"
+    each = client.get("/answers/find", params={"run": RUN, "each": "prompt"}).json()
+    assert sorted(row["prompt_id"] for row in each["rows"]) == [0, 1, 2, 3]
+    together = client.get("/answers/together", params={"run": RUN, "key": found["rows"][1]["key"]}).json()
+    wanted = (found["rows"][1]["step"], found["rows"][1]["prompt_id"])
+    assert [(one["step"], one["prompt_id"]) for one in together["answers"]] == [wanted] * 2
+    for one in together["answers"]:
+        assert len(one["token_ids"]) == len(one["behavior_logprobs"]) == one["num_tokens"]
+        assert one["pieces"] is None, "a run without a tokenizer's file"
+        assert one["ground_truth"] == "is 1"
+    assert {visit["step"] for visit in together["visits"]} >= set(range(1, 21))
+    told = client.get("/answers/find", params={"run": TOLD}).json()["rows"][0]
+    (answer, _) = client.get("/answers/together", params={"run": TOLD, "key": told["key"]}).json()["answers"]
+    assert answer["pieces"][0] == HOSTILE
+    assert [piece.strip() for piece in answer["pieces"][1:]] == [f"w{token}" for token in answer["token_ids"][1:]]
     bare = client.get("/answers", follow_redirects=False)
     assert bare.is_redirect
     assert bare.headers["location"].endswith("/answers/")
@@ -78,7 +105,8 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
             {"run": "bare"},
             "run bare has no answers on record: none are there yet, or its settings keep none (answ",
         ),
-        ("one", {"run": RUN, "key": "../../settings.json:0"}, "there is no such answer"),
+        ("find", {"run": RUN, "each": "x"}, "each: must be answer or prompt"),
+        ("together", {"run": RUN, "key": "../../settings.json:0"}, "there is no such answer"),
     ],
 )
 def test_a_wrong_request_is_told(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
@@ -112,30 +140,44 @@ def served(root: Path) -> Iterator[str]:
 def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
     with served(root) as url, open_tab(tmp_path / "profile") as tab:
         tab.call("Page.navigate", url=url)
-        tab.wait("document.querySelectorAll('.item').length === 50 && document.querySelector('#tokens') !== null")
+        tab.wait("document.querySelectorAll('.item').length === 50 && document.querySelector('#answers') !== null")
         assert tab.texts("#count") == ["161 answers"]
         # The newest is the hostile one: its text is shown, and nothing of it is done.
-        assert tab.texts("#tokens") == [HOSTILE]
+        assert tab.texts("#answers .verbatim") == [HOSTILE]
         assert tab.value("document.title") == "Answers · Millrace"
         assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
 
         tab.press("ArrowDown")
-        tab.wait("document.querySelector('#detail h2').innerText.startsWith('step 20 ')")
-        tab.press("ArrowRight")
-        assert tab.value("document.querySelector('#colour').value") == "trainer less engine"
+        tab.wait("document.querySelector('#detail h2').innerText.endsWith('step 20')")
+        prompt = tab.texts("#detail h2")[0].split(" · ")[0]
+        assert len(tab.texts("#answers .answer")) == 2, "both answers to the prompt"
+        steps = tab.value("[...document.querySelectorAll('.step')].map((each) => Number(each.dataset.step))")
+        assert steps[:20] == list(range(1, 21)), "the prompt across steps"
+        tab.press("ArrowLeft")
+        tab.wait("document.querySelector('#detail h2').innerText.endsWith('step 19')")
+        assert tab.texts("#detail h2")[0].startswith(prompt)
 
-        tab.click("#across")
-        tab.wait("document.querySelector('#count').innerText === '41 answers'")
-        steps = tab.value(
-            "[...document.querySelectorAll('.meta')].map((each) => Number(each.innerText.match(/\\d+/)[0]))"
+        # An answer without a score says so in the list.
+        assert "no score" in tab.texts(".item .figure")
+
+        # Tokens are coloured by one of several values, each in its own element as text.
+        tab.choose("#run", TOLD)
+        tab.wait(
+            "document.querySelector('#count').innerText === '8 answers' && document.querySelector('#colour') !== null"
         )
-        assert steps == sorted(steps)
-        tab.click("#across")
+        assert tab.texts("#answers .tokens span")[0] == HOSTILE
+        assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
+        assert tab.value("document.querySelector('#colour').value") == "log-probability"
+        tab.press("c")
+        assert tab.value("document.querySelector('#colour').value") == "trainer less engine"
+        assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer less engine ")
+        assert "color-mix" in tab.value("document.querySelector('#answers .tokens span').getAttribute('style')")
+        tab.choose("#run", RUN)
         tab.wait("document.querySelector('#count').innerText === '161 answers'")
 
         tab.click("#search")
         tab.type("ONERROR")
-        tab.wait("document.querySelector('#count').innerText === '1 answers'")
+        tab.wait("document.querySelector('#count').innerText === '1 answer'")
         tab.click("#step")
         tab.type("many")
         tab.wait("document.querySelector('#count').innerText.startsWith('step: must be a number')")

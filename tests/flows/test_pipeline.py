@@ -166,7 +166,7 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     assert datasets == {"countdown", "countdown filtered", "countdown held-out"}
     names = {path.name for path in (root / "mlartifacts").rglob("*")}
     assert {"report.html", "samples.html", "settings.yaml", "after.json", "model.safetensors"} <= names
-    assert {"lineage.json", "answers.json"} <= names
+    assert "lineage.json" in names
     assert tags["mlflow.note.content"].startswith("# debug")
     assert tags["env.python"]
     lineage = json.loads((reference.run_dir / "lineage.json").read_text())

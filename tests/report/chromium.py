@@ -13,7 +13,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.programs import CHROMIUM
 
 START_TIMEOUT_S = 60.0
-KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39}
+KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39, "c": 67}
 
 
 class Tab:

@@ -1,7 +1,10 @@
-"""Pages taken apart by Python's own HTML parser."""
+"""Pages taken apart by Python's own HTML parser, and tables of a report's JSON."""
 
+import json
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+
+from rlcore.report.build import ReportFiles
 
 VOID = {"meta", "br", "img", "link", "input", "hr", "base"}
 
@@ -61,3 +64,9 @@ def parse(html: str) -> Page:
     page.close()
     assert page.open == [], f"never closed: {page.open}"
     return page
+
+
+def table(files: ReportFiles, name: str) -> list[dict[str, object]]:
+    """Rows of a table of the JSON, by column title."""
+    found = json.loads(files.json.read_text())["tables"][name]
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]

@@ -1,4 +1,4 @@
-"""The sample browser: what its data say, and clicking through it in a real browser."""
+"""The page of answers as a file: what its data say, and clicking through it in a real browser."""
 
 import dataclasses
 import json
@@ -61,17 +61,11 @@ def test_every_answer_of_every_step_is_in_the_page(run_dir, page):
         for problem in result_at(run_dir, step).problems:
             judged = shown.pop(problem.prompt_id)
             assert judged["score"] == problem.mean_score
-            for given, answer in zip(
-                [judged["greedy"], *judged["samples"]], [problem.greedy, *problem.samples], strict=True
-            ):
+            assert [given["greedy"] for given in judged["answers"]] == [True] + [False] * len(problem.samples)
+            for given, answer in zip(judged["answers"], [problem.greedy, *problem.samples], strict=True):
                 assert data["texts"][given["text"]] == answer.text
-                assert (given["score"], given["parts"], given["tokens"]) == (
-                    answer.score,
-                    answer.parts,
-                    answer.num_tokens,
-                )
-                assert (given["solved"], given["logprob"]) == (answer.solved, answer.logprob)
-                assert given["cut"] == (answer.finish_reason == "length")
+                for name in ("score", "parts", "num_tokens", "finish_reason", "solved", "logprob"):
+                    assert given[name] == getattr(answer, name)
         assert list(shown.values()) == ([None] if step == 20 else [])
 
 
@@ -99,12 +93,12 @@ def test_too_many_problems_leave_out_those_that_changed_least(run_dir, tmp_path)
     page = build_sample_browser(run_dir, target=tmp_path / "some.html", max_problems=10)
     kept = data_of(page)["problems"]
     assert len(kept) == 10
-    assert "30 that changed least are left out" in page.read_text()
+    assert "30 problems that changed least are left out" in page.read_text()
     first, last = (result_at(run_dir, step) for step in (0, 40))
     changes = sorted(
         (abs(b.mean_score - a.mean_score) for a, b in zip(first.problems, last.problems, strict=True)), reverse=True
     )
-    assert sorted((abs(each["last"] - each["first"]) for each in kept), reverse=True) == changes[:10]
+    assert sorted((abs(each["change"]) for each in kept), reverse=True) == changes[:10]
 
 
 def test_a_run_without_answers_is_refused(tmp_path):
@@ -128,22 +122,29 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         tab.open(page)
 
         def ids() -> list[int]:
-            return tab.value("[...document.querySelectorAll('.item')].map((each) => Number(each.dataset.key))")
+            return tab.value(
+                "[...document.querySelectorAll('.item')].map((each) => Number(each.dataset.key.split(':')[0]))"
+            )
 
-        def shown() -> str:
-            return tab.texts("#detail h2")[0]
+        def shows(title: str) -> None:
+            tab.wait(f"document.querySelector('#detail h2')?.innerText.startsWith({json.dumps(title)})")
 
-        # Sorted by change, and the first one is open at the last step.
+        def counts(text: str) -> None:
+            tab.wait(f"document.querySelector('#count').innerText === {json.dumps(text)}")
+
+        # One entry a problem, sorted by change, and the first one is open at the last step.
+        counts(f"{NUM_PROBLEMS} prompts")
         assert ids() == sorted(gains, key=lambda number: (-gains[number], number))
-        assert shown() == f"Problem {ids()[0]}"
+        shows(f"Prompt {ids()[0]} · step 40")
         assert tab.texts(".step[aria-pressed=true]")[0].startswith("step 40")
 
         # A click on a problem, then on a step, shows that step's answers.
         chosen = next(problem for problem in first.problems if problem.prompt_id == 12)
-        tab.click('.item[data-key="12"]')
-        assert shown() == "Problem 12"
+        tab.click('.item[data-key^="12:"]')
+        shows("Prompt 12 · step 40")
         assert chosen.prompt_text in tab.texts("#detail .card")[0]
         tab.click('.step[data-step="0"]')
+        shows("Prompt 12 · step 0")
         assert tab.texts("#answers .verbatim") == [answer.text for answer in (chosen.greedy, *chosen.samples)]
         assert "log-probability -1.50" in tab.texts("#answers .note")[0]
         assert tab.texts("#answers .mark") == [
@@ -151,7 +152,8 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         ]
 
         # What an environment said is set apart from what the model wrote.
-        tab.click('.item[data-key="7"]')
+        tab.click('.item[data-key^="7:"]')
+        shows("Prompt 7 ")
         assert tab.texts("#answers .verbatim")[0] == EPISODE
         marked = tab.texts("#answers .verbatim:first-child .muted")
         assert [line.strip() for line in marked] == [
@@ -159,39 +161,53 @@ def test_clicking_through_it(run_dir, page, tmp_path):
             "[environment] <b>+",
             "[environment] reward 1",
         ]
-        tab.click('.item[data-key="12"]')
 
-        # Keys: to the right a later step, down the next problem.
-        tab.press("ArrowRight")
-        assert tab.texts(".step[aria-pressed=true]")[0].startswith("step 20")
+        # Keys: to the left an earlier step, down the next problem.
+        tab.click('.item[data-key^="12:"]')
+        shows("Prompt 12 ")
+        tab.press("ArrowLeft")
+        shows("Prompt 12 · step 20")
         following = ids()[ids().index(12) + 1]
         tab.press("ArrowDown")
-        assert shown() == f"Problem {following}"
+        shows(f"Prompt {following} ")
 
-        # A problem that was not judged at the open step shows its last one; that step's button is dead.
-        tab.click('.item[data-key="5"]')
-        assert tab.texts(".step[aria-pressed=true]")[0].startswith("step 40")
-        assert tab.value("document.querySelector('.step[data-step=\"20\"]').disabled")
+        # A problem that was not judged at a step has no button of it.
+        tab.click('.item[data-key^="5:"]')
+        shows("Prompt 5 · step 40")
+        assert tab.value("[...document.querySelectorAll('.step')].map((each) => each.dataset.step)") == ["0", "40"]
 
-        # Sorting and filtering.
-        tab.choose("#sort", "id")
+        # Sorting, and every answer in place of one of each problem.
+        tab.choose("#sort", "prompt_id")
+        tab.wait("document.querySelector('.item').dataset.key.startsWith('0:')")
         assert ids() == list(range(NUM_PROBLEMS))
-        tab.choose("#filter", "better")
-        assert ids() == [number for number, gain in gains.items() if gain > 0]
-        tab.choose("#filter", "all")
+        tab.choose("#each", "answer")
+        num_answers = sum(
+            len(problem.samples) + 1 for step in (0, 20, 40) for problem in result_at(run_dir, step).problems
+        )
+        counts(f"{num_answers} answers")
+        tab.click("#step")
+        tab.type("0..20")
+        counts(f"{num_answers - NUM_PROBLEMS * (len(chosen.samples) + 1)} answers")
+        tab.choose("#each", "prompt")
+        tab.click("#score")
+        tab.type("high")
+        tab.wait("document.querySelector('#count').innerText.startsWith('score: must be a number')")
+        for name in ("step", "score"):
+            tab.value(f"document.querySelector('#{name}').value = ''")
 
         # Searching a prompt; what a model wrote stays text.
         tab.click("#search")
         tab.type("onerror")
+        counts("1 prompt")
         assert ids() == [3]
-        assert tab.texts("#count") == [f"1 of {NUM_PROBLEMS}"]
         assert '<img src=x onerror="document.title=1">' in tab.texts("#answers .verbatim")[0]
         assert "9 tokens, cut" in tab.texts("#answers .note")[0]
         assert tab.value("document.querySelectorAll('img').length") == 0
-        assert tab.value("document.title") == "Samples of browsed · Millrace"
+        assert tab.value("document.title") == "Answers of browsed · Millrace"
         tab.type(" no such words")
+        counts("0 prompts")
         assert ids() == []
-        assert tab.texts("#detail") == ["No problem matches."]
+        assert tab.texts("#detail") == ["No answer matches."]
         assert tab.problems == []
 
 
@@ -218,27 +234,26 @@ def unscored_page(run_dir, tmp_path):
 
 def test_where_the_scorer_failed_nothing_has_changed(run_dir, unscored_page):
     problems = {problem["id"]: problem for problem in data_of(unscored_page)["problems"]}
-    scores = [result_at(run_dir, step).problems[9 - (step == 20)].mean_score for step in (0, 20)]
-    assert (problems[9]["first"], problems[9]["last"]) == tuple(scores)
-    assert (problems[8]["first"], problems[8]["last"]) == (None, None)
+    first, last = (result_at(run_dir, step).problems[9 - (step == 20)].mean_score for step in (0, 20))
+    assert (problems[9]["change"], problems[8]["change"]) == (last - first, None)
     assert problems[9]["at"][2]["score"] is None
-    assert {answer["score"] for answer in problems[9]["at"][2]["samples"]} == {None}
+    assert {answer["score"] for answer in problems[9]["at"][2]["answers"]} == {None}
 
 
 @pytest.mark.program("chromium")
 def test_an_answer_without_a_score_is_neither_right_nor_wrong(unscored_page, tmp_path):
     with open_tab(tmp_path / "profile") as tab:
         tab.open(unscored_page)
-        tab.click('.item[data-key="9"]')
+        tab.wait("document.querySelector('.item') !== null")
+        tab.click('.item[data-key^="9:"]')
+        tab.wait("document.querySelector('#detail h2').innerText.startsWith('Prompt 9 · step 40')")
         assert set(tab.texts("#answers .mark")) == {"no score"}
         assert "the judge was away" in tab.texts("#answers .note")[0]
-        tab.click('.item[data-key="8"]')
-        assert "no score → no score" in tab.texts('.item[data-key="8"] .meta')[0]
-        for name in ("solved", "unsolved"):
-            tab.choose("#filter", name)
-            assert not tab.texts('.item[data-key="8"]')
-            assert not tab.texts('.item[data-key="9"]')
-            assert tab.texts(".item")
+        assert tab.texts('.item[data-key^="8:"] .figure') == [""]
+        tab.click("#score")
+        tab.type("..1")
+        tab.wait(f"document.querySelector('#count').innerText === '{NUM_PROBLEMS - 1} prompts'")
+        assert not tab.texts('.item[data-key^="8:"]')
         assert tab.problems == []
 
 

@@ -7,9 +7,8 @@ import pytest
 from scipy.stats import t as student
 
 from rlcore.config import PassRatesConfig, RunConfig
-from rlcore.report.curves import mean_phases
 from rlcore.report.findings import converged, learned, learning_limit, speed_limit, stability_checks, stable
-from rlcore.report.measures import cost_of, levels_of
+from rlcore.report.performance import cost_of, levels_of, mean_phases
 from rlcore.report.series import series_of, trend_of
 from tests.evaluation.results import problem, random_result, result
 from tests.report.records import record_of

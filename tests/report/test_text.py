@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import math
 import pkgutil
 import re
 
@@ -13,7 +12,7 @@ from markdown_it import MarkdownIt
 import rlcore.evaluation
 import rlcore.report
 from rlcore.report import numbers
-from rlcore.report.page import code, escape
+from rlcore.report.page import escape
 from rlcore.report.series import series_of, smooth, thinned, window_of
 from tests.test_imports import loaded_by
 
@@ -55,13 +54,6 @@ def test_durations_carry_over():
     assert numbers.duration(86_399.0) == "24 h"
 
 
-def test_sparklines_of_odd_series():
-    assert numbers.sparkline([]) == ""
-    assert numbers.sparkline([2.0] * 50, width=5) == "▄▄▄▄▄"
-    assert len(numbers.sparkline(list(range(1_000)))) == 24
-    assert numbers.sparkline([math.nan, 0.0, 1.0]) == "▁█"
-
-
 def test_smoothing_is_a_centred_mean():
     values = np.random.default_rng(0).random(100)
     series = series_of(enumerate(values))
@@ -91,10 +83,6 @@ def test_text_starts_no_list_or_heading(text):
     assert page.startswith("<p>")
     assert page.count("<") == 2
     assert "\n" not in escape(text)
-
-
-def test_code_spans_cannot_be_ended_from_inside():
-    assert code("a``b`") == "``` a``b` ```"
 
 
 @pytest.mark.parametrize("text", ["0.3359", "2,303", "1.5 of 3", "\u22120.5", "mean@4", "val-core/x/acc/mean@16."])

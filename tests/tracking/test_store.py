@@ -187,15 +187,6 @@ def test_a_dataset_is_found_by_our_fingerprint(store: MlflowStore, run_id: str):
     assert tags == {"mlflow.data.context": "training", "fingerprint": fingerprint}
 
 
-def test_a_table_is_replaced_not_doubled(store: MlflowStore, run_id: str):
-    for score in (0.0, 1.0):
-        store.log_samples_table(run_id, [{"prompt": "größer", "score": score}, {"score": 0.5}], "samples/step-20.json")
-    table = json.loads(Path(store.client.download_artifacts(run_id, "samples/step-20.json")).read_text())
-    assert table == {"columns": ["prompt", "score"], "data": [["größer", 1.0], [None, 0.5]]}
-    announced = store.client.get_run(run_id).data.tags["mlflow.loggedArtifacts"]
-    assert json.loads(announced) == [{"path": "samples/step-20.json", "type": "table"}]
-
-
 def test_metrics_of_a_stage_without_a_journal(store: MlflowStore, run_id: str):
     store.log_metrics(run_id, 40, {"val-core/x/reward/mean@4": 0.5}, 3.25)
     (metric,) = store.client.get_metric_history(run_id, "val-core/x/reward/mean_at_4")

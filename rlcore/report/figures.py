@@ -1,0 +1,434 @@
+"""What is shown of metrics: the pictures in which they are drawn and the tables in which they are summed up.
+
+`LEARNING`, `SPEED` and `TABLES` hold for one run and for several. A picture of one run has all lines
+of its panel, a picture of several runs the first line of each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from rlcore.report import numbers, performance
+from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, table
+from rlcore.report.plots import (
+    CYCLE,
+    FEW_POINTS,
+    LIGHT,
+    MOST_POINTS,
+    Chart,
+    plot_group,
+    plot_intervals,
+    plot_series,
+    tidy,
+)
+from rlcore.report.record import RunRecord, Runs
+from rlcore.report.series import (
+    Series,
+    against,
+    first_tenth,
+    last_tenth,
+    late_mean,
+    series_of,
+    smooth,
+    thinned,
+    trend_of,
+    warmed_up,
+)
+from rlcore.tracking.catalog import describe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ONE_UPDATE = "each batch is used for one update, before which the old policy and the new one are the same"
+
+Groups = Mapping[str, Sequence[RunRecord]]
+"""Runs of the same settings and code, whatever their seed, by what tells them from the others."""
+Lines = Mapping[str, tuple[str, str]]
+"""Colour and label of each line, by its metric."""
+
+REWARD, STEP_S = "critic/score/mean", "timing_s/step"
+
+
+# ------------------------------------------------------------------ how a panel of one run is drawn
+
+
+def _lines(record: RunRecord, panel: "Panel", figure: "Figure") -> "Axes":
+    """Lines in one set of axes; next to others a line that is 0 at every step is left out."""
+    axes = figure.subplots()
+    found = [(series, look) for metric, look in panel.lines.items() if (series := record.series(metric)) is not None]
+    for series, look in [one for one in found if one[0].any()] or found[:1]:
+        plot_series(axes, series, *look)
+    tidy(axes, y=panel.unit)
+    return axes
+
+
+def _reward(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    axes = figure.subplots()
+    if (train := record.series(REWARD)) is not None:
+        plot_series(axes, train, "grey", "training")
+    if found := record.held_out(record.reward_statistic):
+        plot_intervals(axes, found, "blue", f"held-out {record.reward_statistic.removeprefix('reward/')}")
+    tidy(axes, y=panel.unit)
+
+
+def _validation(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    axes = figure.subplots()
+    colours = ("blue", "green", "purple", "orange")[-len(record.core_statistics) :]
+    for place, (statistic, colour) in enumerate(zip(record.core_statistics, colours, strict=True)):
+        if found := record.held_out(statistic):
+            aside = (place - 1.5) * 0.004 * (found[-1][0] - found[0][0])  # so that intervals do not hide each other
+            points = [(step + aside, interval) for step, interval in found]
+            plot_intervals(axes, points, colour, statistic.removeprefix("reward/"))
+    tidy(axes, y=panel.unit)
+
+
+def _pass_rates(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    counts = np.array(record.rows_by_passes)
+    axes = figure.subplots()
+    colours = [LIGHT["grey" if passes in (0, len(counts) - 1) else "blue"] for passes in range(len(counts))]
+    axes.bar(np.arange(len(counts)), 100 * counts / max(1, counts.sum()), 0.8, color=colours)
+    tidy(axes, x=f"of {len(counts) - 1} answers right", y=panel.unit)
+
+
+def _supervised(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    axes = figure.subplots()
+    for metric, colour, label in (("sft/loss", "grey", "training"), ("sft/held_out_loss", "blue", "held out")):
+        points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
+        if (series := series_of(points)) is not None:
+            plot_series(axes, series, colour, label, smoothed=False)
+    tidy(axes, y=panel.unit)
+
+
+def _throughput(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    axes = _lines(record, panel, figure)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
+
+
+_LIMIT: Mapping[str, Any] = {"linewidth": 0.9, "linestyle": (0, (4, 3))}
+
+
+def _grad_norm(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    axes, clip = _lines(record, panel, figure), record.config.optim.grad_clip
+    if axes.lines and clip < 3 * axes.get_ylim()[1]:
+        axes.axhline(clip, color=LIGHT["grey"], **_LIMIT)
+        axes.annotate("clipped above", (1.0, clip), xycoords=("axes fraction", "data"), fontsize=7.5,
+                      color=LIGHT["muted"], ha="right", va="bottom")  # fmt: skip
+
+
+def _lengths(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+    mean, high, low, cut = (record.series(f"response_length/{part}") for part in ("mean", "max", "min", "clip_ratio"))
+    if mean is None:
+        return
+    is_cut = cut is not None and bool(cut.any())
+    heights = (3, 1.15) if is_cut else (1,)
+    upper, *lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    if high is not None and low is not None:
+        top, bottom = thinned(high, MOST_POINTS), thinned(low, MOST_POINTS)
+        upper.fill_between(top.index, bottom, top, color=LIGHT["blue"], alpha=0.14, linewidth=0,
+                           label="shortest to longest")  # fmt: skip
+    plot_series(upper, mean, "blue", "average")
+    upper.axhline(record.config.rollout.max_response_tokens, color=LIGHT["red"], label="limit", **_LIMIT)
+    tidy(upper, x="" if is_cut else "training step", y=panel.unit)
+    upper.set_ylim(bottom=0)
+    for axes in lower:
+        assert cut is not None, "else there is no second set of axes"
+        plot_series(axes, 100 * cut, "red", "cut at the limit", smoothed=False)
+        tidy(axes, y="cut, %")
+        axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
+
+
+# ------------------------------------------------------------------ the panels
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A picture over steps. `draw`: how it is drawn of one run. `when`: the runs that can have it. `flat`: why it may
+    be 0 at every step."""
+
+    name: str
+    title: str
+    caption: str
+    unit: str
+    lines: Lines = field(default_factory=dict)
+    draw: "Callable[[RunRecord, Panel, Figure], object]" = _lines
+    when: Callable[[RunRecord], bool] = lambda record: True
+    height_in: float = 2.5
+    flat: str = ""
+
+
+def _has_critic(record: RunRecord) -> bool:
+    return record.config.critic is not None
+
+
+LEARNING = (
+    Panel("reward", "Reward", "Score of training answers, and of answers to held-out problems with 95% intervals.",
+          "score", draw=_reward, height_in=2.9, flat="no answer has scored"),
+    Panel("validation", "Held-out problems", "Each held-out figure with its interval over problems.",
+          "score or share solved", draw=_validation, height_in=2.9),
+    Panel("entropy", "Entropy", "Of the policy at answer tokens. Falling: answers become alike.", "nats/token",
+          {"actor/entropy": ("purple", "entropy")}),
+    Panel("ppo_kl", "KL", "ppo_kl: how far a step's updates move the policy. kl: distance from the reference, if on.",
+          "nats/token", {"actor/ppo_kl": ("blue", "ppo_kl"), "actor/kl_loss": ("orange", "kl in the loss"),
+                         "actor/reward_kl_penalty": ("orange", "kl in the reward")}, flat=ONE_UPDATE),
+    Panel("grad_norm", "Gradient norm", "Before clipping, mean over the step's updates.", "global norm before clipping",
+          {"actor/grad_norm": ("blue", "policy"), "critic/grad_norm": ("orange", "critic")}, _grad_norm),
+    Panel("clipping", "Clipped tokens", "Share of answer tokens whose update the clip range holds back.",
+          "share of tokens",
+          {"actor/pg_clipfrac": ("blue", "clip range"), "actor/pg_clipfrac_lower": ("red", "dual clip"),
+           "critic/vf_clipfrac": ("orange", "value clip")}, flat=ONE_UPDATE),
+    Panel("lengths", "Answer length", "Band from the shortest to the longest answer; below, the share cut at the "
+          "limit.", "tokens an answer", {"response_length/mean": ("blue", "average")}, _lengths, height_in=3.2),
+    Panel("groups", "Groups of equal score", "Prompts whose answers all scored the same teach a group method nothing.",
+          "share of prompts", {"reward/equal_group_share": ("teal", "equal groups")}),
+    Panel("critic", "Critic", "Explained variance of the returns (1 is perfect, 0 is no better than their mean).",
+          "share", {"critic/vf_explained_var": ("orange", "explained variance")}, when=_has_critic),
+    Panel("value_loss", "Value loss", "Half the squared error, clipped.", "loss",
+          {"critic/vf_loss": ("orange", "value loss")}, when=_has_critic),
+    Panel("pass_rates", "Pass rates before training", "Training rows by how many of the start model's answers are "
+          "right. Grey: never or always solved, so their groups teach nothing.", "% of training rows",
+          draw=_pass_rates, when=lambda record: bool(record.rows_by_passes)),
+    Panel("supervised", "Supervised stage", "Cross-entropy at the demonstrations' answers, before the steps above.",
+          "nats/token", draw=_supervised, when=lambda record: record.config.warm_start.enabled),
+)  # fmt: skip
+SPEED = (
+    Panel("phases", "Time of a step", "Wall seconds of each phase, stacked.", "seconds a step",
+          {STEP_S: ("blue", "step")}, lambda record, panel, figure: performance.draw_phases(record, figure),
+          height_in=3.2),
+    Panel("throughput", "Throughput", "Prompt and answer tokens over seconds and devices.", "tokens/s/device",
+          {"perf/throughput": ("green", "throughput")}, _throughput, height_in=3.2),
+)  # fmt: skip
+
+Find = Callable[[RunRecord], Series | None]
+_AXES: tuple[tuple[str, str, Find], ...] = (
+    ("step", "training step", lambda run: None),
+    ("tokens", "tokens trained on", lambda run: run.tokens),
+    ("seconds", "seconds of training steps", lambda run: run.seconds),
+)
+
+
+def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
+    """The pictures of these panels that the runs can have, in the order of the panels."""
+    runs = [run for group in groups.values() for run in group]
+    if len(runs) > 1:
+        compared = [panel for panel in panels if panel.lines and any(map(panel.when, runs))]
+        return [_compared(groups, panel) for panel in compared]
+    (record,) = runs
+    config = record.config.trainer
+    once = config.mini_batch_size == config.batch_size and config.epochs_per_batch == 1
+    return [
+        Chart(panel.name, panel.title, panel.caption, partial(panel.draw, record, panel), panel.height_in,
+              panel.flat if once or panel.flat != ONE_UPDATE else "")
+        for panel in panels
+        if panel.when(record)
+    ]  # fmt: skip
+
+
+def reward_charts(groups: Groups) -> list[Chart]:
+    """Held-out and training reward of several runs against steps, tokens and seconds."""
+    kinds: tuple[tuple[str, str, Find], ...] = (
+        ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
+        ("training", "Training reward", partial(_metric, REWARD)),
+    )
+    return [
+        Chart(f"{name}_by_{axis}", f"{title} by {axis}", "",
+              partial(_draw, groups, find, totals, label, "score"))
+        for name, title, find in kinds
+        for axis, label, totals in _AXES
+    ]  # fmt: skip
+
+
+def _compared(groups: Groups, panel: Panel) -> Chart:
+    metric, (_, label) = next(iter(panel.lines.items()))
+    title = f"{panel.title} ({label})" if len(panel.lines) > 1 else panel.title
+    axis, find = _AXES[0], partial(_metric, metric)
+    return Chart(panel.name, title, "", partial(_draw, groups, find, axis[2], axis[1], panel.unit), flat=panel.flat)
+
+
+def _metric(name: str, run: RunRecord) -> Series | None:
+    """Moving mean of a metric: the noise of several runs over each other would hide their lines."""
+    series = run.series(name)
+    return series if series is None or len(series) <= FEW_POINTS else thinned(smooth(series), MOST_POINTS)
+
+
+def _draw(groups: Groups, find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
+    axes = figure.subplots()
+    for place, (label, runs) in enumerate(groups.items()):
+        found = [(run, series) for run in runs if (series := find(run)) is not None]
+        if found:
+            count = num_seeds([run for run, _ in found])
+            seeds = f" ({count} seeds)" if count > 1 else ""
+            curves = [against(series, totals(run)) for run, series in found]
+            plot_group(axes, curves, CYCLE[place % len(CYCLE)], label + seeds)
+    tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
+
+
+def num_seeds(runs: Sequence[RunRecord]) -> int:
+    """How many seeds the runs have."""
+    return len({run.config.seed for run in runs})
+
+
+# ------------------------------------------------------------------ metrics summed up
+
+
+class Measure(NamedTuple):
+    """A row of a table: how a metric's values are summed up (None: nothing to say), and how that is shown.
+
+    `note`: what it means, where that is not the metric's own definition. `of_run`: the value, where it is not that of
+    one metric.
+    """
+
+    label: str
+    metric: str
+    sum_up: Callable[[Series], Value]
+    kind: Kind = "number"
+    unit: str = ""
+    note: str = ""
+    of_run: Callable[[RunRecord], Value] | None = None
+
+    def value_of(self, record: RunRecord) -> Value:
+        """The value of a run; None where it has none."""
+        if self.of_run is not None:
+            return self.of_run(record)
+        series = record.series(self.metric)
+        return None if series is None else self.sum_up(series)
+
+
+def _last(series: Series) -> float:
+    return float(series.iloc[-1])
+
+
+def _change(series: Series) -> Cell:
+    return _pair({"first": first_tenth(series), "last": last_tenth(series)}, "→")
+
+
+def _extent(series: Series) -> Cell:
+    return _pair({"median": series.abs().median(), "max": series.abs().max()}, "/")
+
+
+def _pair(values: Mapping[str, float], sign: str) -> Cell:
+    return Cell(f" {sign} ".join(map(numbers.compact, values.values())), {key: float(v) for key, v in values.items()})
+
+
+def _last_held_out(record: RunRecord) -> Value:
+    found = record.held_out(record.reward_statistic)
+    return found[-1][1] if found else None
+
+
+def _gap(record: RunRecord) -> Value:
+    reward, held_out = record.series(REWARD), record.held_out(record.reward_statistic)
+    if reward is None or not held_out or held_out[-1][0] == 0:
+        return None
+    return last_tenth(reward) - held_out[-1][1].value
+
+
+def _wall_seconds(record: RunRecord) -> Value:
+    return record.steps[-1].time - record.steps[0].time if len(record.steps) > 1 else None
+
+
+def _idle_share(record: RunRecord) -> Value:
+    low, high = record.series("global_seqlen/balanced_min"), record.series("global_seqlen/balanced_max")
+    if low is None or high is None or record.config.runtime.num_workers == 1:
+        return None
+    return float(((high - low) / high.clip(lower=1)).mean())
+
+
+TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
+    "convergence": ("From the first steps to the last", (
+        Measure("Training reward, first tenth", REWARD, first_tenth, "score"),
+        Measure("Training reward, last tenth", REWARD, last_tenth, "score"),
+        Measure("Training reward, best", REWARD, lambda each: smooth(each).max(), "score",
+                note="Highest moving mean, over 1/15 of the run."),
+        Measure("Trend of the training reward", REWARD, trend_of, "difference", note="Change of the fitted line over "
+                "the last third of the steps, with a 95% interval."),
+        Measure("Held-out reward, last", "", _last, note="At the last validation, with its interval over problems.",
+                of_run=_last_held_out),
+        Measure("Training less held-out reward", "", _last, "signed", note="A large gap is learning by heart.",
+                of_run=_gap),
+        Measure("Entropy, first → last tenth", "actor/entropy", _change),
+        Measure("KL in the loss, first → last tenth", "actor/kl_loss", _change),
+        Measure("KL in the reward, first → last tenth", "actor/reward_kl_penalty", _change),
+        Measure("Explained variance, first → last tenth", "critic/vf_explained_var", _change),
+        Measure("Value loss, first → last tenth", "critic/vf_loss", _change),
+        Measure("Step size in KL, median / largest", "actor/ppo_kl", _extent),
+        Measure("Gradient norm, median / largest", "actor/grad_norm", _extent),
+        Measure("Clipped tokens, last third", "actor/pg_clipfrac", late_mean, "percent"),
+        Measure("Learning rate of the policy, last", "actor/lr", _last),
+        Measure("Learning rate of the critic, last", "critic/lr", _last),
+    )),
+    "performance": ("Speed", (
+        Measure("From first to last line of the journal", "", _last, "seconds", note="By the clock, all included.",
+                of_run=_wall_seconds),
+        Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
+                note="Sum over steps; validation, checkpoints and start-up come on top."),
+        Measure("Seconds a step", STEP_S, lambda each: warmed_up(each).mean(), "seconds",
+                note="Mean without the first step, which warms up."),
+        Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
+        Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),
+        Measure("Model FLOP utilization, policy", "perf/mfu/actor", pd.Series.mean, "percent"),
+        Measure("Model FLOP utilization, critic", "perf/mfu/critic", pd.Series.mean, "percent"),
+    )),
+    "efficiency": ("Efficiency", (
+        Measure("Answer length, last third", "response_length/mean", late_mean, unit="tokens"),
+        Measure("Answers cut at the limit, last third", "response_length/clip_ratio", late_mean, "percent"),
+        Measure("Prompt length, mean", "prompt_length/mean", pd.Series.mean, unit="tokens"),
+        Measure("Groups of equal score, last third", "reward/equal_group_share", late_mean, "percent"),
+        Measure("Groups replaced, mean a step", "reward/groups_dropped", pd.Series.mean),
+        Measure("Generation per answer token", "timing_per_token_ms/gen", pd.Series.median, unit="ms"),
+        Measure("Policy update per token", "timing_per_token_ms/update_actor", pd.Series.median, unit="ms"),
+        Measure("Reference pass per token", "timing_per_token_ms/ref", pd.Series.median, unit="ms"),
+        Measure("Critic update per token", "timing_per_token_ms/update_critic", pd.Series.median, unit="ms"),
+        Measure("Sampler's distance from the trainer", "training/rollout_probs_diff_mean", pd.Series.mean),
+        Measure("Tokens the lightest rank lacks", "global_seqlen/balanced_max", _last, "percent", note="Mean of 1 - "
+                "balanced_min / balanced_max. Shares cost the same: long answers cost more a token.",
+                of_run=_idle_share),
+    )),
+    "memory_peak": ("Memory, measured", (
+        Measure("Device memory held by tensors, peak", performance.TENSORS_GB, pd.Series.max, unit="GB"),
+        Measure("Device memory reserved by the allocator, peak", "perf/max_memory_reserved_gb", pd.Series.max,
+                unit="GB"),
+        Measure("Host memory in use, all processes, peak", "perf/cpu_memory_used_gb", pd.Series.max, unit="GB"),
+        Measure("Memory of the trainer's process, peak", "system/process_memory_gb", pd.Series.max, unit="GB"),
+    )),
+}  # fmt: skip
+
+
+def measure_table(name: str, runs: Runs) -> Table:
+    """A row for each measure that a run has, with a column for each run; of one run with what it means."""
+    title, measures = TABLES[name]
+    rows: list[Row] = []
+    for measure in measures:
+        values = [measure.value_of(run) for run in runs.values()]
+        if any(value is not None for value in values):
+            shown = (cell(value, measure.kind, measure.unit) for value in values)
+            definition = [measure.note or _doc_of(measure.metric)[1]] if len(runs) == 1 else []
+            rows.append((measure.label, *shown, measure.metric, *definition))
+    columns: dict[str, Kind] = {"Measure": "text", **_value_columns(runs), "Metric": "code"}
+    return table(name, title, columns | ({"Definition": "text"} if len(runs) == 1 else {}), rows)
+
+
+def _value_columns(runs: Runs) -> dict[str, Kind]:
+    """A column of numbers for each run, by its label; of one run alone `Value`."""
+    return dict.fromkeys(runs if len(runs) > 1 else ("Value",), "number")
+
+
+def last_values(runs: Runs) -> Table:
+    """Every metric's last value, as MLflow shows it."""
+    newest = [run.metrics.ffill().reindex([run.metrics.index.max()]).T for run in runs.values()]  # NaN without a step
+    last = pd.concat(newest, axis="columns").sort_index()
+    rows = [
+        (str(name), *(None if np.isnan(value) else value for value in values), *_doc_of(str(name)))
+        for name, *values in last.itertuples()
+    ]
+    columns: dict[str, Kind] = {"Metric": "code", **_value_columns(runs), "Unit": "text", "Definition": "text"}
+    return table("metrics", f"Every metric's last value ({len(rows)})", columns, rows, folded=True)
+
+
+def _doc_of(metric: str) -> tuple[str, str]:
+    """Unit and definition of a metric, as far as they are known."""
+    found = describe(metric)
+    return ("", "") if found is None else (found.unit if found.unit != "1" else "", found.definition)
