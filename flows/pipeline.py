@@ -21,7 +21,7 @@ from flows.parameters import (
     split_experiment,
 )
 from flows.plan.checks import check_run
-from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
+from flows.tasks import CHECKED, as_task, flow_run_name, kept, run_with, say_settings, tell, working_on
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, checkpoint_name
 from rlcore.errors import ConfigError
@@ -77,7 +77,7 @@ def _flow_of(name: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[...
             root=root,
         )
         say_settings(settings, verb)
-        return work(settings)
+        return kept(lambda: work(settings))
 
     return of_a_run
 

@@ -9,10 +9,9 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -47,6 +46,8 @@ QUIET: Mapping[str, str] = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
 """Environment of Prefect, as far as the user's environment does not set it."""
+OF_A_COMMAND = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
+"""What is other in a command, whose work has an outcome without a server too: 14 s in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
     Raises:
         MillraceError: a server that was named or recorded does not answer.
     """
-    for name, value in QUIET.items():
+    for name, value in (QUIET | OF_A_COMMAND).items():
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
@@ -171,17 +172,6 @@ def wait_for_prefect(api: PrefectApi) -> None:
     """Wait until a server that was started here answers."""
     if api.home is not None:
         _servers[api.home].wait()
-
-
-def when_it_dies(api: PrefectApi, act: Callable[[], object]) -> None:
-    """Call `act`, from a thread, once a server that was started here has ended: it does not come back."""
-
-    def watch(process: "subprocess.Popen[bytes]") -> None:
-        process.wait()
-        act()
-
-    if api.home is not None:
-        threading.Thread(target=watch, args=(_servers[api.home]._process,), name="server-watch", daemon=True).start()
 
 
 def answers(url: str) -> bool:

@@ -34,9 +34,9 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel, ConfigDict, SecretStr, TypeAdapter, ValidationError
 
 from flows import SOURCE_FOLDER, maintain, pipeline
-from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
+from flows.server.watch import NO_HEARTBEAT
 from flows.stack.control import NOTIFY_BLOCK, NOTIFY_URL, SAID, WORKERS_ARE_UP
-from flows.stack.services import POOL
+from flows.stack.services import FLOW_COMMAND, POOL
 from flows.stack.state import FLOW_RUN
 from flows.sweep import flow as sweep
 from flows.work.slots import Slots
@@ -53,11 +53,12 @@ FLOWS: Mapping[str, tuple[str, Flow[..., Any]]] = {
 """Each flow by its name, and where a worker finds it."""
 JOB: dict[str, Any] = {
     # The worker's folder; else a temporary one, which a killed worker leaves.
-    "job_configuration": {"working_dir": "."},
+    "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""How the worker starts a flow run: by Prefect's own command, in its own environment. A job variable is refused: by
-default one may name another command, other variables of the environment or another folder."""
+"""How the worker starts a flow run: by Prefect's own command, in its own environment, with a log that stays where the
+worker is killed. A job variable is refused: by default one may name another command, other variables of the environment
+or another folder."""
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 """Flow runs at a time. One training, as long as the root has no slots: with slots each run waits for its own."""
 LOST_AFTER = timedelta(seconds=90)
@@ -382,7 +383,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     that waits to be started has lost the worker that was about to start it.
     """
     crashed = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
-    given_up = [run for run in crashed if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
+    given_up = [run for run in crashed if run.state is not None and run.state.message == NO_HEARTBEAT]
     lost = [run for run in given_up if _has_lost_its_process(run)]
     for run in _flow_runs(client, StateType.PENDING, *ALIVE):
         if run.state_name == SUSPENDED:

@@ -1,6 +1,7 @@
 """Processes of the local stack: how each is started, whether it answers on its port, and how it ends."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from rlcore.runtime.cluster import loopback_environment, ray_folder
 from rlcore.storage.locks import birth_of
 
 POOL = "millrace"
+FLOW_LOG = "MILLRACE_FLOW_LOG"
+"""Environment of workers: the file to which flow runs write."""
+FLOW_COMMAND = shlex.join(["sh", "-c", f'exec {shlex.quote(sys.executable)} {WORKERS_COMMAND} >>"${FLOW_LOG}" 2>&1'])
 SERVE = "flows.stack.serve"
 
 
@@ -130,6 +134,7 @@ def worker_recipe(root: Path, databases: Databases, number: int, state: StackSta
         # A flow that is told to end by `millrace down` has not crashed: it stays Running, and the next `up` goes on.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
+        FLOW_LOG: str(log_of(root, "flow-runs")),
     }
     if not databases.mlflow_is_the_file(root):
         environment[STACK] = str(root)
@@ -237,9 +242,7 @@ def start(root: Path, recipe: Recipe) -> Service:
     Raises:
         MillraceError: the service has ended at once.
     """
-    logs = root / "stack-logs"
-    logs.mkdir(exist_ok=True)
-    log = logs / f"{recipe.name}.log"
+    log = log_of(root, recipe.name)
     secret = (PREFECT_DATABASE, PREFECT_DATABASE_TOO, MLFLOW_DATABASE)
     inherited = {name: value for name, value in os.environ.items() if name not in secret}
     started = subprocess.run(
@@ -256,6 +259,14 @@ def start(root: Path, recipe: Recipe) -> Service:
     except psutil.NoSuchProcess:
         raise MillraceError(f"{recipe.name} has ended instead of starting. {end_of(str(log))}") from None
     return recipe.started(pid, born, log)
+
+
+def log_of(root: Path, name: str) -> Path:
+    """The log of a service, made where it is missing: it may say more than everybody should read."""
+    log = root / "stack-logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    log.touch(0o600)
+    return log
 
 
 def wait_until_ready(service: Service) -> None:

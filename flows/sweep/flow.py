@@ -50,7 +50,7 @@ from flows.sweep.result import (
     write_best,
     write_comparison,
 )
-from flows.tasks import CHECKED, as_task, run_with, tell, tell_command, tell_idle
+from flows.tasks import CHECKED, as_task, kept, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from rlcore.config.compose import group_members
 from rlcore.config.fingerprint import run_id
@@ -235,6 +235,10 @@ def sweep(
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     checked: Sweep = CHECKED.get() or checked_sweep(spec, all_overrides(overrides, root=root), budget)
+    return kept(lambda: _sweep(checked, on_workers=on_workers))
+
+
+def _sweep(checked: Sweep, *, on_workers: bool) -> SweepResult:
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
