@@ -21,8 +21,9 @@ from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
 from flows.server.database import address_in
-from flows.server.launch import python_path, start_tethered
+from flows.server.launch import end_of, python_path, start_tethered
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
+from flows.stack.serve import ONE_COMMAND
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 
@@ -84,7 +85,7 @@ class LocalServer:
         }
         self._log.unlink(missing_ok=True)
         with listener:
-            command = [sys.executable, "-P", "-m", "flows.stack.serve", "one-command", str(listener.fileno())]
+            command = [sys.executable, "-P", "-m", "flows.stack.serve", ONE_COMMAND, str(listener.fileno())]
             self._process = start_tethered(command, self._log, os.environ | own, [listener.fileno()])
         # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
         atexit.register(self.stop)
@@ -103,8 +104,6 @@ class LocalServer:
         try:
             _ask(self.url, START_WAIT_S)
         except OSError as error:
-            from flows.stack.services import end_of
-
             raise MillraceError(
                 f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
                 f"without Prefect. {end_of(str(self._log))}"
@@ -131,7 +130,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
     Raises:
         MillraceError: a server that was named or recorded does not answer.
     """
-    for name, value in (QUIET | OF_A_COMMAND).items():
+    for name, value in {**QUIET, **OF_A_COMMAND}.items():
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
