@@ -60,7 +60,11 @@ class PrefectApi:
 
 
 class LocalServer:
-    """A Prefect server that ends with this process. Its login is known to this process and to those that it starts."""
+    """A Prefect server that ends with this process. Its login is known to this process and to those that it starts.
+
+    Prefect's own ephemeral server would stay when this process is killed, answer under any name, choose a port that
+    another user may take first, and not start while Prefect is imported.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home
