@@ -13,7 +13,6 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
-from flows.server.watch import few_retries
 from flows.work.judgement import CI_ENDS, Judgement, with_interval
 from flows.work.open_run import OpenRun
 from flows.work.runs import BYTES_PER_MB
@@ -61,8 +60,8 @@ def _make(of: str, what: str, description: str, data: Data, kind: str) -> Made:
 def _follow(run: OpenRun, what: str, description: str, data: Data, kind: str = "markdown") -> None:
     """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it.
 
-    A server that is away is soon given up, and left alone for a while: until then nobody hears the trainer, which stops
-    once the pipe to us is full.
+    A server that is away is left alone for a while: while it is asked nobody hears the trainer, which stops once the
+    pipe to us is full.
     """
     shown = run.shown
     if time.monotonic() < shown.again_at:
@@ -70,12 +69,11 @@ def _follow(run: OpenRun, what: str, description: str, data: Data, kind: str = "
 
     def ask() -> None:
         shown.again_at = time.monotonic() + LEFT_ALONE_S
-        with few_retries(1):
-            if what not in shown.artifacts:
-                shown.artifacts[what] = _make(run.run_id, what, description, data, kind).id
-            else:
-                with get_client(sync_client=True) as client:
-                    client.update_artifact(shown.artifacts[what], ArtifactUpdate(data=data(), description=description))
+        if what not in shown.artifacts:
+            shown.artifacts[what] = _make(run.run_id, what, description, data, kind).id
+        else:
+            with get_client(sync_client=True) as client:
+                client.update_artifact(shown.artifacts[what], ArtifactUpdate(data=data(), description=description))
         shown.again_at = float("-inf")
 
     harmless(ask)

@@ -573,9 +573,6 @@ def leave(command: Callable[[], object]) -> NoReturn:
 
     To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
     """
-    from flows.server.untold import end_without_server, own_process
-
-    own_process()
     collect_rarely()
     signal.signal(signal.SIGTERM, _Terminated())
     codes: list[int] = []
@@ -590,7 +587,12 @@ def leave(command: Callable[[], object]) -> NoReturn:
 
     atexit.register(end)  # the first that is registered is called last
     codes.append(exit_code(command))
-    end_without_server(end)
+    if (url := os.environ.get("PREFECT_API_URL")) and "prefect" in sys.modules:
+        from flows.server.api import answers
+
+        if not answers(url):  # at its end Prefect waits for a server that takes the last events
+            print(f"Prefect was not told of the end, since no server answers at {url}", file=sys.stderr)
+            end()
     sys.exit(codes[0])
 
 

@@ -9,7 +9,7 @@ from prefect import flow
 
 from flows.artifacts import show
 from flows.commands import evaluate as evaluation
-from flows.parameters import NO_WORDS, Root
+from flows.parameters import NO_WORDS, Root, root_of_the_flow
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
 from flows.tasks import as_task, task_of, tell, tell_command
@@ -24,10 +24,10 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     """Prune checkpoints, deliver journals, remove artifacts of deleted runs; runs that are going on are left alone.
 
     Args:
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
         dry_run: Say what would be deleted, and delete nothing.
     """
-    at = Path(root or PathsConfig().root).resolve()
+    at = Path(root_of_the_flow(root) or PathsConfig().root).resolve()
     where = quote(str(at))
     tell_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
     folders, tracking = all_runs(at), tracking_in_stack(TrackingConfig(), at)
@@ -56,9 +56,9 @@ def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> 
     Args:
         runs: Run ids or folders; the first one is what the others are compared with.
         search: Also the runs that this finds in MLflow, such as tags.task = 'countdown'.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    at = Path(root or PathsConfig().root).resolve()
+    at = Path(root_of_the_flow(root) or PathsConfig().root).resolve()
     tell_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
     folders = several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at))
     work = partial(several.compare, folders, at)
@@ -81,9 +81,10 @@ def evaluate(
         models: Model directories, or runs by folder or id, with @last (taken if not given), @best, @start or a step.
         suites: Names in conf/suite, or paths of files where the worker is.
         overrides: Settings for all of them, such as rollout.engine=vllm.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    at = None if root is None else Path(root)
+    given = root_of_the_flow(root)
+    at = None if given is None else Path(given)
     command = evaluation.command_of([*models, *overrides], suites, at)
     tell_command(join(command))
     with watched():

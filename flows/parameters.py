@@ -3,6 +3,7 @@
 Parameters of flows are flat, since Prefect replaces a nested one whole.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
-from flows.stack.state import in_stack
+from flows.stack.state import STACK, in_stack
 from rlcore.config import RunConfig
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import experiment_names, idle_settings, load_config
@@ -37,7 +38,7 @@ Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]
 Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
-"""`paths.root`. A deployment sets it, and `-p overrides=...` replaces the overrides whole: so it is apart from them."""
+"""`paths.root`; None: see `root_of_the_flow`."""
 MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"
 """Environment of flows under a stack: where its MLflow shows what they write."""
 
@@ -109,6 +110,11 @@ def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path 
         *(overrides or ()),
         *(f"{key}={override_value(str(value) if isinstance(value, Path) else value)}" for key, value in given.items()),
     ]
+
+
+def root_of_the_flow(root: Root) -> Root:
+    """The root that a flow was given, else that of the stack whose worker runs it, if one does."""
+    return root or os.environ.get(STACK)
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -17,12 +17,13 @@ from flows.parameters import (
     RunSettings,
     Seed,
     compose_settings,
+    root_of_the_flow,
     split_experiment,
 )
 from flows.plan.checks import check_run
 from flows.stages.report import Report, ReportPage
 from flows.stages.validate import Validate
-from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
+from flows.tasks import CHECKED, as_task, flow_run_name, kept, run_with, say_settings, tell, working_on
 from flows.work.checkpoints import checkpoint_name
 from flows.work.judgement import Judgement
 from flows.work.mlflow_record import MlflowRecord
@@ -65,7 +66,7 @@ def _flow_of(name: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[...
             learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
             batch_size: Prompts of a step.
             samples_per_prompt: Answers to each prompt; a group for GRPO.
-            root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+            root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
         """
         settings: RunSettings = CHECKED.get() or compose_settings(
             overrides,
@@ -75,10 +76,10 @@ def _flow_of(name: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[...
             learning_rate=learning_rate,
             batch_size=batch_size,
             samples_per_prompt=samples_per_prompt,
-            root=root,
+            root=root_of_the_flow(root),
         )
         say_settings(settings, verb)
-        return work(settings)
+        return kept(lambda: work(settings))
 
     return of_a_run
 
@@ -166,9 +167,9 @@ def validate(
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
         seed: Of the run that is judged.
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    settings = compose_settings(overrides, experiment, seed=seed, root=root)
+    settings = compose_settings(overrides, experiment, seed=seed, root=root_of_the_flow(root))
     say_settings(settings, "validate")
     with working_on(settings, "validate") as run:
         chain.make_rows(run, chain.run_quietly)

@@ -3,8 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from shlex import join
 from typing import Any, TypeVar
@@ -47,15 +48,38 @@ def flow_run_name() -> str:
 
 CHECKED: ContextVar[Any] = ContextVar("checked", default=None)
 """What a command has composed and checked before its flow run began: a run's settings, or a sweep."""
+_OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def run_with(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow, which finds in `CHECKED` what it need not compose and check again."""
-    token = CHECKED.set(checked)
-    try:
+    """Call a flow, which finds in `CHECKED` what it need not compose and check again.
+
+    Where Prefect fails after the flow's work, as it does when its server is gone by then, the work's outcome counts.
+    """
+    outcome: Future[R] = Future()
+
+    def call_with() -> R:
+        CHECKED.set(checked)
+        _OUTCOME.set(outcome)
         return call()
-    finally:
-        CHECKED.reset(token)
+
+    try:
+        return copy_context().run(call_with)
+    except Exception:
+        if not outcome.done():
+            raise
+        return outcome.result()
+
+
+def kept(work: Callable[[], R]) -> R:
+    """Do the work of a flow, and keep its outcome for `run_with`."""
+    outcome = _OUTCOME.get(Future())
+    try:
+        outcome.set_result(work())
+    except Exception as error:
+        outcome.set_exception(error)
+    result: R = outcome.result()
+    return result
 
 
 @contextmanager
@@ -242,7 +266,8 @@ def reported(run: OpenRun) -> Iterator[None]:
         return was_told(run.layout.run_dir, worker_of(run.layout.run_dir))
 
     try:
-        with watch.told_to_end(is_stopped), run.heard_by(event, reporter.line, watch.end_if_cancelled):
+        heard = run.heard_by(event, reporter.line, watch.end_if_cancelled)
+        with watch.told_to_end(is_stopped), watch.few_retries(1), heard:
             yield
     finally:
         reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again

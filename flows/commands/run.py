@@ -12,9 +12,8 @@ from flows.parameters import RunSettings
 from flows.plan.checks import check_before_plan, check_before_start, check_dry_run, check_rows, check_run, plan_run
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
-from flows.server.api import PrefectApi, start_prefect, wait_for_prefect, when_it_dies
+from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
 from flows.server.database import address_in
-from flows.server.untold import not_kept_by
 from flows.stages.pass_rates import PassRates
 from flows.stages.report import write_report
 from flows.stages.validate import Validate
@@ -125,14 +124,12 @@ def flow_of_a_command(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
     wait_for_prefect(api)
     from prefect.exceptions import TerminationSignal
 
-    from flows.server.watch import FlowCancelledError, do_without_server
+    from flows.server.watch import FlowCancelledError
 
-    when_it_dies(api, do_without_server)
     if not verbose:
         _keep_runs_off_the_console()
-    screen = display_for_console()
     try:
-        with shown_on(screen), not_kept_by(api.url, screen.close):
+        with shown_on(display_for_console()):
             yield
     except FlowCancelledError as ended:
         raise StopRequestedError(str(ended)) from ended

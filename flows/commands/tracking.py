@@ -10,9 +10,9 @@ from shlex import quote
 import psutil
 
 from flows.commands.settings import beside_python
-from flows.server.launch import start_tethered
+from flows.server.launch import end_of, start_tethered
 from flows.server.secret import how_to_log_in, login_of, mlflow_client
-from flows.stack.services import answers, end_of, end_server, is_free, mlflow_recipe, wait_until_ready
+from flows.stack.services import answers, end_server, is_free, mlflow_recipe, wait_until_ready
 from flows.stack.state import Databases, Service, StackState, read_stack, tracking_in_stack
 from flows.work import runs as several
 from flows.work.runs import Outcome, all_runs, find_runs, named_runs

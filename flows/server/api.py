@@ -9,10 +9,9 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -22,8 +21,9 @@ from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
 from flows.server.database import address_in
-from flows.server.launch import python_path, start_tethered
+from flows.server.launch import end_of, python_path, start_tethered
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
+from flows.stack.serve import ONE_COMMAND
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 
@@ -47,6 +47,8 @@ QUIET: Mapping[str, str] = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
 """Environment of Prefect, as far as the user's environment does not set it."""
+OF_A_COMMAND = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
+"""What is other in a command, whose work has an outcome without a server too: 14 s in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,11 @@ class PrefectApi:
 
 
 class LocalServer:
-    """A Prefect server that ends with this process. Its login is known to this process and to those that it starts."""
+    """A Prefect server that ends with this process. Its login is known to this process and to those that it starts.
+
+    Prefect's own ephemeral server would stay when this process is killed, answer under any name, choose a port that
+    another user may take first, and not start while Prefect is imported.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -83,7 +89,7 @@ class LocalServer:
         }
         self._log.unlink(missing_ok=True)
         with listener:
-            command = [sys.executable, "-P", "-m", "flows.stack.serve", "one-command", str(listener.fileno())]
+            command = [sys.executable, "-P", "-m", "flows.stack.serve", ONE_COMMAND, str(listener.fileno())]
             self._process = start_tethered(command, self._log, os.environ | own, [listener.fileno()])
         # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
         atexit.register(self.stop)
@@ -102,8 +108,6 @@ class LocalServer:
         try:
             _ask(self.url, START_WAIT_S)
         except OSError as error:
-            from flows.stack.services import end_of
-
             raise MillraceError(
                 f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
                 f"without Prefect. {end_of(str(self._log))}"
@@ -130,7 +134,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
     Raises:
         MillraceError: a server that was named or recorded does not answer.
     """
-    for name, value in QUIET.items():
+    for name, value in {**QUIET, **OF_A_COMMAND}.items():
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
@@ -171,17 +175,6 @@ def wait_for_prefect(api: PrefectApi) -> None:
     """Wait until a server that was started here answers."""
     if api.home is not None:
         _servers[api.home].wait()
-
-
-def when_it_dies(api: PrefectApi, act: Callable[[], object]) -> None:
-    """Call `act`, from a thread, once a server that was started here has ended: it does not come back."""
-
-    def watch(process: "subprocess.Popen[bytes]") -> None:
-        process.wait()
-        act()
-
-    if api.home is not None:
-        threading.Thread(target=watch, args=(_servers[api.home]._process,), name="server-watch", daemon=True).start()
 
 
 def answers(url: str) -> bool:

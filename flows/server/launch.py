@@ -1,14 +1,10 @@
-"""Start a command in another way than as a plain child: tethered to its parent, or detached from it.
+"""Start a command tethered to its parent.
 
-    python -S -E flows/server/launch.py tethered PARENT_PID COMMAND...
-    python -S -E flows/server/launch.py detached LOG COMMAND...
+    python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-Tethered: the kernel sends SIGTERM to the command when its parent dies, however that happens. The signal is asked for
+The kernel sends SIGTERM to the command when its parent dies, however that happens. The signal is asked for
 here, after an exec, and not in a `preexec_fn`: Python code in a forked child of a threaded process may deadlock. The
 kernel watches the thread that forked, so start such commands from a thread that lives as long as they may.
-
-Detached: the command outlives whoever starts it, and its process id is printed. It gets a session of its own, no input,
-and LOG for its output. Its parent is init, so it leaves no zombie.
 
 Run as a file, with nothing imported but the standard library: it costs 20 ms.
 """
@@ -32,7 +28,7 @@ _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 def tethered(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` tethered to this process."""
-    return [*_LAUNCH, "tethered", str(os.getpid()), *command]
+    return [*_LAUNCH, str(os.getpid()), *command]
 
 
 def start_tethered(
@@ -62,9 +58,29 @@ def python_path(*more: str) -> str:
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
 
-def detached(log: Path, command: Sequence[str]) -> list[str]:
-    """The command line that starts `command` detached, with its output in `log`, and prints its process id."""
-    return [*_LAUNCH, "detached", str(log), *command]
+NUM_LAST_LINES = 15
+PORT_TAKEN = "already in use"
+HINTS = {
+    "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
+    "another database.",
+    "out-of-date database schema": "Its database was written by an older version of it: make a copy, then "
+    "`mlflow db upgrade ADDRESS`.",
+    "Connection refused": "Its database does not answer: is it running, and is the address right?",
+    "password authentication failed": "Its database refuses the user or the password in the address.",
+    PORT_TAKEN: "Somebody else has taken its port meanwhile.",
+    "Failed to find app": "Millrace was installed before it had an application for MLflow: install it again.",
+}
+"""Text in a log, and the remedy that is shown for it."""
+NUM_LAST_CHARS = 4_000
+"""Characters at the end of a log in which these texts are looked for."""
+
+
+def end_of(log: str) -> str:
+    """The last lines of a log, and what to do where one of them says it."""
+    text = Path(log).read_text(errors="replace")
+    lines = text.splitlines()[-NUM_LAST_LINES:]
+    hints = [hint for words, hint in HINTS.items() if words in text[-NUM_LAST_CHARS:]]
+    return " ".join([*hints, f"The end of {log}:\n"]) + "\n".join(f"    {line}" for line in lines)
 
 
 def _tether(parent: int) -> None:
@@ -75,27 +91,10 @@ def _tether(parent: int) -> None:
         sys.exit(PARENT_IS_GONE)
 
 
-def _detach(log: str) -> None:
-    pid = os.fork()
-    if pid:
-        print(pid, flush=True)
-        sys.exit()
-    os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.fchmod(output, 0o600)  # a server's log may say more than everybody should read
-    os.dup2(nothing, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-
-
 def main() -> None:
     """Replace this process by the command."""
-    way, place, *command = sys.argv[1:]
-    if way == "tethered":
-        _tether(int(place))
-    else:
-        _detach(place)
+    parent, *command = sys.argv[1:]
+    _tether(int(parent))
     os.execv(command[0], command)
 
 

@@ -8,27 +8,23 @@ So the flow looks itself, every few seconds. Whoever hears the event is quicker 
 
 import atexit
 import logging
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextvars import copy_context
 from typing import Any, Self
 from uuid import UUID
 
-from prefect import flow_engine
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType
-from prefect.context import SettingsContext, get_settings_context
 from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Running
-from prefect.utilities.engine import propose_state_sync
 
 from rlcore.errors import MillraceError, StopRequestedError
 
@@ -41,8 +37,6 @@ MAX_RETRIES = 2
 """Retries of a request that tells of the end of a run."""
 TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
 OVER = (StateType.CANCELLING, StateType.CANCELLED)
-CONSOLE_GONE = "Execution was aborted by Python system exit call."
-"""Prefect's message of a flow run whose worker died before the flow began: rich ends a process that nobody reads."""
 NO_HEARTBEAT = "No heartbeat for 90 s."
 """The message of the automation that calls a run crashed. A server that was away for longer calls a live one so."""
 ENGINE = "prefect.engine"
@@ -64,7 +58,8 @@ class _Watch:
         self.over = threading.Event()
         self.suspended: State[object] | None = None
         self.cancelled_at: float | None = None
-        threading.Thread(target=self._look_on, name="flow-run-watch", daemon=True).start()
+        here = copy_context()  # Prefect's settings
+        threading.Thread(target=here.run, args=(self._look_on,), name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
         """Whether the server has the flow run as cancelled, now; False where it is away."""
@@ -73,12 +68,13 @@ class _Watch:
         return self.cancelled_at is not None
 
     def _look_on(self) -> None:
-        while not self.over.is_set():
-            try:
-                self._look()
-            except Exception as error:  # the server is away: the training is not touched by that
-                log.debug("the state of flow run %s is not known: %s", self._flow_run_id, error)
-            self.over.wait(LOOK_EVERY_S)
+        with few_retries():
+            while not self.over.is_set():
+                try:
+                    self._look()
+                except Exception as error:  # the server is away: the training is not touched by that
+                    log.debug("the state of flow run %s is not known: %s", self._flow_run_id, error)
+                self.over.wait(LOOK_EVERY_S)
 
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
@@ -104,10 +100,7 @@ def watched() -> Iterator[None]:
     """Inside the block this process's flow run is watched. Take it before the run's lock, which the next try needs."""
     global _watch
     around = UUID(str(flow_run.id))
-    is_deployed = bool(deployment.id)
-    if is_deployed:
-        outlive_the_worker()
-    watch = _watch = _Watch(around, is_deployed=is_deployed)
+    watch = _watch = _Watch(around, is_deployed=bool(deployment.id))
     try:
         with told_to_end():
             yield
@@ -226,38 +219,9 @@ def show_state(state: State[object]) -> None:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
-_few: dict[int, tuple[Settings, Settings]] = {}
-"""By number of retries: Prefect's settings, and a copy of them with that number."""
-
-
 def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Inside the block requests to a server that is away are given up soon.
-
-    Prefect's own `temporary_settings` validates all settings anew: a quarter of a small run's flow.
-    """
-    context = get_settings_context()
-    usual, few = _few.get(number, (None, None))
-    if few is None or usual is not context.settings:
-        few = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: number})
-        _few[number] = context.settings, few
-    return SettingsContext(profile=context.profile, settings=few)
-
-
-def do_without_server() -> None:
-    """The server has died for good: requests are given up at once, and the engine takes each state for told."""
-    get_settings_context().settings.client.max_retries = 0
-
-
-def _propose(client: SyncPrefectClient, state: State[Any], **more: Any) -> State[Any]:
-    try:
-        return propose_state_sync(client, state, **more)
-    except Exception:  # also Prefect's loop of tries, in which the number of retries fell
-        if get_settings_context().settings.client.max_retries:
-            raise
-        return state
-
-
-vars(flow_engine)["propose_state_sync"] = _propose
+    """Inside the block requests to a server that is away are given up soon. To enter it takes 60 ms."""
+    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 
 def _tell_that_we_leave(one: UUID) -> None:
@@ -265,23 +229,6 @@ def _tell_that_we_leave(one: UUID) -> None:
     event = Event(event=LEFT, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{one}"}))
     with suppress(Exception), get_client(sync_client=True) as client:
         client.request("POST", "/events", json=[event.model_dump(mode="json")])
-
-
-def outlive_the_worker() -> None:
-    """Write nowhere once the worker, at the other end of the console's pipe, is gone: rich would end the process."""
-    loggers = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
-    for handler in (handler for logger in loggers for handler in logger.handlers):
-        console: Any = getattr(handler, "console", None)
-        if console is not None:
-            console.on_broken_pipe = partial(_write_nowhere, console)
-
-
-def _write_nowhere(console: Any) -> None:
-    console.quiet = True
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
 
 
 def say_mistakes_plainly(record: logging.LogRecord) -> bool:
@@ -300,6 +247,3 @@ def say_mistakes_plainly(record: logging.LogRecord) -> bool:
 
 for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):
     logging.getLogger(_name).addFilter(say_mistakes_plainly)
-
-if "PREFECT__FLOW_RUN_ID" in os.environ:  # from the import of the flow on, which takes seconds; `watched` is later
-    outlive_the_worker()

@@ -14,6 +14,7 @@ from flows import SOURCE_FOLDER
 from flows.stack import services
 from flows.stack.services import PortTakenError, answers, end_server, end_worker, say, start, wait_until_ready
 from flows.stack.state import (
+    STACK,
     Databases,
     Service,
     StackState,
@@ -23,6 +24,7 @@ from flows.stack.state import (
 from rlcore.config.problems import masked
 from rlcore.errors import ConfigError, MillraceError
 from rlcore.storage.locks import HeldLock
+from rlcore.tracking.connection import connect, has_store
 
 LOCK_WAIT_S = 600.0
 PORT_TRIES = 3
@@ -80,6 +82,10 @@ def up(root: Path, wishes: Wishes | None = None) -> StackState:
 def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases) -> StackState:
     state = _ensure(root, state, "prefect", partial(services.prefect_recipe, root, databases, wishes.prefect_port))
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
+    if not has_store(databases.mlflow):
+        connect(
+            databases.mlflow
+        )  # whole or not at all: of a server that is killed meanwhile half the tables would stay
     earlier = state.service("mlflow")
     state = _ensure(root, state, "mlflow", partial(services.mlflow_recipe, root, databases, wishes.mlflow_port))
     if state.service("mlflow") != earlier:
@@ -89,7 +95,7 @@ def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases
         state = _ensure(root, state, "ray", services.ray_recipe)
     _set_up_prefect(root, state, wishes)
     for number in range(1, wishes.workers + 1):
-        worker = partial(services.worker_recipe, root, databases, number)
+        worker = partial(services.worker_recipe, root, number)
         state = _ensure(root, state, f"worker-{number}", worker)
     write_stack(root, state)
     return state
@@ -204,7 +210,7 @@ def _set_up_prefect(root: Path, state: StackState, wishes: Wishes) -> None:
         **services.prefect_environment(root, state.prefect_api_url),
         "PYTHONPATH": str(SOURCE_FOLDER),
     }
-    environment["MILLRACE_ROOT"] = str(root)
+    environment[STACK] = str(root)
     told = {NOTIFY_URL: wishes.notify_url, NOTIFY_BLOCK: wishes.notify_block}
     environment |= {name: value for name, value in told.items() if value is not None}
     workers = [service for service in state.services if _is_worker(service)]

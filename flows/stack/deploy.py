@@ -7,22 +7,21 @@ Talks to the server of `PREFECT_API_URL`. What is there already is brought up to
 
 import os
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import UUID
 
 import psutil
-import yaml
-from prefect import Flow
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -30,34 +29,25 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Scheduled
 from prefect.types import SecretDict
-from prefect.utilities.callables import parameter_schema
-from pydantic import BaseModel, ConfigDict, SecretStr, TypeAdapter, ValidationError
+from pydantic import SecretStr
 
-from flows import SOURCE_FOLDER, maintain, pipeline
-from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
+from flows import SOURCE_FOLDER
+from flows.server.watch import NO_HEARTBEAT
 from flows.stack.control import NOTIFY_BLOCK, NOTIFY_URL, SAID, WORKERS_ARE_UP
-from flows.stack.services import POOL
-from flows.stack.state import FLOW_RUN
-from flows.sweep import flow as sweep
+from flows.stack.services import FLOW_COMMAND, POOL
+from flows.stack.state import FLOW_RUN, STACK
 from flows.work.slots import Slots
-from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
 
-DEPLOYMENTS = Path(__file__).with_name("deployments.yaml")
-FLOWS: Mapping[str, tuple[str, Flow[..., Any]]] = {
-    found.name: (f"{module.__name__.replace('.', '/')}.py:{variable}", found)
-    for module in (pipeline, sweep, maintain)
-    for variable, found in vars(module).items()
-    if isinstance(found, Flow)
-}
-"""Each flow by its name, and where a worker finds it."""
+DEPLOYMENTS = Path("conf", "prefect.yaml")
 JOB: dict[str, Any] = {
     # The worker's folder; else a temporary one, which a killed worker leaves.
-    "job_configuration": {"working_dir": "."},
+    "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""How the worker starts a flow run: by Prefect's own command, in its own environment. A job variable is refused: by
-default one may name another command, other variables of the environment or another folder."""
+"""How the worker starts a flow run: by Prefect's own command, in its own environment, with a log that stays where the
+worker is killed. A job variable is refused: by default one may name another command, other variables of the environment
+or another folder."""
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 """Flow runs at a time. One training, as long as the root has no slots: with slots each run waits for its own."""
 LOST_AFTER = timedelta(seconds=90)
@@ -67,127 +57,47 @@ OWN = "own"
 """Tag of deployments that `millrace deploy` has made, and no file lists."""
 MODEL = "pipeline/debug"
 """The deployment whose flow and parameters those deployments have."""
-ONE_AFTER_THE_OTHER = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 HEARTBEAT_LOST = "millrace: a flow run without a heartbeat has crashed"
-
-
-class Deployment(BaseModel):
-    """What the file says of a deployment."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    about: str
-    tags: list[str]
-    parameters: dict[str, Any] = {}
-    queue: Literal["training", "control"] = "training"
-    in_turn: bool = False
-    schedules: list[dict[str, Any]] = []
 
 
 def main() -> None:
     """Set it all up, and say what is worth saying."""
-    wanted, root = read_deployments(), os.environ["MILLRACE_ROOT"]
     with get_client(sync_client=True) as client:
         _ensure_pool(client)
-        has_slots = bool(Slots(Path(root)).devices())
+        has_slots = bool(Slots(Path(os.environ[STACK])).devices())
         for name, limit in QUEUES.items():
             _ensure_queue(client, name, limit, has_slots=has_slots)
         _ensure_automation(client)
-        model = known_deployment(client, MODEL)
-        if model is not None and (before := model.parameters.get("root")) != root:
-            _move(client, before, root)
         notify(client, os.environ.get(NOTIFY_URL), os.environ.get(NOTIFY_BLOCK))
         recovered = recover_lost_runs(client, workers_are_up=WORKERS_ARE_UP in sys.argv)
-        for name, one in wanted.items():
-            put_deployment(client, name, one, one.parameters | {"root": root}, list(map(schedule_of, one.schedules)))
-        strangers = _bring_others_up_to_date(client, wanted)
+        paused = {one.id for one in client.read_deployments(work_pool_filter=OUR_POOL) if one.paused}
+        apply_deployments()
+        model = client.read_deployment_by_name(MODEL)
+        for one in client.read_deployments(work_pool_filter=OUR_POOL):
+            form = (model if OWN in one.tags else one).parameter_openapi_schema or {}
+            as_before = DeploymentUpdate(parameter_openapi_schema=eased_schema(form), paused=one.id in paused)
+            client.update_deployment(one.id, as_before)
     for name in recovered:
         _say(f"flow run {name} had lost its process; it is scheduled again")
-    for name in strangers:
-        _say(f"deployment {name} is in {DEPLOYMENTS.name} no more; `prefect deployment delete '{name}'` takes it away")
     _say(f"deployments are up to date in work pool {POOL}")
+
+
+def apply_deployments() -> None:
+    """Have Prefect apply the file of deployments. Schedules stay; deployments that people have paused go on.
+
+    Raises:
+        MillraceError: it does not; with what Prefect says.
+    """
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
+    done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MillraceError(
+            f"{DEPLOYMENTS}: Prefect does not apply it:\n{(done.stdout + done.stderr).strip()[-3_000:]}"
+        )
 
 
 def _say(text: str) -> None:
     print(f"{SAID}{text}", flush=True)
-
-
-def read_deployments() -> dict[str, Deployment]:
-    """What the file lists, by flow and name.
-
-    Raises:
-        MillraceError: an entry is none, or its experiment is not in `conf/experiment`.
-    """
-    try:
-        listed = TypeAdapter(dict[str, Deployment]).validate_python(yaml.safe_load(DEPLOYMENTS.read_text()))
-        for one in listed.values():
-            for schedule in one.schedules:
-                schedule_of(schedule)
-    except (yaml.YAMLError, ValidationError) as error:
-        raise MillraceError(f"{DEPLOYMENTS}: {error}. Mend it; its head says what an entry holds.") from error
-    for name, one in listed.items():
-        flow, known, experiment = name.partition("/")[0], experiment_names(), one.parameters.get("experiment")
-        if flow not in FLOWS:
-            raise MillraceError(
-                f"{DEPLOYMENTS}: deployment {name}: there is no flow {flow}; there is {', '.join(FLOWS)}"
-            )
-        if experiment is not None and experiment not in known:
-            raise MillraceError(
-                f"{DEPLOYMENTS}: deployment {name}: experiment={experiment} is no file in conf/experiment; there is "
-                f"{', '.join(known)}. Take the deployment out, or bring the file back."
-            )
-    return listed
-
-
-def schedule_of(said: Mapping[str, Any]) -> DeploymentScheduleCreate:
-    """A schedule as the file says it: `slug`, whether it is `active` at first, and Prefect's words for when."""
-    when = {key: value for key, value in said.items() if key not in ("slug", "active")}
-    return DeploymentScheduleCreate(schedule=when, slug=said.get("slug"), active=said.get("active", False))  # type: ignore[arg-type]
-
-
-def put_deployment(
-    client: SyncPrefectClient,
-    name: str,
-    wanted: Deployment,
-    parameters: Mapping[str, Any],
-    schedules: Sequence[DeploymentScheduleCreate],
-    *,
-    switch: bool = False,
-) -> UUID:
-    """Make a deployment (`flow/name`), or bring it up to date. Returns its id.
-
-    What people have added, switched or paused stays. Schedules are known again by their slugs; with `switch` those that
-    are there are switched as these say.
-    """
-    flow, _, own_name = name.partition("/")
-    entrypoint, found = FLOWS[flow]
-    fields: dict[str, Any] = {
-        "description": wanted.about,
-        "tags": wanted.tags,
-        "parameters": dict(parameters),
-        "entrypoint": entrypoint,
-        "pull_steps": [{"prefect.deployments.steps.set_working_directory": {"directory": str(SOURCE_FOLDER)}}],
-        "work_pool_name": POOL,
-        "work_queue_name": wanted.queue,
-        "concurrency_limit": 1 if wanted.in_turn else None,
-        "concurrency_options": ONE_AFTER_THE_OTHER if wanted.in_turn else None,
-        "parameter_openapi_schema": eased_schema(parameter_schema(found).model_dump_for_openapi()),
-        "enforce_parameter_schema": True,
-    }
-    known = known_deployment(client, name)
-    if known is None:
-        flow_id = client.create_flow_from_name(flow)
-        return client.create_deployment(flow_id, own_name, schedules=list(schedules), **fields)
-    client.update_deployment(known.id, DeploymentUpdate(**fields))
-    by_slug = {one.slug: one for one in known.schedules}
-    for one in schedules:
-        if (same := by_slug.get(one.slug)) is None:
-            client.create_deployment_schedules(known.id, [one])
-        else:
-            active = one.active if switch else same.active
-            # Without its parameters Prefect 3.7 forgets them.
-            client.update_deployment_schedule(known.id, same.id, active, one.schedule, parameters=same.parameters)
-    return known.id
 
 
 def known_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
@@ -196,31 +106,6 @@ def known_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse
         return client.read_deployment_by_name(name)
     except ObjectNotFound:
         return None
-
-
-def _move(client: SyncPrefectClient, before: object, root: str) -> None:
-    """Give deployments, and flow runs that may still go on, the root that this one was copied or moved to."""
-    for one in client.read_deployments(work_pool_filter=OUR_POOL):
-        if one.parameters.get("root") == before:
-            client.update_deployment(one.id, DeploymentUpdate(parameters=one.parameters | {"root": root}))
-    for run in _flow_runs(client, StateType.SCHEDULED, StateType.PENDING, StateType.CRASHED, *ALIVE):
-        if run.parameters.get("root") == before:
-            client.update_flow_run(run.id, parameters=run.parameters | {"root": root})
-
-
-def _bring_others_up_to_date(client: SyncPrefectClient, wanted: Mapping[str, Deployment]) -> list[str]:
-    """Give people's own deployments the present form; the names of those that the file lists no more."""
-    files = {entrypoint.partition(":")[0] for entrypoint, _ in FLOWS.values()}
-    form = client.read_deployment_by_name(MODEL).parameter_openapi_schema
-    strangers = []
-    for one in client.read_deployments(work_pool_filter=OUR_POOL):
-        if OWN in one.tags:
-            client.update_deployment(one.id, DeploymentUpdate(parameter_openapi_schema=form))
-            continue
-        name = f"{client.read_flow(one.flow_id).name}/{one.name}"
-        if (one.entrypoint or "").partition(":")[0] in files and name not in wanted:
-            strangers.append(name)
-    return sorted(strangers)
 
 
 def _ensure_pool(client: SyncPrefectClient) -> None:
@@ -265,11 +150,12 @@ NOTHING = {"type": "null"}
 
 def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema in which what may be None has its other type alone, and no default: Prefect's form leaves it empty then.
+    One that is eased already stays.
 
     >>> eased_schema({"properties": {"seed": {"anyOf": [{"type": "integer"}, NOTHING], "default": None}}})
     {'properties': {'seed': {'type': 'integer'}}}
     """
-    return {**schema, "properties": {name: _eased(one) for name, one in schema["properties"].items()}}
+    return {**schema, "properties": {name: _eased(one) for name, one in schema.get("properties", {}).items()}}
 
 
 def _eased(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,12 +244,12 @@ def _notification_block(client: SyncPrefectClient, named: str) -> UUID:
 
 
 def keep_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
-    """Create the automation, or update it."""
+    """Create the automation, or update it where it differs."""
     known = client.read_automations_by_name(wanted.name)
-    if known:
-        client.update_automation(known[0].id, wanted)
-    else:
+    if not known:
         client.create_automation(wanted)
+    elif AutomationCore(**known[0].model_dump(include={*AutomationCore.model_fields})) != wanted:
+        client.update_automation(known[0].id, wanted)
 
 
 LOST = "Its process is gone."
@@ -382,7 +268,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     that waits to be started has lost the worker that was about to start it.
     """
     crashed = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
-    given_up = [run for run in crashed if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
+    given_up = [run for run in crashed if run.state is not None and run.state.message == NO_HEARTBEAT]
     lost = [run for run in given_up if _has_lost_its_process(run)]
     for run in _flow_runs(client, StateType.PENDING, *ALIVE):
         if run.state_name == SUSPENDED:

@@ -1,70 +1,48 @@
-"""Prefect's and MLflow's servers of a stack, each with our guard before it; their own commands have no place for one.
+"""Our guard before Prefect's and MLflow's servers: what Prefect's own settings lack, and MLflow's need a database for.
 
-    python -m flows.stack.serve prefect PORT
-    python -m flows.stack.serve mlflow PORT
-    python -m flows.stack.serve one-command FD
+    python -m flows.stack.serve PORT            Prefect's server of a stack
+    python -m flows.stack.serve one-command FD  one for a command (`flows.server.api`), on a socket that it has opened
 
-The last one is Prefect's for one command (`flows.server.api`), on a socket that the command has opened: whoever
-connects before it is up waits in the socket's queue, so nothing polls and no port is guessed.
+`prefect server start` has no place for a guard; whoever connects to an opened socket waits until the server is up, so
+nothing polls and no port is guessed. `mlflow server` takes `guarded_mlflow` by its name, see `pyproject.toml`.
 
-Everything else is told by the environment: a command line is seen by every user of the machine.
+Everything else comes by the environment: a command line is seen by every user of the machine.
 """
 
-import asyncio
 import logging
 import os
 import socket
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flows.server.guard import Guard
 
 ONE_COMMAND = "one-command"
+MLFLOW_APP = "millrace"
+"""The name in `mlflow server --app-name`."""
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
-MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 ANSWERS_ROOT = "MILLRACE_ANSWERS_ROOT"
 """Whose kept answers have a page on MLflow's server, see `flows.stack.answers`."""
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Serve Prefect until SIGTERM. For one command: no page, and only the services that record runs and events."""
     import uvicorn
-
-    name, place = sys.argv[1:]
-    app = _mlflow() if name == "mlflow" else _prefect(for_one_command=name == ONE_COMMAND)
-    if name == ONE_COMMAND:
-        uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
-    else:
-        from flows.stack.state import LOOPBACK
-
-        uvicorn.run(app, host=LOOPBACK, port=int(place), log_level="warning", lifespan="on")
-
-
-def _prefect(*, for_one_command: bool) -> "Guard":
-    """Prefect asks for its login itself, on websockets too. For one command: no page, and only the services that record
-    runs and events."""
     from prefect.server.api.server import create_app
-    from prefect.server.events.models import automations
 
     from flows.server.guard import Guard
+    from flows.stack.state import LOOPBACK
 
-    vars(automations)["run_coro_as_sync"] = _soon
     logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(without_address)
-    return Guard(create_app(final=True, ephemeral=for_one_command))
-
-
-_begun: set["asyncio.Task[None]"] = set()
-
-
-def _soon(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run it in the server's own loop, after the request that asks for it. Prefect 3.7 stops the loop until another
-    thread has done it, under a lock that a task of the loop may hold: then the server answers nobody any more."""
-    task = asyncio.get_running_loop().create_task(coroutine)
-    _begun.add(task)  # the loop keeps no task alive
-    task.add_done_callback(_begun.discard)
+    *one_command, place = sys.argv[1:]
+    # Prefect asks for its login itself, on websockets too.
+    app = Guard(create_app(final=True, ephemeral=bool(one_command)))
+    if one_command:
+        uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
+    else:
+        uvicorn.run(app, host=LOOPBACK, port=int(place), log_level="warning", lifespan="on")
 
 
 def without_address(record: logging.LogRecord) -> bool:
@@ -78,16 +56,15 @@ def without_address(record: logging.LogRecord) -> bool:
     return True
 
 
-def _mlflow() -> "Guard":
-    # MLflow's own logins need a second database, and a hash of a password for each request.
+def guarded_mlflow() -> "Guard":
+    """MLflow's application and the page of answers, behind a login: MLflow's own logins need a second database, and a
+    hash of a password for each request."""
     from flows.server.guard import Guard
     from flows.stack.answers import with_answers
-    from flows.stack.state import MLFLOW_DATABASE
     from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)
-    app = mlflow_app(os.environ[MLFLOW_DATABASE], os.environ[MLFLOW_ARTIFACTS])
-    return Guard(with_answers(Path(os.environ[ANSWERS_ROOT]), app), login)
+    return Guard(with_answers(Path(os.environ[ANSWERS_ROOT]), mlflow_app()), login)
 
 
 if __name__ == "__main__":

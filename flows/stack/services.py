@@ -1,9 +1,11 @@
 """Processes of the local stack: how each is started, whether it answers on its port, and how it ends."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -17,16 +19,20 @@ from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
 from flows.server.api import QUIET
 from flows.server.database import PREFECT_DATABASE, PREFECT_DATABASE_TOO
-from flows.server.launch import detached, python_path
+from flows.server.launch import NUM_LAST_CHARS, PORT_TAKEN, end_of, python_path
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
-from flows.stack.serve import ANSWERS_ROOT, MLFLOW_ARTIFACTS, MLFLOW_LOGIN
+from flows.stack.serve import ANSWERS_ROOT, MLFLOW_APP, MLFLOW_LOGIN
 from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, WORKERS_COMMAND, Databases, Service, StackState
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
 from rlcore.storage.locks import birth_of
 
 POOL = "millrace"
-SERVE = "flows.stack.serve"
+FLOW_RUNS = "flow-runs"
+"""Name of the log to which flow runs write."""
+_IN_ITS_LOG = f'exec {shlex.quote(sys.executable)} {WORKERS_COMMAND} >>"${STACK}/stack-logs/{FLOW_RUNS}.log" 2>&1'
+FLOW_COMMAND = shlex.join(["sh", "-c", _IN_ITS_LOG])
+"""How a worker starts a flow run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,8 @@ def prefect_recipe(root: Path, databases: Databases, port: int | None, state: St
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
         PREFECT_DATABASE: databases.prefect,
     }
-    return Recipe("prefect", _serve("prefect", port), environment, port, url, f"{url}/api/health")
+    command = (sys.executable, "-P", "-m", "flows.stack.serve", str(port))
+    return Recipe("prefect", command, environment, port, url, f"{url}/api/health")
 
 
 def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: StackState) -> Recipe:
@@ -94,18 +101,19 @@ def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: Sta
         MLFLOW_LOGIN: login_of(root),
         MLFLOW_DATABASE: databases.mlflow,
         "PYTHONPATH": python_path(),
+        "PYTHONSAFEPATH": "1",
         ANSWERS_ROOT: str(root),
-        # As a URI: of a plain path MLflow would take %41 for an A.
-        MLFLOW_ARTIFACTS: (root / "mlartifacts").as_uri(),
         # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    return Recipe("mlflow", _serve("mlflow", port), environment, port, url, f"{url}/health")
-
-
-def _serve(name: str, port: int) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", SERVE, name, str(port))
+    command = [sys.executable, "-m", "mlflow", "server", "--app-name", MLFLOW_APP, "--workers", "1"]
+    command += ["--host", LOOPBACK, "--port", str(port), "--uvicorn-opts", "--log-level warning --lifespan on"]
+    # Its CORS is what it is by default, loopback alone: with origins named it sends them to whoever asks.
+    command += ["--allowed-hosts", "127.0.0.1,127.0.0.1:*,localhost,localhost:*"]
+    # As a URI: of a plain path MLflow would take %41 for an A.
+    command += ["--artifacts-destination", (root / "mlartifacts").as_uri()]
+    return Recipe("mlflow", tuple(command), environment, port, url, f"{url}/health")
 
 
 def ray_recipe(state: StackState) -> Recipe:
@@ -117,7 +125,7 @@ def ray_recipe(state: StackState) -> Recipe:
     return Recipe("ray", tuple(command), loopback_environment(), port, f"{LOOPBACK}:{port}", "")
 
 
-def worker_recipe(root: Path, databases: Databases, number: int, state: StackState) -> Recipe:
+def worker_recipe(root: Path, number: int, state: StackState) -> Recipe:
     """A Prefect worker that starts flow runs as processes on this host. It does not know the databases."""
     name = f"worker-{number}"
     port = _port_of(state, name)
@@ -130,9 +138,9 @@ def worker_recipe(root: Path, databases: Databases, number: int, state: StackSta
         # A flow that is told to end by `millrace down` has not crashed: it stays Running, and the next `up` goes on.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
+        STACK: str(root),
     }
-    if not databases.mlflow_is_the_file(root):
-        environment[STACK] = str(root)
+    log_of(root, FLOW_RUNS)
     return Recipe(name, tuple(command), environment, port, "", f"http://{LOOPBACK}:{port}/health")
 
 
@@ -210,21 +218,7 @@ READY_WAIT_S = 600.0
 POLL_S = 0.2
 END_WAIT_S = 40.0
 """Seconds for servers and flow runs to end; a flow run waits for its trainer, which saves in any case."""
-NUM_LAST_LINES = 15
 TRAINER = "rlcore.run.process"
-PORT_TAKEN = "already in use"
-HINTS = {
-    "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
-    "another database.",
-    "out-of-date database schema": "Its database was written by an older version of it: make a copy, then "
-    "`mlflow db upgrade ADDRESS`.",
-    "Connection refused": "Its database does not answer: is it running, and is the address right?",
-    "password authentication failed": "Its database refuses the user or the password in the address.",
-    PORT_TAKEN: "Somebody else has taken its port meanwhile.",
-}
-"""Text in a log, and the remedy that is shown for it."""
-NUM_LAST_CHARS = 4_000
-"""Characters at the end of a log in which these texts are looked for."""
 
 
 class PortTakenError(MillraceError):
@@ -232,30 +226,38 @@ class PortTakenError(MillraceError):
 
 
 def start(root: Path, recipe: Recipe) -> Service:
-    """Start a service, detached, with its log under the root. Only a database's own server gets its address.
+    """Start a service that outlives us, with its log under the root. Only a database's own server gets its address.
 
     Raises:
         MillraceError: the service has ended at once.
     """
-    logs = root / "stack-logs"
-    logs.mkdir(exist_ok=True)
-    log = logs / f"{recipe.name}.log"
+    log = log_of(root, recipe.name)
     secret = (PREFECT_DATABASE, PREFECT_DATABASE_TOO, MLFLOW_DATABASE)
     inherited = {name: value for name, value in os.environ.items() if name not in secret}
-    started = subprocess.run(
-        detached(log, recipe.command),
-        cwd=SOURCE_FOLDER,
-        env={**inherited, **recipe.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    pid = int(started.stdout)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            recipe.command,
+            cwd=SOURCE_FOLDER,
+            env={**inherited, **recipe.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    threading.Thread(target=process.wait, daemon=True).start()  # else it is a zombie if it ends before us
     try:
-        born = birth_of(psutil.Process(pid))
+        born = birth_of(psutil.Process(process.pid))
     except psutil.NoSuchProcess:
         raise MillraceError(f"{recipe.name} has ended instead of starting. {end_of(str(log))}") from None
-    return recipe.started(pid, born, log)
+    return recipe.started(process.pid, born, log)
+
+
+def log_of(root: Path, name: str) -> Path:
+    """The log of a service, made where it is missing: it may say more than everybody should read."""
+    log = root / "stack-logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    log.touch(0o600)
+    return log
 
 
 def wait_until_ready(service: Service) -> None:
@@ -288,14 +290,6 @@ def answers(service: Service) -> bool:
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
-
-
-def end_of(log: str) -> str:
-    """The last lines of a log, and what to do where one of them says it."""
-    text = Path(log).read_text(errors="replace")
-    lines = text.splitlines()[-NUM_LAST_LINES:]
-    hints = [hint for words, hint in HINTS.items() if words in text[-NUM_LAST_CHARS:]]
-    return " ".join([*hints, f"The end of {log}:\n"]) + "\n".join(f"    {line}" for line in lines)
 
 
 def end_server(process: psutil.Process) -> None:

@@ -123,7 +123,7 @@ FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 WORKERS_COMMAND = "-m prefect.engine"
 """End of the command line of such a process."""
 STACK = "MILLRACE_STACK"
-"""Environment of flows under a stack whose MLflow has a database of its own: the stack's root, whatever theirs is."""
+"""Environment of flows under a stack: its root, which is theirs where no other one is named."""
 
 
 def stack_store(root: Path) -> str | None:

@@ -32,6 +32,7 @@ from flows.parameters import (
     all_overrides,
     compose_settings,
     experiment_name,
+    root_of_the_flow,
 )
 from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, shown_on
@@ -51,7 +52,7 @@ from flows.sweep.result import (
     write_best,
     write_comparison,
 )
-from flows.tasks import CHECKED, as_task, run_with, tell, tell_command, tell_idle
+from flows.tasks import CHECKED, as_task, kept, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from rlcore.config.compose import group_members
 from rlcore.config.fingerprint import run_id
@@ -232,10 +233,14 @@ def sweep(
         max_steps: Training steps that this call spends at most; none: as the sweep says.
         max_hours: Hours after which this call begins no further run; none: as the sweep says.
         on_workers: Runs go to the work pool as runs of the deployment sweep-child/local, not one by one in here.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
-    checked: Sweep = CHECKED.get() or checked_sweep(spec, all_overrides(overrides, root=root), budget)
+    checked: Sweep = CHECKED.get() or checked_sweep(spec, all_overrides(overrides, root=root_of_the_flow(root)), budget)
+    return kept(lambda: _sweep(checked, on_workers=on_workers))
+
+
+def _sweep(checked: Sweep, *, on_workers: bool) -> SweepResult:
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
@@ -279,9 +284,9 @@ def sweep_child(
         to_step: Step after which it is compared with others; none: its last.
         label: What tells it from the other runs of the sweep.
         mlflow_parent: MLflow run of the sweep, to nest this one below.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    settings = compose_settings(overrides, experiment, root=root)
+    settings = compose_settings(overrides, experiment, root=root_of_the_flow(root))
     tell_command(join(settings.command("train")))
     with watched():
         return train_run(settings, to_step, label, mlflow_parent)

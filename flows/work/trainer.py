@@ -99,14 +99,6 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
-_stopping: "set[_Child]" = set()
-
-
-def is_stopping_one() -> bool:
-    """Whether a trainer of this process was told to stop and has not ended yet. From any thread."""
-    return any(not child.has_ended() for child in tuple(_stopping))
-
-
 class TrainerProcess:
     """One trainer process at a time: started by the first call, and again by the first call after it was lost.
 
@@ -281,14 +273,12 @@ class TrainerProcess:
     def _stop(self, child: "_Child") -> None:
         """Let the process finish its step and save. A second interrupt ends it at once."""
         self._child = None
-        _stopping.add(child)
         try:
             child.signal(signal.SIGTERM)
             self._mention(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
             self._wait_for_exit(child, self._stop_wait_s)
         finally:
             child.destroy()
-            _stopping.discard(child)
 
     def _let_end(self, child: "_Child") -> None:
         """Wait for a process that ends by itself: it does after an error."""

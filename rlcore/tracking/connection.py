@@ -6,7 +6,7 @@ import posixpath
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -193,29 +193,9 @@ def _accepted(name: str) -> str | None:
         return None
 
 
-CLIENTS_ASK_THE_SERVER = "mlflow-artifacts:/"
-"""Where new experiments keep their artifacts: clients send them to the server, which writes them."""
-
-
-def mlflow_app(database: str, artifacts: str) -> "ASGIApp":
-    """Bring the database up to date, then make the application, as `mlflow server` does.
-
-    Args:
-        database: address of the store of runs and of the registry of models.
-        artifacts: URI of the folder in which the server keeps artifacts.
-    """
-    # Names of mlflow.server.constants, which cannot be read without importing the server that looks for them.
-    os.environ |= {
-        "_MLFLOW_SERVER_FILE_STORE": database,
-        "_MLFLOW_SERVER_REGISTRY_STORE": database,
-        "_MLFLOW_SERVER_ARTIFACT_ROOT": CLIENTS_ASK_THE_SERVER,
-        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": artifacts,
-        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
-    }
+def mlflow_app() -> "ASGIApp":
+    """The application of `mlflow server`, which is set up by the environment that this command makes."""
     from mlflow.server.fastapi_app import app
-    from mlflow.server.handlers import initialize_backend_stores
 
-    with _laid_out(sqlite_file(database)) if database.startswith(SQLITE) else nullcontext():
-        initialize_backend_stores(database, database, CLIENTS_ASK_THE_SERVER)
     application: ASGIApp = app
     return application

@@ -185,8 +185,8 @@ class Stack:
             for file in files:
                 assert secret.encode() not in file.read_bytes(), f"{file} says a secret"
 
-    def log(self, service: str = "worker-1") -> str:
-        """What a service has written; a worker's log has its flow runs' lines."""
+    def log(self, service: str = "flow-runs") -> str:
+        """What a service has written, or all flow runs."""
         return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
 
 

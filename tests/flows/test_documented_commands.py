@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,11 @@ def test_every_module_that_is_started_by_name_is_there() -> None:
 
 
 def test_every_deployment_that_is_named_is_there_and_takes_the_settings() -> None:
-    by_name = yaml.safe_load((REPOSITORY / "flows" / "stack" / "deployments.yaml").read_text())
+    by_name = {}
+    for one in yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]:
+        file, _, variable = one["entrypoint"].partition(":")
+        flow = getattr(import_module(file.removesuffix(".py").replace("/", ".")), variable)
+        by_name[f"{flow.name}/{one['name']}"] = one
     own = {f"pipeline/{Path(words_of(line)[1]).stem}" for line in documented("millrace") if " deploy " in line}
     for line in documented("prefect"):
         if own & set(words := words_of(line)):

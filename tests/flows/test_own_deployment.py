@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient
 
 from data import multiplication
 from flows.server.api import LocalServer
-from flows.stack.deploy import _move
+from flows.stack.state import STACK, StackState, write_stack
 from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, forked, start, under
-from tests.flows.test_tasks import client
-
-__all__ = ["client"]
 
 pytestmark = pytest.mark.prefect
 
@@ -29,7 +25,7 @@ data: {build: "my_task:build", scorer: "my_task:score", train_size: 20, validati
 
 def brought_up_to_date(command: Millrace, root: Path) -> Finished:
     """What `millrace up` runs for its deployments."""
-    environment = os.environ | command.environment | {"MILLRACE_ROOT": str(root)}
+    environment = os.environ | command.environment | {STACK: str(root)}
     return ended(forked("flows.stack.deploy", [], environment))
 
 
@@ -37,7 +33,9 @@ def brought_up_to_date(command: Millrace, root: Path) -> Finished:
 def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Millrace:
     """The command line with a server that has Millrace's deployments."""
     command = under(prefect_server, tmp_path_factory.mktemp("deployed"))
-    assert brought_up_to_date(command, command.root).code == 0
+    write_stack(command.root, StackState(prefect_api_url=prefect_server.url))
+    told = brought_up_to_date(command, command.root)
+    assert told.code == 0, told.err
     return command
 
 
@@ -70,7 +68,7 @@ def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Mill
     assert (done.code, done.err) == (0, "")
     assert f"deployment pipeline/own, 0 3 * * * (Europe/Berlin), root {deployed.root}: http://" in done.out
     made, model = found(api, "own"), found(api, "debug")
-    assert made["parameters"] == {"experiment": str(own), "overrides": [], "root": str(deployed.root)}
+    assert made["parameters"] == {"experiment": str(own), "overrides": []}
     assert crons(made) == [("0 3 * * *", "Europe/Berlin", True)]
     like = (
         "flow_id",
@@ -98,36 +96,12 @@ def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Mill
     assert crons(found(api, "own")) == crons(made)
 
 
-def test_in_a_copied_or_moved_root_they_and_flow_runs_that_wait_are_of_the_new_one(
-    deployed: Millrace, own: Path, api: Api, client: SyncPrefectClient, tmp_path: Path
-) -> None:
-    assert deploy(deployed, own, "--name", "moved").code == 0
-    made, fixed = found(api, "moved"), found(api, "debug")
-    elsewhere = {**made["parameters"], "root": "/elsewhere"}
-    create = f"deployments/{made['id']}/create_flow_run"
-    runs = [api.post(create, {"parameters": given})["id"] for given in (made["parameters"], elsewhere)]
-
-    def all_are_at(root: str) -> None:
-        assert found(api, "moved")["parameters"] == {**made["parameters"], "root": root}
-        assert found(api, "debug")["parameters"] == {**fixed["parameters"], "root": root}
-        here = {one["id"]: one["parameters"] for one in api.filter("flow_runs", flow_runs={"id": {"any_": runs}})}
-        assert [here[run] for run in runs] == [{**made["parameters"], "root": root}, elsewhere]
-
-    moved, home = str(tmp_path / "moved"), str(deployed.root)
-    assert brought_up_to_date(deployed, Path(moved)).code == 0
-    all_are_at(moved)
-    _move(client, moved, home)
-    all_are_at(home)
-
-
-def test_a_deployment_of_another_root_is_left_as_it_is(deployed: Millrace, own: Path, api: Api, tmp_path: Path) -> None:
-    assert deploy(deployed, own, "--name", "theirs").code == 0
-    before = found(api, "theirs")
+def test_the_server_of_another_root_is_refused_by_name(deployed: Millrace, own: Path, api: Api, tmp_path: Path) -> None:
+    before = api.filter("deployments")
     done = deploy(replace(deployed, root=tmp_path / "other"), own, "seed=3", "--name", "theirs")
     assert done.code == 1
-    assert f"pipeline/theirs: its runs are under {deployed.root}, and the root here is {tmp_path / 'other'}" in done.err
-    assert f"--root {deployed.root} to change it, or another name by --name" in done.err
-    assert found(api, "theirs") == before
+    assert f"PREFECT_API_URL: {api.url} is not the server of the stack under {tmp_path / 'other'}" in done.err
+    assert api.filter("deployments") == before
 
 
 @pytest.mark.parametrize(

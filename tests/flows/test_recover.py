@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Crashed, Running, Scheduled, Suspended
 
 from flows.server.api import LocalServer
-from flows.server.watch import CONSOLE_GONE
+from flows.server.watch import NO_HEARTBEAT
 from flows.stack.deploy import recover_lost_runs
 from flows.stack.services import POOL
 from flows.stack.state import FLOW_RUN
@@ -60,7 +60,7 @@ def test_a_run_is_started_again_only_if_its_process_is_gone_and_nobody_has_suspe
     gone.wait()
     lost, suspended, reused, again, aborted, failed = (begun(client, deployment, gone.pid) for _ in range(6))
     now_in(client, suspended, Suspended(timeout_seconds=3600))
-    now_in(client, aborted, Crashed(message=CONSOLE_GONE))
+    now_in(client, aborted, Crashed(message=NO_HEARTBEAT))
     now_in(client, failed, Crashed(message="Flow run was terminated by signal 9."))
     environment = os.environ | {FLOW_RUN: str(again.id)}
     with subprocess.Popen(WAITING, stdin=subprocess.PIPE, env=environment) as process:

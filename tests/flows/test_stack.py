@@ -1,7 +1,5 @@
 """The local stack: real servers, a real worker, runs started as deployments."""
 
-import asyncio
-import inspect
 import json
 import os
 import shutil
@@ -25,7 +23,6 @@ import pytest
 from flows.commands.runs import stop
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
-from flows.stack import serve
 from flows.stack.command import down as down_command
 from flows.stack.command import status as status_command
 from flows.stack.command import up as up_command
@@ -127,28 +124,6 @@ def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.Capt
     assert line == (
         f'export PREFECT_API_URL=http://here/api PREFECT_API_AUTH_STRING="$(cat {tmp_path.resolve()}/stack-secret)"'
     )
-
-
-def test_a_server_that_learns_of_a_changed_automation_does_not_stop_for_it() -> None:
-    """Prefect's own way waits, in the loop, for a lock that a task of the loop may hold."""
-    from prefect.server.events.models import automations
-
-    assert "run_coro_as_sync(automation_changed(" in inspect.getsource(automations), "what `serve` replaces"
-
-    async def change() -> list[str]:
-        lock, order = asyncio.Lock(), []
-
-        async def learn() -> None:
-            async with lock:
-                order.append("learnt")
-
-        async with lock:
-            serve._soon(learn())
-            order.append("answered")
-        await asyncio.gather(*serve._begun)
-        return order
-
-    assert asyncio.run(change()) == ["answered", "learnt"]
 
 
 @pytest.fixture
@@ -293,16 +268,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Pat
         yield stack
 
 
-def switched_on_by_hand(stack: Stack) -> list[dict[str, Any]]:
-    """A schedule of the file switched on, another one added as docs/stack.md says, and a deployment that is paused."""
+def added_by_hand(stack: Stack) -> dict[str, Any]:
+    """A schedule that is added as docs/stack.md says, and a deployment that is paused."""
     deployment = stack.deployment("sweep/countdown-lr")
-    (nightly,) = deployment["schedules"]
-    here = f"deployments/{deployment['id']}/schedules"
-    stack.ask(f"{here}/{nightly['id']}", {"active": True}, "PATCH")
+    assert deployment["schedules"] == []
     added = {"active": True, "schedule": {"cron": "0 3 1 1 *", "timezone": "UTC"}}
-    (mine,) = stack.ask(here, [added])
+    (mine,) = stack.ask(f"deployments/{deployment['id']}/schedules", [added])
     stack.ask(f"deployments/{stack.deployment('dataset/local')['id']}", {"paused": True}, "PATCH")
-    return [nightly, mine]
+    assert isinstance(mine, dict)
+    return mine
 
 
 @pytest.mark.prefect
@@ -314,16 +288,18 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
     with pytest.raises(MillraceError, match="must name a notification block"):
         up(stack.root, Wishes(notify_block="slack-webhook/nobody"))
     capsys.readouterr()
-    nightly, mine = switched_on_by_hand(stack)
+    mine = added_by_hand(stack)
     up_command(stack.root)
     said = capsys.readouterr().out.splitlines()
-    schedules = {one["slug"]: one for one in stack.deployment("sweep/countdown-lr")["schedules"]}
-    assert {slug: one["active"] for slug, one in schedules.items()} == {"nightly": True, None: True}
-    assert schedules[None]["schedule"]["cron"] == mine["schedule"]["cron"]
-    assert schedules["nightly"]["schedule"]["cron"] == nightly["schedule"]["cron"]
     assert stack.deployment("dataset/local")["paused"] is True
-    for one in schedules.values():
-        stack.ask(f"deployments/{stack.deployment('sweep/countdown-lr')['id']}/schedules/{one['id']}", method="DELETE")
+    # Prefect's own command applies the same file, and leaves schedules too.
+    applied = stack.prefect("deploy", "--all")
+    assert applied.returncode == 0, applied.stdout + applied.stderr
+    changed = stack.deployment("sweep/countdown-lr")
+    (kept,) = changed["schedules"]
+    assert (kept["id"], kept["active"], kept["schedule"]["cron"]) == (mine["id"], True, mine["schedule"]["cron"])
+    assert (changed["work_queue_name"], changed["concurrency_options"]["collision_strategy"]) == ("control", "ENQUEUE")
+    stack.ask(f"deployments/{changed['id']}/schedules/{mine['id']}", method="DELETE")
     assert read_stack(stack.root) == before
     assert len([line for line in said if "is up already" in line]) == 3
     assert [state for _, state in status(stack.root)] == ["up"] * 3

@@ -1,0 +1,118 @@
+"""A command whose Prefect server is gone saves, and ends as its work does."""
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.server.api import LocalServer
+from tests.flows.conftest import Reference, ended, start, under, wait_until
+
+pytestmark = [pytest.mark.prefect, pytest.mark.slow]
+
+
+@pytest.mark.lengthy
+def test_a_run_whose_server_is_killed_saves_and_ends_when_told(
+    reference: Reference, artifacts_root: Path, tmp_path: Path
+) -> None:
+    for stage in ("datasets", "filtered", "models", "tokenizers"):
+        shutil.copytree(reference.millrace.root / stage, artifacts_root / stage)
+    server = LocalServer(tmp_path)
+    server.wait()
+    millrace = under(server, artifacts_root)
+    endless = ("trainer.total_steps=100000", "trainer.steps_per_chunk=50000", "validation.every_steps=0")
+    process = millrace.start("run", "experiment=debug", *endless)
+    wait_until(lambda: any(artifacts_root.glob("runs/*/metrics.jsonl")) and len(millrace.steps()) > 3, "a few steps")
+    server._process.kill()
+    process.send_signal(signal.SIGTERM)
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    assert "Prefect was not told of the end, since no server answers" in stopped.err
+    assert "Traceback" not in stopped.err
+    (saved,) = (millrace.run_dir() / "checkpoints").glob("step-*")
+    assert saved.name == f"step-{max(millrace.steps()):06d}"
+
+
+DONE = """
+import sys, threading
+from flows.cli import leave
+
+def command():
+    import prefect
+    print("done", flush=True)
+    threading._register_atexit(threading.Event().wait)
+    if sys.argv[1:]:
+        raise SystemExit(int(sys.argv[1]))
+
+leave(command)
+"""
+"""At its end it waits for ever, as Prefect does for the events that no server takes."""
+
+
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.lengthy), 75])
+def test_a_command_that_has_done_its_work_ends_with_its_own_code(code: int) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
+        done = ended(start([sys.executable, "-c", DONE, str(code)], os.environ | {"PREFECT_API_URL": url}))
+    assert (done.code, done.out) == (code, "done\n"), done.err
+    assert done.err == f"Prefect was not told of the end, since no server answers at {url}\n"
+
+
+RUNS = """
+import os, sys
+from pathlib import Path
+from flows.cli import leave
+from flows.commands.run import flow_of_a_command
+from flows.server.api import _servers, start_prefect
+
+def command():
+    api = start_prefect(Path(sys.argv[1]))
+    from prefect import flow
+    from flows.chain import Stage
+    from flows.server.watch import watched
+    from flows.tasks import as_task, kept, run_with
+    from rlcore.errors import MillraceError
+
+    def work():
+        _servers[api.home]._process.kill()
+        if sys.argv[2] == "fails":
+            raise MillraceError("our own error")
+        return "its result"
+
+    def stages():
+        with watched():
+            return as_task(Stage("stage", "stage", work, str))
+
+    @flow
+    def chain():
+        return kept(stages)
+
+    with flow_of_a_command(api, verbose=False):
+        print(run_with(None, chain), flush=True)
+
+leave(command)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "out", "err"),
+    [
+        pytest.param("succeeds", 0, "its result\n", "", marks=pytest.mark.lengthy),
+        ("fails", 1, "", "our own error\n"),
+    ],
+)
+def test_a_flow_whose_own_server_dies_ends_as_its_work_does(
+    how: str, code: int, out: str, err: str, tmp_path: Path
+) -> None:
+    environment = os.environ | {"PREFECT_CLIENT_MAX_RETRIES": "1"}
+    done = ended(start([sys.executable, "-c", RUNS, str(tmp_path), how], environment))
+    assert done.code == code, done.err
+    assert done.out.endswith(out)
+    assert "Traceback" not in done.err
+    told = [line for line in done.err.splitlines(keepends=True) if not line.startswith("Prefect was not told")]
+    assert "".join(told) == err
