@@ -52,9 +52,9 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     gold = _reference(wanted)
     has_box = _BOX.search(response) is not None
     stated = _boxed(response) if has_box else _statement(response[-LONGEST_CHARS:])
-    answer = None if stated is None else read(stated)
+    answer = None if stated is None else gold if stated == wanted else read(stated)
     # The reference itself may be a whole solution with a box.
-    correct = answer is not None and gold.problem is None and (stated == wanted or _equal(gold, answer))
+    correct = answer is not None and gold.problem is None and (answer is gold or _equal(gold, answer))
     # All correct answers have the vote of the reference.
     said = wanted if correct else None if answer is None else _vote(answer, gold)
     return Score(float(correct), {"correct": float(correct), "format": float(has_box)}, said)
@@ -269,7 +269,8 @@ def _vote(answer: Said, gold: Said) -> str | None:
     if answer.problem is not None:
         return None
     if answer.entries:
-        return ", ".join(said or "" for said in (_vote(entry, entry) for entry in answer.entries))
+        said = [f"{entry.name}={_vote(entry, entry)}".removeprefix("=") for entry in answer.entries]
+        return ", ".join(said if answer.brackets else sorted(said))
     if answer.words or gold.words or gold.number or gold.based:
         return " ".join(answer.words or (answer.plain,)).strip()
     found = _parsed(answer.plain)

@@ -337,6 +337,16 @@ def test_a_number_is_what_a_naive_reading_of_its_parts_makes_of_it():
             assert found == (expected, False), text
 
 
+def test_equal_wrong_lists_have_the_same_vote():
+    def vote(answer):
+        return score(f"\\boxed{{{answer}}}", {"answer": "7, 8"}).said
+
+    assert vote("3, 0.5") == vote(r"\{\frac12, 3\}") == "1/2, 3"
+    assert vote("x=3, y=4") == vote("y=4, x=3") != vote("x=4, y=3")
+    assert vote("(3, 4)") != vote("(4, 3)")
+    assert vote("8, 7") == "7, 8"
+
+
 @pytest.mark.slow
 def test_edited_references_are_paid_and_refused_as_by_math_verify_but_for_the_rules():
     figures, unexplained = compared(800, seed=7)
