@@ -172,7 +172,7 @@ def _paid_by(reference: str, answer: str) -> str | None:
 
 
 def _naive_number(answer: str) -> Fraction | None:
-    kept = re.sub(r"\\text\{[^}]*\}(\^[0-9])?|\^\\circ|\\d?frac|.*=|[^-0-9./]", "", answer.replace("}{", "/"))
+    kept = re.sub(r"\\text\{[^}0-9]*\}(\^[0-9])?|\^\\circ|\\d?frac|.*=|[^-0-9./]", "", answer.replace("}{", "/"))
     try:
         return Fraction(kept)
     except (ValueError, ZeroDivisionError):
