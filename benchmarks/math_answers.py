@@ -133,6 +133,8 @@ def rule(reference: str, answer: str) -> str | None:
         return _number_rule(gold, said)
     if gold.words is not None or gold.based is not None:
         return "words and digits of a base are compared as they stand"
+    if gold.entries and said.entries:
+        return "a list has as many entries, each by the rule of its kind, and those with names by name"
     if said.problem is not None or said.words is not None or said.based is not None:
         return "an answer is read wholly or not at all"
     return "a letter is a variable, no unit" if _has_letter_more(gold, said) else None
@@ -170,7 +172,7 @@ def _paid_by(reference: str, answer: str) -> str | None:
 
 
 def _naive_number(answer: str) -> Fraction | None:
-    kept = re.sub(r"\\text\{[^}]*\}(\^[0-9])?|\^\\circ|\\d?frac|.*=|[^-0-9./]", "", answer.replace("}{", "/"))
+    kept = re.sub(r"\\text\{[^}0-9]*\}(\^[0-9])?|\^\\circ|\\d?frac|.*=|[^-0-9./]", "", answer.replace("}{", "/"))
     try:
         return Fraction(kept)
     except (ValueError, ZeroDivisionError):

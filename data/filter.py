@@ -161,6 +161,8 @@ def filter_dataset(
                 f"{work.num_unknown:,} of {sum(work.counts[split] for split in SPLITS):,}",
                 work.unknown_example[:200],
             )
+        if work.num_given:
+            log.warning("%s: %s", dataset_dir, _given(work.num_given))
         if work.unwritten:
             why, example = work.unwritten[0]
             log.warning(
@@ -196,6 +198,8 @@ class _Filter:
         self.counts: Counter[str] = Counter()
         self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
+        self.num_given = 0
+        """Prompts with the ground truth among the words that are continued."""
         self.unwritten: list[tuple[str, str]] = []
         """Why a solution has no tokens, and the solution."""
         self._held_out = HeldOut("row {} of the validation split", "Remove it from one of the two files")
@@ -291,18 +295,12 @@ class _Filter:
     def _require_open(
         self, prompts: Sequence[Asked], solutions: Sequence[str], truths: pa.Array, rows: Sequence[int]
     ) -> None:
-        """Refuse prompts that end with an answer in the assistant's words: such words are continued."""
+        """Refuse prompts that end with an answer in the assistant's words, and count those that have it elsewhere."""
         for place, prompt in enumerate(prompts if self._tokenizer.chat else ()):
             if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
                 continue
-            words = prompt[-1]["content"]
-            for name, text in (("solution", solutions[place]), ("ground truth", str(truths[place].as_py()))):
-                if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
-                    raise DataError(
-                        f"{self._source}: row {rows[place]}: the prompt's last message is the assistant's, which is "
-                        f"continued, and must not end with the row's {name} {text[:80]!r}, got {words[-80:]!r}. Remove "
-                        "the message, or the row"
-                    )
+            where = f"{self._source}: row {rows[place]}"
+            self.num_given += _gives_answer(where, prompt[-1]["content"], solutions[place], truths[place].as_py())
 
     def _unique(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
         """Positions in the batch of the rows that stay as regards duplicates; refuses those that are held out."""
@@ -369,6 +367,55 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(np.fromiter(map(len, rows), dtype=np.int32, count=len(rows)) // ID_BYTES, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), dtype=np.int32)))
+
+
+# ---------------------------------------------------------------------- prompts that end with the assistant's words
+
+_IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
+
+
+def _gives_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
+    """Whether the ground truth, a number, stands in an assistant's words that are continued; refused at their end."""
+    truth = str(ground_truth).strip()
+    for name, text in (("solution", solution), ("ground truth", truth)):
+        if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
+            raise DataError(
+                f"{where}: the prompt's last message is the assistant's, which is continued, and must not end with the "
+                f"row's {name} {text[:80]!r}, got {words[-80:]!r}. Remove the message, or the row"
+            )
+    is_number = _IS_NUMBER.fullmatch(truth) is not None
+    return is_number and re.search(rf"(?<![\w.,-]){re.escape(truth)}(?![\w]|[.,]\d)", words) is not None
+
+
+def _given(count: int) -> str:
+    return (
+        f"{count:,} prompts that end with the assistant's words have their ground truth, a number, among them. Look at "
+        "them: words that give the answer are no prompt"
+    )
+
+
+def check_continued(path: Path) -> str:
+    """Check the prompts of a file in the row schema that end with the assistant's words, before a tokenizer is there.
+
+    Returns what to report all the same; '' if there is nothing.
+
+    Raises:
+        DataError: one ends with the row's answer.
+    """
+    file, start, count = open_parquet(path), 0, 0
+    require_row_schema(file.schema_arrow, path)
+    if provenance(path).get("prompt_form") == "text":
+        return ""
+    columns = [name for name in ("prompt", "reward_model", "extra_info") if name in file.schema_arrow.names]
+    for batch in read_batches(file, path, ROWS_PER_GROUP, columns):
+        roles = batch.column("prompt").flatten().field("role")
+        for number, row in enumerate(batch.to_pylist() if "assistant" in pc.unique(roles).to_pylist() else ()):
+            if row["prompt"] and row["prompt"][-1]["role"] == "assistant":
+                solution = (row.get("extra_info") or {}).get("solution") or ""
+                truth, words = (row["reward_model"] or {}).get("ground_truth"), row["prompt"][-1]["content"] or ""
+                count += _gives_answer(f"{path}: row {start + number}", words, solution, truth)
+        start += batch.num_rows
+    return f"warning: {path}: {_given(count)}" if count else ""
 
 
 # ---------------------------------------------------------------------- rows that occur twice

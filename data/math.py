@@ -24,7 +24,17 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from data.math_reading import COMMAND, LIST, LONGEST_CHARS, Said, expression_problem, number_in_words, read, read_words
+from data.math_reading import (
+    COMMAND,
+    LIST,
+    LONGEST_CHARS,
+    Said,
+    closed_up,
+    expression_problem,
+    number_in_words,
+    read,
+    read_words,
+)
 from data.written_numbers import Number, read_number
 from rlcore.score import Score
 
@@ -42,9 +52,9 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     gold = _reference(wanted)
     has_box = _BOX.search(response) is not None
     stated = _boxed(response) if has_box else _statement(response[-LONGEST_CHARS:])
-    answer = None if stated is None else read(stated)
+    answer = None if stated is None else gold if stated == wanted else read(stated)
     # The reference itself may be a whole solution with a box.
-    correct = answer is not None and gold.problem is None and (stated == wanted or _equal(gold, answer))
+    correct = answer is not None and gold.problem is None and (answer is gold or _equal(gold, answer))
     # All correct answers have the vote of the reference.
     said = wanted if correct else None if answer is None else _vote(answer, gold)
     return Score(float(correct), {"correct": float(correct), "format": float(has_box)}, said)
@@ -146,15 +156,53 @@ def _statement(text: str) -> str | None:
 
 
 def _equal(gold: Said, answer: Said) -> bool:
-    if gold.plain.replace(" ", "") == answer.plain.replace(" ", ""):
-        return True
     if gold.number is not None:
         return _states_number(gold.number, gold.left, answer)
     if gold.based is not None:
         return gold.based == answer.based or answer.plain == gold.based[0]
     if gold.words is not None:
         return _same_words(gold.words, answer.words or read_words(f'"{answer.plain}"'))
-    return (answer.problem or answer.words or answer.based) is None and _equal_expressions(gold, answer)
+    if (answer.problem or answer.words or answer.based) is not None:
+        return False
+    if closed_up(gold.plain) == closed_up(answer.plain):
+        return True
+    if gold.entries and (answer.entries or expression_problem(gold.plain)):
+        return _same_entries(gold, answer)
+    return _equal_expressions(gold, answer)
+
+
+def _same_entries(gold: Said, answer: Said) -> bool:
+    """Whether the entries are the same, each by the rule of its kind: by name, by place, or in any order."""
+    open_or_round = {"", "()"}
+    if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
+        return False
+    if gold.brackets != answer.brackets and not {gold.brackets, answer.brackets} <= open_or_round:
+        return False
+    wanted, left = list(gold.entries), list(answer.entries)
+    if is_named := _names_each(wanted) and _names_each(left):
+        wanted.sort(key=_own_name)
+        left.sort(key=_own_name)
+        if list(map(_own_name, wanted)) != list(map(_own_name, left)):
+            return False
+    is_ordered = bool(gold.brackets) or is_named or _names_each(wanted)
+    for entry in wanted:
+        found = next(
+            (place for place, said in enumerate(left[:1] if is_ordered else left) if _equal(entry, said)), None
+        )
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _own_name(entry: Said) -> str:
+    return entry.name
+
+
+def _names_each(entries: Sequence[Said]) -> bool:
+    """Whether each entry has a name of its own: `x = 1, y = 2`, but not `x = 1, x = 2`."""
+    names = {entry.name for entry in entries}
+    return "" not in names and len(names) == len(entries)
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Said) -> bool:
@@ -162,7 +210,7 @@ def _states_number(wanted: Number, names: tuple[str, ...], answer: Said) -> bool
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.says(number):
         return False
-    left = answer.plain.split("=")[:-1]
+    left = list(answer.left) if answer.number else answer.plain.split("=")[:-1]
     own, said = _name(names), _name(left)
     if own and said and own != said:
         return False
@@ -220,6 +268,9 @@ def _vote(answer: Said, gold: Said) -> str | None:
         return str(number)
     if answer.problem is not None:
         return None
+    if answer.entries:
+        said = [f"{entry.name}={_vote(entry, entry)}".removeprefix("=") for entry in answer.entries]
+        return ", ".join(said if answer.brackets else sorted(said))
     if answer.words or gold.words or gold.number or gold.based:
         return " ".join(answer.words or (answer.plain,)).strip()
     found = _parsed(answer.plain)

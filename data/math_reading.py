@@ -7,13 +7,13 @@ ignores `\approx`, primes, bases and units, and reads `2 3` as 5.
 import re
 from typing import NamedTuple
 
-from data.written_numbers import UNIT, Number, is_unit, makes_another, read_number, typeset
+from data.written_numbers import UNIT, Number, is_counted, is_unit, makes_another, read_number, typeset
 
 LONGEST_CHARS = 2_000
 
 
 class Said(NamedTuple):
-    """A statement, read. One of `number`, `words` and `based` is set, or none of an expression."""
+    """A statement, read. One of `number`, `words`, `based` and `entries` is set, or none of an expression."""
 
     plain: str
     """Without typesetting, and without a unit behind a constant."""
@@ -24,6 +24,12 @@ class Said(NamedTuple):
     """Of a choice the letter in brackets, and the text behind it."""
     based: tuple[str, str] | None = None
     """Digits and base."""
+    entries: tuple["Said", ...] = ()
+    """Of a list; each may be a list again."""
+    brackets: str = ""
+    """Around a list that is ordered."""
+    name: str = ""
+    """Of an entry."""
     problem: str | None = None
     """Why it cannot be read wholly."""
 
@@ -45,18 +51,38 @@ def read(stated: str) -> Said:
     plain = typeset(stated)
     if not plain:
         return Said("", problem="it is empty")
+    return _read(plain)
+
+
+def _read(plain: str) -> Said:
     *left, last = plain.split("=")
-    number = read_number(last.strip())
+    if len(left) == 1 and _IS_NAME.fullmatch(last) and read_number(left[0].strip()):
+        left, last = [last], left[0]
+    number = read_number(without_introduction(last.strip()))
     if number is not None and _are_sides(left):
         return Said(plain, tuple(left), number)
     if based := _BASED.fullmatch(plain):
         return Said(plain, based=(based[1], based[2]))
+    if _NO_VALUE.fullmatch(plain):
+        return Said(plain, problem=f"{plain!r} is no value")
+    if listed := _read_list(plain):
+        return listed
     if words := read_words(plain):
-        return Said(plain, words=words)
+        return Said(plain, words=words, problem=_unknown_word(plain, words))
     if ", " in plain or _AND.search(plain):
         plain = _THOUSANDS.sub("", plain)
     plain = _without_unit(plain)
     return Said(plain, problem=expression_problem(plain))
+
+
+_IS_NAME = re.compile(r" ?(?:\\?[a-zA-Z]|\\[a-z]+) ?")
+_NO_VALUE = re.compile(r'[-+]?"? ?(?:nan|inf|infinity|null) ?"?', re.IGNORECASE)
+_SPACE = re.compile("(?<![0-9.]) | (?![0-9.])")
+
+
+def closed_up(plain: str) -> str:
+    """A text without its spaces, but for those between digits: `1 2` is not 12."""
+    return _SPACE.sub("", plain)
 
 
 _NO_SIDE = re.compile(r"[<>;]|(?<![0-9)])! ?$|\b(?:and|or)\b|\\(?:[lg]eq?|[lg]t|neq?|in|pm)(?![a-zA-Z])")
@@ -72,25 +98,109 @@ def _are_sides(left: list[str]) -> bool:
     return not any(makes_another(word) for side in left for word in _WORD.findall(side))
 
 
-# What makes an approximation or a bound of the number that follows, beside the words that make another one of any.
-_BOUND = re.compile(
-    r"than|least|most|about|approximately|approx|around|nearly|almost|roughly|under|above|below|between|to"
+_INTRODUCTION = re.compile(
+    r"""(?:(?:"[^"()0-9]*[a-zA-Z]{2}[^"()0-9]*"|[a-zA-Z']{2,}(?![a-zA-Z'])):?\.?\ ?)+(?=[-+0-9.\\])"""
 )
-_INTRODUCTION = re.compile(r"""(?:(?:"[^"()]*[a-zA-Z]{2}[^"()]*"|[a-zA-Z']{2,}(?![a-zA-Z'])):?\ ?)+(?=[-+0-9.\\])""")
+_INTRODUCES = re.compile(
+    r"(?:(?:the|a|our|final|correct|exactly|so|thus|hence|then|therefore|it|there|he|she|they|we|is|are|was|were|be"
+    r"|will|would|has|have|gets?|equals?|equal to|answer|result|solution|value|total|number|amount|area|perimeter"
+    r"|volume|length|width|height|distance|speed|time|cost|price|age|probability|average|mean|median|usd|eur|gbp|inr|rs)"
+    r"(?:[ .:,]+|$))+",
+    re.IGNORECASE,
+)
 _LETTER_UNIT = re.compile(r"(?<=[0-9}]) ?[mghsl]$")
-_SHORT_WORD = re.compile("(?<= )[a-zA-Z]{2,3}(?![a-zA-Z])")
+
+
+def without_introduction(text: str) -> str:
+    """A text without what may stand before a number: `The answer is 18`, `Area: 18`, `USD 18`; else as it is.
+
+    >>> [without_introduction(text) for text in ("It is 18", '"Rs. "450', "twice 18", '"sum of "18')]
+    ['18', '450', 'twice 18', '"sum of "18']
+    """
+    found = _INTRODUCTION.match(text)
+    is_known = found is not None and _INTRODUCES.fullmatch(found[0].replace('"', " ").strip())
+    return text[found.end() :] if found and is_known else text
 
 
 def number_in_words(plain: str) -> Number | None:
-    """The number of an answer whose reference is a number, with words before it or after it: `It is 18`, `18 m`."""
-    text = plain.rpartition("=")[2].strip()
-    if introduction := _INTRODUCTION.match(text):
-        if any(makes_another(word) or _BOUND.fullmatch(word.lower()) for word in _WORD.findall(introduction[0])):
-            return None
-        text = text[introduction.end() :]
-    text = _SHORT_WORD.sub(r'"\g<0>"', _LETTER_UNIT.sub("", text))
-    return read_number(text) if _are_sides(plain.split("=")[:-1]) else None
+    """The number of an answer whose reference is a number, where a letter behind it is a unit: `18 m`."""
+    *left, last = plain.split("=")
+    text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
+    return read_number(text) if _are_sides(left) else None
 
+
+# ---------------------------------------------------------------------- lists
+
+_PART = re.compile(
+    r'(?P<open>\\\{|[({\[])|(?P<close>\\\}|[)}\]])|(?P<joint>[,;]? ?\b(?:and|or)\b|[,;])|\\[a-zA-Z]+|"[^"]*"'
+)
+_DEEPEST = 8
+_OUTER = re.compile(r"(?:\\\{|([(\[]))(.*)(?:\\\}|([)\]]))")
+_OF_LIST = re.compile(r"(?P<name>[a-zA-Z]|\([a-zA-Z\\, ]*\)) ?(?:=|\\in) ?(?=\\\{|[(\[])")
+
+
+def _split(text: str) -> list[str]:
+    """The entries of a list without brackets, or what is in the brackets around it all: one entry."""
+    depth, start, found = 0, 0, []
+    for part in _PART.finditer(text):
+        depth += (part["open"] is not None) - (part["close"] is not None)
+        if not 0 <= depth <= _DEEPEST:
+            return []
+        if part["joint"] and depth == 0:
+            found.append(text[start : part.start()].strip())
+            start = part.end()
+    found.append(text[start:].strip())
+    return found if depth == 0 and all(found) else []
+
+
+def _read_list(plain: str) -> Said | None:
+    """A list of two entries or more, with or without brackets around it; None of other texts."""
+    name = _OF_LIST.match(plain)
+    text = plain[name.end() :] if name else plain
+    brackets, texts = "", []
+    if ", " in text or _AND.search(text):
+        text = _THOUSANDS.sub("", text)
+    if (outer := _OUTER.fullmatch(text)) and len(_split(text)) == 1:
+        brackets = f"{outer[1] or ''}{outer[3] or ''}"
+        texts = [] if len(brackets) == 1 else _split(outer[2].strip())
+    elif not name:
+        texts = _split(text)
+    if len(texts) == 1 and (both := _BOTH.fullmatch(texts[0])):
+        texts = [f"{both[1] or ''}{both[2]}", f"{both[1] or ''}-{both[2]}"]
+    if len(texts) < 2:
+        return None
+    entries = [_read_entry(text) for text in texts]
+    if not brackets and any(entry.words for entry in entries) and not all(_IS_LETTER.fullmatch(text) for text in texts):
+        return None
+    if len({unit for text in texts if (unit := _unit_of(text))}) > 1:
+        return None
+    problem = next((entry.problem for entry in entries if entry.problem), None)
+    return Said(
+        plain, entries=tuple(entries), brackets=brackets, name=closed_up(name["name"]) if name else "", problem=problem
+    )
+
+
+_BOTH = re.compile(r"([a-zA-Z] ?= ?)?\\pm ?([^-+]*)")
+_IS_LETTER = re.compile(r'\(?"?[A-Z]"?\)?')
+
+
+def _read_entry(text: str) -> Said:
+    name, equals, value = text.rpartition("=")
+    if equals and _NAME.fullmatch(name):
+        return _read(value.strip())._replace(name=re.sub(r"[\s{}]", "", name))
+    return _read(text)
+
+
+_NAME = re.compile(r"\\?[a-zA-Z]+(?: ?_ ?(?:[0-9a-z]|\{[^{}]*\}))?(?: ?\([^()]*\))? ?")
+
+
+def _unit_of(entry: str) -> str:
+    """The words behind the number of an entry."""
+    found = re.search(r'[0-9)}] ?("[^"]*"|[a-zA-Z]{2,})', entry)
+    return found[1].strip('" ') if found and read_number(entry) else ""
+
+
+# ---------------------------------------------------------------------- words
 
 _CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$))(?! ?[-+*/^=,;<>&]) ?(.*)")
 _ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
@@ -107,13 +217,36 @@ def read_words(plain: str) -> tuple[str, ...] | None:
     """
     bare = plain.replace('"', " ").strip()
     if (choice := _CHOICE.fullmatch(bare)) and not _AND.search(choice[3]):
-        return (f"({choice[1] or choice[2]})".lower(), choice[3].replace(" ", ""))
+        return (f"({choice[1] or choice[2]})".lower(), closed_up(choice[3]))
     if not _ONLY_WORDS.fullmatch(bare) or not _IS_WORDS.search(plain) or _FUNCTION.fullmatch(bare):
         return None
     tokens = tuple(token for token in _TOKEN.findall(_DOT.sub("", bare.lower())) if token != "and")
     if len(tokens) == 1 and len(tokens[0]) == 1 and tokens[0].isalpha():
         return (f"({tokens[0]})", "")
     return tokens or None
+
+
+# Words that with a number say something else than it: a day, a side, another number.
+_SAYS = re.compile(
+    r"(?:jan|febr)uary|march|april|may|june|july|august|(?:septem|octo|novem|decem)ber|(?:mon|tues|wednes|thurs|fri|satur|sun)day"
+    r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|[ap]m|noon|midnight|o'clock|bc|ad|b?ce|ago|before|after|north|south|east|west"
+    r"|(?:north|south)(?:east|west)|left|right|up|down|above|below|(?:counter|anti)?clockwise|[a-z]*wards?|profits?|loss(?:es)?"
+    r"|gains?|increased?|decreased?|more|less|fewer|older|younger|remainder|out|crores?|lakhs?|grand|bn|mn|score"
+    r"|and|of|to|at|on|the|an|per|by|from|choice|option",
+)
+
+
+def _is_another(word: str) -> bool:
+    return makes_another(word) and word not in ("or", "nor", "not", "wrong", "incorrect")
+
+
+def _unknown_word(plain: str, words: tuple[str, ...]) -> str | None:
+    """Why words with a number among them are not compared as they stand: another word may only introduce the number."""
+    if words[0].startswith("(") or not re.search("[0-9]", plain):
+        return None
+    said = [word for word in words if len(word) > 1 and word.isalpha()]
+    unknown = (word for word in said if not (_SAYS.fullmatch(word) or is_counted(word) or _is_another(word)))
+    return next((f"{word!r} beside a number is no known unit or word" for word in unknown), None)
 
 
 def _without_unit(plain: str) -> str:
@@ -143,6 +276,10 @@ _UNREAD = (
     (re.compile(r"[0-9})\]] ?_"), "is a base or an index of a number"),
     (re.compile(r"(?<![_0-9.])[0-9.]+ [0-9.]"), "has two numbers side by side"),
     (re.compile(r'"[^"]*" ?[0-9]'), "has words between numbers"),
+    (
+        re.compile(r'^[-+0-9., /]*(?:\\frac ?\{[-+0-9, ]+\} ?\{[-+0-9, ]+\})? ?"[^"]*"$'),
+        "is a number with an unknown word",
+    ),
     (re.compile(r"[0-9.] ?\\(?:overline|bar|dot)"), "is a recurring decimal among others"),
     (re.compile(r"[0-9] ?\\frac ?\{[0-9]+\} ?\{[0-9]+\} ?[a-zA-Z\"\\(]"), "is a mixed number as a factor"),
     (re.compile(r"[({\[]{9}"), "is nested too deep"),

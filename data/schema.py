@@ -7,6 +7,7 @@ A row is what the field writes: `data_source`, `prompt` (chat messages), `abilit
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,15 +189,25 @@ _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
 def has_no_number(ground_truth: object) -> bool:
-    """Whether NaN or an infinity stands somewhere in a ground truth.
+    """Whether NaN or an infinity stands somewhere in a ground truth, or it is the text that a missing value leaves.
 
-    >>> has_no_number({"numbers": [1, 2.5, float("nan")]}), has_no_number(["nan", 3])
-    (True, False)
+    >>> has_no_number({"numbers": [1, 2.5, float("nan")]}), has_no_number(["nan", 3]), has_no_number("NaN")
+    (True, False, True)
     """
+    if isinstance(ground_truth, str):
+        return _NO_VALUE.fullmatch(ground_truth.strip()) is not None
+    return _has_no_number(ground_truth)
+
+
+# As Python, NumPy, pandas and JSON write them.
+_NO_VALUE = re.compile(r"[-+]?(?:nan|NaN|NAN|inf|Inf|[iI]nfinity)|None|null|NULL|NaT|<NA>")
+
+
+def _has_no_number(ground_truth: object) -> bool:
     if isinstance(ground_truth, Mapping):
-        return any(map(has_no_number, ground_truth.values()))
+        return any(map(_has_no_number, ground_truth.values()))
     if isinstance(ground_truth, list | tuple):
-        return any(map(has_no_number, ground_truth))
+        return any(map(_has_no_number, ground_truth))
     return isinstance(ground_truth, float) and not math.isfinite(ground_truth)
 
 

@@ -166,7 +166,8 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
         return tuple(folder / name for name in saved)
     if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
         return tuple(folder / name for name in found)
-    shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?P<kind>\..+)")
+    # The hub once wrote a digest behind the count.
+    shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?:-[0-9a-f]{{16}})?(?P<kind>\..+)")
     shards = {int(match["number"]): match for match in map(shard.fullmatch, found) if match}
     of_one_kind = len({(match["count"], match["kind"]) for match in shards.values()}) == 1
     if of_one_kind and len(shards) == len(found) and not state.is_file():
@@ -207,9 +208,18 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
     files = local_files(source, splits)
     if files is None:
         return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
-    return {
-        path.relative_to(expanded(source)).as_posix(): sha256_of(path) for paths in files.values() for path in paths
-    }
+    folder, read = expanded(source), {path for paths in files.values() for path in paths}
+    named = re.compile(rf"(?:{'|'.join(map(re.escape, splits))})(?![a-zA-Z]).*|(?:data|part)-?[0-9].*")
+    if passed := sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path not in read and DATA_FILE.fullmatch(path.name) and named.fullmatch(path.name)
+    ):
+        raise DataError(
+            f"data.source: {folder}: {_shown(passed)} would be passed over beside the files of "
+            f"{' and '.join(splits)}. Move elsewhere what does not count, or name it as a shard of a split"
+        )
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(read)}
 
 
 def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:
@@ -450,10 +460,15 @@ def mapped_digests(settings: MappedData) -> dict[str, str]:
 
 def _mapped(settings: MappedData, split: str) -> Iterator[Row]:
     for record in records(settings.source, split, settings.subset, settings.revision):
-        question = record.text(settings.question)
+        question, answer = record.text(settings.question), record.text(settings.answer)
+        if has_no_number(answer):
+            raise DataError(
+                f"{record.where}: column {settings.answer}: must be a reference, got the text {answer!r} of a missing "
+                "value; repair or remove it, or name another column"
+            )
         yield Row(
             prompt=(Message("user", f"{question} {settings.instruction}".strip()),),
-            ground_truth=record.text(settings.answer),
+            ground_truth=answer,
             solution=record.text(settings.solution) if settings.solution else "",
         )
 

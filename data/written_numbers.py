@@ -36,14 +36,20 @@ _UNICODE = str.maketrans(
 # Marks of mathematics and currencies, spaces, sizes of brackets, styles: none is a part of what is said.
 _BLANK = re.compile(
     r"\\?[$\u20ac\u00a3]|(?<!\\)\\[()\[\],;:> \n]|[~\s]+|\\(?:q?quad|(?:thin|med|thick)?space|pounds|euro)(?![a-zA-Z])"
-    r"|\\(?:boxed|fbox)(?![a-zA-Z])(?!\s*\{)"
+    r"|\\(?:boxed|fbox)(?![a-zA-Z])(?!\s*\{)|\\(?:[hv]?phantom|hspace\*?)\s*\{[^{}]*\}"
 )
 _NOTHING = re.compile(
     r"(?<!\\)\\!|\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\(?:(?:display|text|script)style|rm|bf|it|limits)(?![a-zA-Z])"
+    r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])|\\(?:text)?color\s*\{[a-zA-Z]+\}"
 )
 _WORDS = r"text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|sf|tt)|[mh]box"
 _TEXT = re.compile(rf"\\(?:{_WORDS})\s*\{{([^{{}}\\\"]*)\}}")
-_FONT = re.compile(rf"\\(?:{_WORDS}|math(?:it|normal)|boldsymbol|bm|boxed|fbox)\s*(?=\{{)")
+_FONT = re.compile(rf"\\(?:{_WORDS}|math(?:it|normal)|boldsymbol|bm|underline|boxed|fbox)\s*(?=\{{)")
+_TWICE = re.compile(r"\{\ ?(?:\{([^{}]*)\}|(\\%))\ ?\}")
+_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt ?\(([^()]*)\)")
+_RATIO = re.compile(r'\\frac ?\{ ?"([^"]*)" ?\} ?\{ ?"([^"]*)" ?\}')
+_ORDINAL = re.compile(r'\^ ?\{ ?("(?:st|nd|rd|th)") ?\}')
+_DOTS = re.compile(r"(\.[0-9]*)\\dot ?\{?([0-9])\}?(?:([0-9]*)\\dot ?\{?([0-9])\}?)?")
 _FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _AND = re.compile(r"[\s,]*\b(and|or)[\s,]*")
 _SPACES = re.compile(r" {2,}")
@@ -64,9 +70,12 @@ def typeset(text: str) -> str:
     if _PLAIN.fullmatch(text):
         return text
     found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")
+    found = _ROOT.sub(r"\\sqrt{\1}", found)
     if "\\" in found:
         found = _FRAC.sub(r"\\frac", _FONT.sub("", _TEXT.sub(_quoted, found)))
         found = found.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"{^\circ}", r"^\circ")
+        found = _ORDINAL.sub(r"\1", _RATIO.sub(r'"\1/\2"', found))
+        found = _TWICE.sub(lambda inner: inner[2] or f"{{{inner[1]}}}", _DOTS.sub(r"\1\\overline{\2\3\4}", found))
     found = _without_end(_SPACES.sub(" ", found).strip())
     for _ in range(_MOST_BRACES):
         if not found.startswith("{") or closing(found, 0) != len(found) - 1:
@@ -105,11 +114,11 @@ WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _WHOLE = rf"(?:[0-9]{{1,3}}(?:\ [0-9]{{3}})+|{WHOLE})"
 _SIGNED = rf"\{{\ ?([-+]?)\ ?({_WHOLE})\ ?\}}"
 _FRACTION = rf"""(?:
-    \\frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:\{{\ ?({_WHOLE})\ ?\}}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?({_WHOLE})
+    \\frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:{_SIGNED}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?([-+]?)({_WHOLE})
 )"""
 _POWER = r"(?:\^\ ?(?:[1-3]|\{\ ?-?[1-3]\ ?\})|[\u00b2\u00b3])?"
-# A word of two letters or more, or a text in quotes; a single letter is a variable, unless it follows a slash.
-_NAME = rf'(?:"[^"=<>+*^_]*"|[a-zA-Z]{{2,}}(?![a-zA-Z])\.?|(?<=/)[a-zA-Z](?![a-zA-Z])){_POWER}'
+# A word of two letters or more, or a text in quotes; a single letter is a variable, but for a unit behind a slash.
+_NAME = rf'(?:"[^"=<>+*^_]*"|[a-zA-Z]{{2,}}(?![a-zA-Z])\.?|(?<=/)[smhgL](?![a-zA-Z])){_POWER}'
 _DEGREE = r"\ ?(?:\^\ ?(?:\\circ(?![a-zA-Z])|\{\ ?\\circ\ ?\})|\\degree(?![a-zA-Z]))(?:\ ?[CF](?![a-zA-Z]))?"
 UNIT = rf"(?:{_DEGREE})?(?:\ ?(?:(?:/|\\cdot)\ ?)?{_NAME})*"
 _PERCENT = r'\ ?(?:\\?%|"?\ ?(?:per\ ?cent|percentage|pct)\b\ ?"?)'
@@ -118,7 +127,7 @@ _NUMBER = re.compile(
     (?P<sign>[-+]?)\ ?
     (?:
         (?:(?P<whole>{_WHOLE})(?:\ ?(?=\\)|\ ))?(?P<fraction>{_FRACTION})
-      | (?=\.?[0-9]) (?P<int>{_WHOLE})? (?:\.(?P<places>[0-9]*) (?:
+      | (?=\.?[0-9]|\.\\) (?P<int>{_WHOLE})? (?:\.(?P<places>[0-9]*) (?:
             (?:\\(?:overline|bar|dot)\ ?(?:\{{\ ?(?P<bar>[0-9]+)\ ?\}}|(?P<digit>[0-9]))|\((?P<cycle>[0-9]+)\)) )? )?
         (?: \ ?(?:\\times|\\cdot|[*x])\ ?10\ ?\^\ ?[{{(]?\ ?(?P<power>[-+]?[0-9]{{1,3}})\ ?[)}}]?
           | [eE](?P<exponent>[-+]?[0-9]{{1,3}}) )?
@@ -128,14 +137,40 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 # Units of one letter; another one in \text{} is a variable in another font.
-_LETTER_UNITS = frozenset("mghslLtdNJWVAKCF")
-_ONE_LETTER = re.compile(r'" ?([a-zA-Z]) ?"')
+_LETTER_UNITS = frozenset("mghslLtdNJWVACF")
 _WORD = re.compile("[a-zA-Z]+")
+_QUOTED = re.compile('"([^"]*)"')
+_BARE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+# An article, the end of an ordinal.
+_FILLER = re.compile(r"\ban? (?=[a-z]{2})|^ ?(?:st|nd|rd|th)\b")
+_SI = re.compile("[numcdkMGT]?(?:m|s|g|L|l|Hz|Pa|eV|W|J|N|V|A|B|mol|cal|Wh)")
 # Without quotes two or three letters may be variables, and so may more that touch the number.
-_BARE = re.compile(r"( ?)(?<![\\a-zA-Z])([a-zA-Z]{2,})")
+_TOUCHING = re.compile(r"(?:^|(?<=[^\\a-zA-Z ]))[a-zA-Z]{2,}")
 _SHORT_UNIT = re.compile(
     "mm|cm|dm|km|mg|kg|m[lL]|in|ft|yd|mi|sq|cu|oz|lbs?|pt|qt|gal|hrs?|mins?|sec|day|men|way|cup|mph|kph|kmh|deg|per|rad"
 )
+# What is counted in a word that is no plural, or measured.
+_UNIT_WORD = re.compile(
+    r"|".join(
+        (
+            _SHORT_UNIT.pattern,
+            "(?:milli|centi|deci|kilo)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule)|inch|foot|feet|yard|mile|acre|hectare",
+            "ounce|pound|ton(?:ne)?|cubic|square|unit|gallon|quart|pint|second|minute|hour|week|month|year|decade|century",
+            "degree|celsius|fahrenheit|kelvin|radian|knot|newton|volt|ampere|ohm|hertz|k?hz|k[wj]h?|mol|rpm|cc",
+            "dollar|cent|euro|rupee|yen|yuan|peso|usd|eur|gbp|inr|cad|aud|rs",
+            "people|person|woman|women|man|child|children|mice|geese|teeth|fish|sheep|deer|dice|each|total|altogether",
+        )
+    ),
+    re.IGNORECASE,
+)
+_PLURAL = re.compile(r"[a-z]{2,}[^iusS]s")
+_NO_PLURAL = re.compile(
+    r"[a-z]*wards|profits|losses|gains|savings|always|besides|sometimes|perhaps|twos|tens|quarters|scores|lakhs|crores|grands"
+    r"|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[mb]illion)ths|negatives|opposites|mills|brackets"
+)
+
+
+_NEGATIVE = re.compile(r"- ?\( ?([^-+()]*)\)")
 
 
 class Number(NamedTuple):
@@ -185,6 +220,8 @@ def read_number(plain: str) -> Number | None:
         return Number(Fraction(int(plain)))
     while plain[:1] == "(" and plain[-1:] == ")":
         plain = plain[1:-1].strip()
+    if bracketed := _NEGATIVE.fullmatch(plain):
+        plain = f"-{bracketed[1].strip()}"
     found = _NUMBER.fullmatch(plain)
     if found is None or not is_unit(found["unit"] or ""):
         return None
@@ -195,21 +232,36 @@ def read_number(plain: str) -> Number | None:
 
 
 def is_unit(unit: str) -> bool:
-    """Whether what follows a number is a unit, so not `xy`, and leaves it the number that it is."""
-    if not _LETTER_UNITS.issuperset(_ONE_LETTER.findall(unit)) or any(map(makes_another, _WORD.findall(unit))):
+    """Whether what follows a number is a unit or what is counted: known words and plurals, which leave it the number.
+
+    >>> [is_unit(text) for text in (" apples", '" m/s"^2', "cm", " bn", "xy", '" PM"', '" loss"', " mod")]
+    [True, True, True, False, False, False, False, False]
+    """
+    quoted, bare = " ".join(_QUOTED.findall(unit)), _QUOTED.sub('"', unit)
+    if any(not _SHORT_UNIT.fullmatch(word) for word in _TOUCHING.findall(bare)):
         return False
-    bare = _BARE.finditer(re.sub('"[^"]*"', '"', unit))
-    return all(_SHORT_UNIT.fullmatch(word[2]) or (word[1] and len(word[2]) > 3) for word in bare)
+    if any(not is_counted(word) for word in _BARE.findall(bare)):
+        return False
+    words = _WORD.findall(_FILLER.sub("", quoted))
+    return all(word in _LETTER_UNITS if len(word) == 1 else is_counted(word) or _SI.fullmatch(word) for word in words)
+
+
+def is_counted(word: str) -> bool:
+    """Whether a word of two letters or more is a unit, or a plural that makes no other number."""
+    if _UNIT_WORD.fullmatch(word):
+        return True
+    return _PLURAL.fullmatch(word) is not None and not (_NO_PLURAL.fullmatch(word) or makes_another(word))
 
 
 def _fraction(found: re.Match[str]) -> Fraction | None:
     """A fraction that is none of a whole number, or a whole number and a part of one."""
     start = found.re.groupindex["fraction"]
-    sign, top, digit, bottom, other_digit, over, under = found.groups()[start : start + 7]
+    sign, top, digit, sign_below, bottom, other_digit, over, sign_under, under = found.groups()[start : start + 9]
     above, below = _int(top or digit or over), _int(bottom or other_digit or under)
-    if below == 0 or above % below == 0 or (sign and (found["sign"] or found["whole"])):
+    signs = sign or "", sign_below or sign_under or ""
+    if below == 0 or (above and above % below == 0) or (any(signs) and (found["sign"] or found["whole"])):
         return None
-    part = Fraction(-above if sign == "-" else above, below)
+    part = Fraction(-above if signs.count("-") == 1 else above, below)
     if found["whole"] is None:
         return part
     return _int(found["whole"]) + part if above < below else None

@@ -23,7 +23,8 @@ from flows.stages.rows import few_rows
 from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
-from rlcore.config.data import TaskData, has_default_scorer, parts_of, scorers_of
+from rlcore.config.base import expanded
+from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of, scorers_of
 from rlcore.config.model import SMOLLM2
 from rlcore.config.rules.data import PROGRAMS
 from rlcore.config.suite import suite_settings
@@ -262,6 +263,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
         from data.demonstrations import try_demonstrations
 
         try_demonstrations(warm, model, NUM_TRIED, config.data.chat_template_kwargs)
+    given = [] if plan.stage("filter").cached else _check_continued(config)
     from data.references import check_parts
 
     suites = (suite_settings(config, suite) for suite in config.validation.suites)
@@ -269,7 +271,18 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
-    return "\n".join(filter(None, (few, *unmet)))
+    return "\n".join(filter(None, (few, *given, *unmet)))
+
+
+def _check_continued(config: RunConfig) -> list[str]:
+    """Check prompts that end with the assistant's words, as the filter will. Only files in the row schema have them."""
+    from data.filter import check_continued
+
+    suites = (suite_settings(config, suite).data for suite in config.validation.suites)
+    held_out = [part.data for data in (config.data, *suites) for part in parts_of(data)]
+    files = [data.train_file for data in (part.data for part in parts_of(config.data)) if isinstance(data, ParquetData)]
+    files += [data.validation_file for data in held_out if isinstance(data, ParquetData)]
+    return [check_continued(expanded(name)) for name in files]
 
 
 def check_rows(config: RunConfig) -> int | None:

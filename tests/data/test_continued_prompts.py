@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data import build_dataset, filter_dataset
+from data.filter import check_continued
 from data.stage import StageResult
 from rlcore.config import FilterConfig
 from rlcore.config.compose import load_config
@@ -84,8 +85,24 @@ def test_a_prompt_that_ends_with_an_answer_or_asks_nothing_is_refused_with_its_r
     chat_tokenizer: Path, tmp_path: Path, said: list[tuple[str, str]], told: str
 ) -> None:
     good = row(0, ("user", "x"), ("assistant", "17 or 7 or"), solution="<b>seven</b>")
-    with pytest.raises(DataError, match=rf"train\.parquet: row 1: .*{re.escape(told)}"):
+    match = rf"train\.parquet: row 1: .*{re.escape(told)}"
+    with pytest.raises(DataError, match=match):
         filtered(tmp_path, chat_tokenizer, [good, row(1, *said, solution="<b>seven</b>")])
+    if "row's" in told:  # known before a tokenizer is there
+        with pytest.raises(DataError, match=match):
+            check_continued(tmp_path / "train.parquet")
+
+
+def test_prompts_with_the_number_among_the_words_are_counted_by_filter_and_dry_run(
+    chat_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["It is 7, as 3 + 4", r"\\boxed{7} or", "17 or -7 or 7.5 or x7,", "So:", "7 is it"]
+    rows = [row(n, ("user", f"{n}?"), ("assistant", said)) for n, said in enumerate(words)]
+    filtered(tmp_path, chat_tokenizer, [*rows, row(9, ("user", "It is 7, as"))])
+    told = "3 prompts that end with the assistant's words have their ground truth, a number, among them"
+    assert told in caplog.text
+    assert f"warning: {tmp_path}/train.parquet: {told}" in check_continued(tmp_path / "train.parquet")
+    assert check_continued(tmp_path / "validation.parquet") == ""
 
 
 def test_a_template_that_drops_the_words_is_told_with_the_row(trained_bpe: Tokenizer, tmp_path: Path) -> None:

@@ -113,7 +113,119 @@ RIGHT_AND_WRONG = [
     ("2^{10}", ["1024", "2^{10}", "4^5"], ["20", "210"]),
     (r"\pm 2", ["2, -2"], ["2", "-2"]),
     ("January 5", ["January 5"], ["5", "March 5"]),
+    # spaces between digits
+    ("2 1/2", ["2.5", r"2\frac12"], ["21/2", r"\frac{21}{2}"]),
+    ("21/2", [r"\frac{21}{2}", "10.5"], ["2 1/2", r"2\ 1/2", r"2\,1/2", "2~1/2"]),
+    ("12", [], ["1 2"]),
+    ("1.25", [], ["1. 25", "1 .25", "1.2 5"]),
+    ("x^2+12", ["x^2 + 12"], ["x^2+1 2"]),
+    ("(12,3)", ["(12, 3)"], ["(1 2,3)"]),
+    ("12, 3", ["12,3", "3, 12"], ["1 2, 3"]),
+    ("2^{10}", ["2^{ 10 }"], ["2^{1 0}"]),
+    (r"12\pi", [r"12 \pi"], [r"1 2\pi"]),
+    ("10:30", [r"10\!:\!30"], ["1 0:30"]),
+    ("1011_2", [], ["1 011_2"]),
+    (r"\text{May }21", ["May 21"], [r"\text{May }2 1"]),
+    (r"\textbf{(C)}\ 12", ["C"], ["(C) 1 2"]),
+    # words that introduce a number
+    (r"\text{Rs. } 450", ["450", r"\text{Rs. }450"], ["45"]),
+    (r"\text{USD } 450", ["450", "450 USD"], ["-450"]),
+    (r"\text{Area: }24", ["24", r"24\text{ cm}^2"], ["42"]),
+    ("Answer: 24", ["24"], ["2", "4"]),
+    ("The answer is 24", ["24", r"\text{It is }24"], ["25"]),
+    (r"18\frac{\text{m}}{\text{s}}", ["18", r"18\text{ m/s}"], ["1"]),
+    (r"18^{\text{th}}", ["18", r"18\text{th}"], ["8"]),
+    # words that say something else than the number
+    (r"3\text{ PM}", ["3 pm", r"3\text{ p.m.}"], [r"3\text{ AM}", "3"]),
+    (r"4 \text{ July}", ["4 July"], [r"4 \text{ June}", "4"]),
+    (r"\$40\text{ loss}", [r"40\text{ loss}"], [r"\$40\text{ profit}", "40"]),
+    (r"5\text{ north}", ["5 north"], [r"5\text{ south}", "5"]),
+    (r"5\text{ years ago}", ["5 years ago"], ["5"]),
+    # lists, entry by entry
+    (
+        "x=24, y=36",
+        ["24, 36", "y=36, x=24", "(24, 36)", r"x = 24 \text{ and } y = 36"],
+        ["36, 24", "(36,24)", "x=36, y=24"],
+    ),
+    ("a=1,b=2,c=3", ["c=3, a=1, b=2", "1,2,3"], ["3,2,1", "a=1,b=3,c=2"]),
+    (r"x=\sqrt{2}, y=3", [r"\sqrt{2}, 3"], [r"3, \sqrt{2}"]),
+    ("x=3, x=-3", ["-3, 3", r"\pm 3"], ["3", "3, 3"]),
+    ("(x,y) = (3,-5)", ["(3,-5)", "x=3, y=-5"], ["(-5,3)", "(a,b) = (3,-5)"]),
+    ("1,2", ["2, 1", "1 and 2", r"x \in \{1,2\}"], ["3-2,4-2", "1, 4-2", "1,2,2", "1"]),
+    ("(1,2)", ["(1.0, 2)"], ["(3-2,4-2)", r"(\frac22, 2)"]),
+    (r"(1, \sqrt{3})", [r"(1, \sqrt3)"], [r"(2-1, \sqrt3)", r"(\sqrt3, 1)"]),
+    (r"24\text{ cm}, 36\text{ cm}", ["24, 36", "36 cm, 24 cm"], ["24", "24, 35"]),
+    ("2 1/2, 3", [r"3, \frac52"], ["21/2, 3", "2 1/2"]),
+    (r"0.\overline{3}, 2", [r"2, \frac13"], ["0.3, 2"]),
+    (r"50\%, 25\%", ["25, 50", r"0.5, 0.25"], ["50, 24"]),
+    # other spellings
+    (
+        r"-\frac{11}{6}",
+        [r"\frac{11}{-6}", r"-\left(\frac{11}{6}\right)", "-(11/6)", "11/-6"],
+        [r"\frac{-11}{-6}", "-(-11/6)"],
+    ),
+    (r"\frac12", [r"\frac{-1}{-2}", r"\frac{{1}}{{2}}"], [r"-\frac{-1}{-2}"]),
+    (r"\sqrt2", ["sqrt(2)"], ["sqrt(3)"]),
+    (r"10\%", [r"10\text{ \%}"], [r"1\text{ \%}"]),
+    ("x=5", ["5=x"], ["5=y", "4=x"]),
+    ("0", ["0/7", r"\frac{0}{5}"], ["7/0"]),
+    (r".\overline{6}", [r"\frac23"], ["0.6", "6"]),
+    (r"0.\dot{1}\dot{8}", [r"\frac{2}{11}"], ["0.18", "0"]),
+    (
+        "18",
+        [
+            r"\Large 18",
+            r"\phantom{0}18",
+            r"18\hspace{2pt}\text{cm}",
+            r"\underline{18}",
+            r"\textcolor{red}{18}",
+            r"{\color{red}18}",
+        ],
+        [r"1\phantom{0}8", "1 8", r"\underline{1}8"],
+    ),
 ]
+
+# fmt: off
+WORDS = [
+    "twice {}", r"\text{double }{}", "log {}", r"\cos {}", "cos {}", "sqrt {}", r"\text{square root of }{}",
+    r"\text{sum of }{}", r"\text{reciprocal of }{}", r"\text{no }{}", r"\text{isn't }{}", r"\text{either }{}",
+    r"\text{maybe }{}", r"\text{about }{}", r"\text{one over }{}", r"\text{anything but }{}", r"\text{unknown, }{}",
+    r"\text{less than }{}", r"\text{before }{}", r"\text{one }{}", "{} mod", "{} bn", "{} crore", "{} grand", "{} mil",
+    r"{}\text{ lakh}", r"{}\text{ lakhs}", r"{}\text{ mln}", r"{}\text{ gross}", r"{}\text{ score}", r"{}\text{ K}",
+    r"{}\text{ million}", r"{}\text{ dozens}", r"{}\text{ tens}", r"{}\text{ less}", r"{}\text{ more}",
+    r"{}\text{ eighths}", r"{}\text{ doubled}", r"{}\text{ zero}", r"{}\text{ northwards}", "{}/x", "{}/y", "{}/n",
+    r"{}/\text{n}", "{}/xy", "{} x", r"{}\text{ x}",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("form", WORDS)
+def test_a_number_with_a_word_that_is_no_introduction_and_no_unit_is_another_one(form):
+    assert not paid(form.replace("{}", "18"), "18")
+    assert not paid("18", form.replace("{}", "18"))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        r"\text{about }24",
+        "at least 24",
+        r"24\text{ (approximately)}",
+        "24 or more",
+        r"\text{Route }66",
+        r"24\text{ red apples}",
+    ],
+)
+def test_a_reference_with_an_unknown_word_at_its_number_is_refused_with_the_word(form):
+    assert "unknown word" in (found := reference_problem(form)) or "is no known unit or word" in found
+
+
+@pytest.mark.parametrize("form", ["NaN", "nan", "inf", "-inf", "Infinity", r"\text{nan}", "null"])
+def test_a_text_for_no_value_is_neither_reference_nor_answer(form):
+    assert "is no value" in reference_problem(form)
+    assert not paid(form, form)
+    assert not paid(form, r"\infty")
+    assert paid(r"\infty", r"\infty")
 
 
 @pytest.mark.parametrize(("reference", "right", "wrong"), RIGHT_AND_WRONG)
@@ -223,6 +335,16 @@ def test_a_number_is_what_a_naive_reading_of_its_parts_makes_of_it():
         for text, expected in cases.items():
             found = read_number(typeset(text))
             assert found == (expected, False), text
+
+
+def test_equal_wrong_lists_have_the_same_vote():
+    def vote(answer):
+        return score(f"\\boxed{{{answer}}}", {"answer": "7, 8"}).said
+
+    assert vote("3, 0.5") == vote(r"\{\frac12, 3\}") == "1/2, 3"
+    assert vote("x=3, y=4") == vote("y=4, x=3") != vote("x=4, y=3")
+    assert vote("(3, 4)") != vote("(4, 3)")
+    assert vote("8, 7") == "7, 8"
 
 
 @pytest.mark.slow

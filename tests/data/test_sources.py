@@ -95,6 +95,20 @@ def test_nan_and_infinity_are_no_references(tmp_path: Path) -> None:
         ground_truth_json({"a": [math.nan]})
 
 
+@pytest.mark.parametrize("text", ["NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>"])
+def test_the_text_of_a_missing_value_is_no_reference(text: str, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        rows = [{"question": "None", "answer": "none"}, {"question": "b?", "answer": text}]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = mapped_rows(MappedData(source=str(tmp_path)), 1)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*'{text}' of a missing"):
+        list(made.splits["train"])
+    row = ROW | {"reward_model": {"style": "rule", "ground_truth": text}}
+    named = str(parquet(tmp_path / "x.parquet", [row], pa.string()))
+    with pytest.raises(DataError, match=rf"x.parquet: row 0: reward_model.ground_truth must have a value, got {text}"):
+        list(parquet_rows(ParquetData(train_file=named, validation_file=named), 1).splits["train"])
+
+
 def test_a_folder_has_a_split_as_one_file_or_as_shards_in_their_order(tmp_path: Path) -> None:
     assert local_files("owner/name", ["train"]) is None
     for name in (
@@ -176,6 +190,26 @@ def test_a_split_of_which_a_file_would_be_passed_over_is_refused(names: list[str
         local_files(str(tmp_path), ["a"])
     assert told in str(error.value)
     assert str(error.value).startswith(f"data.source: {tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["a_extra.parquet", "a_old.jsonl", "data-00000-of-00001.parquet", "part-0.csv"])
+def test_a_file_beside_the_splits_that_looks_like_rows_of_theirs_is_refused(name: str, tmp_path: Path) -> None:
+    for each in ("a.parquet", "b.parquet", "other.jsonl", "abc.csv", "notes.txt"):
+        (tmp_path / each).touch()
+    assert digests(str(tmp_path), ["a", "b"]).keys() == {"a.parquet", "b.parquet"}
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=rf"^data.source: {tmp_path}: {name} would be passed over beside .* a and b"):
+        digests(str(tmp_path), ["a", "b"])
+
+
+def test_a_shard_with_a_digest_behind_its_count_is_read(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"a-0000{number}-of-00002-abcdef012345678{number}.parquet").touch()
+    (found,) = local_files(str(tmp_path), ["a"]).values()
+    assert [path.name[:7] for path in found] == ["a-00000", "a-00001"]
+    found[1].unlink()
+    with pytest.raises(DataError, match=r"holds 1 of the 2 shards of a; missing: a-00001-of-00002\.parquet"):
+        local_files(str(tmp_path), ["a"])
 
 
 ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]

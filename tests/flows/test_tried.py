@@ -286,3 +286,22 @@ def test_a_scorer_that_cannot_read_the_rows_ground_truth_is_told(
         return
     with pytest.raises(MillraceError, match=why):
         dry_run(*words)
+
+
+def test_a_prompt_that_ends_with_the_answer_in_the_assistants_words(dry_run: Try, tmp_path: Path) -> None:
+    plain = ("reward.num_processes=1", "warm_start.enabled=false", model(tmp_path / "model"))
+
+    def overrides(words: str) -> list[str]:
+        for split, question in (("train", "a"), ("validation", "b")):
+            said = [{"role": "user", "content": question}, {"role": "assistant", "content": words}]
+            row = {"data_source": "gsm8k", "prompt": said, "reward_model": {"style": "rule", "ground_truth": "7"}}
+            pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
+        files = [f"data.{split}_file={tmp_path}/{split}.parquet" for split in ("train", "validation")]
+        return ["data=parquet", "data.scorer=data.math:score", *files, *plain]
+
+    told = dry_run(*overrides("7 is"))
+    assert (
+        told.count("1 prompts that end with the assistant's words have their ground truth, a number, among them") == 2
+    )
+    with pytest.raises(DataError, match=r"train\.parquet: row 0: .* must not end with the row's ground truth '7'"):
+        dry_run(*overrides("It is 7."))
