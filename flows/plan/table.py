@@ -35,6 +35,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         if plan.published_model == SMOLLM2:
             text += f". {INSTALL_SMOLLM2}"
         console.print(text)
+    console.print(f"training: committed step {plan.committed_step} of {plan.total_steps}")
     for line in (_tokens(plan), _disk(plan), plan.warning):
         if line:
             console.print(line)

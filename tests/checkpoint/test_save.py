@@ -13,7 +13,7 @@ from rlcore.checkpoint.save import CheckpointSaver, Saved, SaveState, prune
 from rlcore.checkpoint.shards import CopySize, HostBuffers, RankSaver, fits_in_memory, load_shards, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
-from rlcore.errors import CheckpointError, DiskSpaceError, RunInUseError, WorkerLostError
+from rlcore.errors import CheckpointError, DiskSpaceError, WorkerLostError
 from tests.checkpoint.small import SmallModel, assert_same, build, state_of, train
 from tests.checkpoint.test_store import SETTINGS, save, state_at, steps
 from tests.storage.small_disk import fill
@@ -146,8 +146,6 @@ def test_what_is_given_up_leaves_nothing_and_frees_the_folder(tmp_path, monkeypa
                 saver.begin(1, lambda: state_at(1), {}, ranks)
     else:
         begin(saver, 1, ranks)
-        with pytest.raises(RunInUseError):
-            save(store, 2)
         ranks.saver.is_written(wait=True)
         saver.abandon()
         assert saver.state is None
@@ -284,9 +282,9 @@ def test_nothing_is_under_way_after_a_save_that_could_not_begin(tmp_path):
 
 def test_old_ones_that_cannot_be_deleted_are_told(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
-    with store._writer_lock():
-        prune(store)
-    assert "old checkpoints were not deleted: the checkpoint folder" in caplog.text
+    store.directory.write_text("no folder")
+    prune(store)
+    assert "old checkpoints were not deleted: " in caplog.text
 
 
 def test_the_end_of_a_run_commits_what_is_written_and_waits_for_no_room(tmp_path):

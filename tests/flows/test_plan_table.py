@@ -75,6 +75,7 @@ def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[st
     assert rest[1].split() == ["filter", "not", "known", "yet", "to", "do", "after", "its", "tokenizer", "is", "made"]
     assert rest[2].split(maxsplit=4) == ["train", "dddd", "to", "do", "1 of 3 done; to do: step 20-40, step 40-50"]
     assert rest[3:] == [
+        "training: committed step 20 of 50",
         "tokens: 1,024 prompts and 8,192 answers a step, at most 1,300 tokens each: at most 10,649,600 a step, "
         "319,488,000 in the steps left",
         "disk: a checkpoint 3.0 GB, at most 2 at a time, 1.0 GB in reserve: 4.0 GB still needed, 5.5 GB free",

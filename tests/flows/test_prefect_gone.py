@@ -73,9 +73,8 @@ from flows.server.api import _servers, start_prefect
 def command():
     api = start_prefect(Path(sys.argv[1]))
     from prefect import flow
-    from flows.chain import Stage
     from flows.server.watch import watched
-    from flows.tasks import as_task, kept, run_with
+    from flows.tasks import kept, run_with, task_of
     from rlcore.errors import MillraceError
 
     def work():
@@ -86,7 +85,7 @@ def command():
 
     def stages():
         with watched():
-            return as_task(Stage("stage", "stage", work, str))
+            return task_of("stage", "stage", work, str)
 
     @flow
     def chain():
