@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.rollout.vllm import short
+from rlcore.rollout.vllm.short import names as short
 from rlcore.rollout.vllm.short.names import REQUEST_NAMES, SCHEDULER_NAMES, scheduler_obstacle
 
 

@@ -227,28 +227,30 @@ def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
     assert "a hang" in caplog.text
 
 
-@pytest.mark.parametrize("words", [[], ["--commands-fd"], ["--commands-fd", "--replies-fd"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--commands-fd"], ["--commands-fd", "--replies-fd"], ["--commands-fd", "--replies-fd", "--lock-fd"]]
+)
 def test_the_command_line_of_the_process(
     monkeypatch: pytest.MonkeyPatch, pipes: Pipes, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    seen: list[tuple[Path, Channel | None]] = []
+    seen: list[tuple[Path, Channel | None, bool]] = []
 
-    def noted(settings: Path, channel: Channel | None, report: Any) -> int:
-        seen.append((settings, channel))
+    def noted(settings: Path, channel: Channel | None, report: Any, *, is_locked: bool) -> int:
+        seen.append((settings, channel, is_locked))
         report({"event": "note", "text": "a"})
         return 75
 
     reads, writes = os.pipe()
-    ends = {"--commands-fd": str(reads), "--replies-fd": str(writes)}
+    ends = {"--commands-fd": str(reads), "--replies-fd": str(writes), "--lock-fd": "9"}
     given = [part for word in words for part in (word, ends[word])]
     monkeypatch.setattr(process, "run", noted)
     monkeypatch.setattr(sys, "argv", ["process", "--settings", "s.json", *given])
     with pytest.raises(SystemExit) as done:
         process.main()
     assert done.value.code == 75
-    ((settings, channel),) = seen
-    assert settings == Path("s.json")
-    assert (channel is not None) == (len(words) == 2)
+    ((settings, channel, is_locked),) = seen
+    assert (settings, is_locked) == (Path("s.json"), "--lock-fd" in words)
+    assert (channel is not None) == (len(words) >= 2)
     if channel is None:
         assert capsys.readouterr().out == '{"event": "note", "text": "a"}\n'
         os.close(writes)
