@@ -156,8 +156,9 @@ def test_merged_adapters_are_exported_and_loaded_again(smollm2: Path, batch: Pac
         assert (expected - unchanged).abs().max() > 0.01
         target = export_transformers(dict(full_state(policy)), smollm2, tmp_path / "model", facts={"step": 1})
         del policy
-        torch.testing.assert_close(logprobs_of(plain(target), batch), expected, rtol=0, atol=ROUNDING)
+        # Merged weights are rounded once more than a base and its adapters.
+        torch.testing.assert_close(logprobs_of(plain(target), batch), expected, rtol=0, atol=2 * ROUNDING)
         again = outputs(load_policy(target, model=ModelConfig(), device=CPU), batch)
-    torch.testing.assert_close(again, expected, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(again, expected, rtol=0, atol=2 * ROUNDING)
     text = "<|im_start|>user\n  12 eggs<|im_end|>"
     assert AutoTokenizer.from_pretrained(target)(text)["input_ids"] == load_tokenizer(smollm2)(text)["input_ids"]
