@@ -101,14 +101,15 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
     """Run all stages. What the run's page in MLflow has besides metrics goes there with them."""
     made = Results()
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
-    for index, stage in enumerate(stages):
+    for stage in stages:
+        if not stage.in_trainer:  # before the first stages there is no process, after the last ones it may end
+            run.trainer.let_go()
         made.append((stage, do(stage, run)))
         if stage == Filter():
             record.start(made.of(Dataset()), made.of(Filter()))
             if with_report and Report().known(run) is None:
                 load_ahead()
-        if not any(later.in_trainer for later in stages[index + 1 :]):
-            run.trainer.let_go()
+    run.trainer.let_go()
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None
     recorded = record.finish(report, last, best)

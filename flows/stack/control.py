@@ -83,9 +83,8 @@ def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases
     state = _ensure(root, state, "prefect", partial(services.prefect_recipe, root, databases, wishes.prefect_port))
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
     if not has_store(databases.mlflow):
-        connect(
-            databases.mlflow
-        )  # whole or not at all: of a server that is killed meanwhile half the tables would stay
+        # Whole or not at all: of a server that is killed meanwhile half the tables would stay.
+        connect(databases.mlflow)
     earlier = state.service("mlflow")
     state = _ensure(root, state, "mlflow", partial(services.mlflow_recipe, root, databases, wishes.mlflow_port))
     if state.service("mlflow") != earlier:

@@ -10,7 +10,6 @@ from flows.work.checkpoints import committed_step
 from flows.work.open_run import OpenRun
 from rlcore.checkpoint.catalog import by_score, is_exported, scan
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.finished import finished_or_why
@@ -89,7 +88,7 @@ def _written(run: OpenRun, checkpoint: str) -> Weights:
 def _status(name: str, run: OpenRun, place: Path, step: int) -> StageStatus:
     exported, damage = finished_or_why(place, error=CheckpointError)
     is_done = exported is not None and exported.values.get("step") == step and run.is_trained
-    return StageStatus(name, settings_fingerprint(run.config), place, is_done, made_again(damage))
+    return StageStatus(name, run.settings_fingerprint, place, is_done, made_again(damage))
 
 
 def found_weights(directory: Path, step: int) -> Weights | None:

@@ -51,7 +51,7 @@ class Report(Stage[ReportPage]):
         return known_report(run.layout, failure_of(run.layout.run_dir))
 
     def make(self, run: OpenRun) -> ReportPage:
-        return write_report(run.layout)
+        return _write(run.layout, failure_of(run.layout.run_dir))
 
     def describe(self, result: ReportPage) -> str:
         return f"report: {result}"
@@ -60,8 +60,11 @@ class Report(Stage[ReportPage]):
 def write_report(layout: RunLayout) -> ReportPage:
     """Write the report with its sample browser, unless the one on disk is current."""
     failure = failure_of(layout.run_dir)
-    if (known := known_report(layout, failure)) is not None:
-        return known
+    known = known_report(layout, failure)
+    return _write(layout, failure) if known is None else known
+
+
+def _write(layout: RunLayout, failure: str) -> ReportPage:
     from rlcore.report.build import build_report
     from rlcore.report.samples import build_sample_browser
 

@@ -12,7 +12,6 @@ from flows.stages.trainer import call_trainer
 from flows.work.checkpoints import checkpoint_store, committed_step
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.inputs import planned_start_model
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.publish import write_text_atomically
@@ -75,9 +74,7 @@ class Train(Stage[Chunk]):
     def status(self, run: OpenRun) -> StageStatus:
         place = run.layout.checkpoints
         is_done = self.stop <= run.committed
-        return StageStatus(
-            self.name, settings_fingerprint(run.config), place, is_done, f"step {self.start}-{self.stop}"
-        )
+        return StageStatus(self.name, run.settings_fingerprint, place, is_done, f"step {self.start}-{self.stop}")
 
     def known(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:

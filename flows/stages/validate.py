@@ -10,7 +10,7 @@ from flows.work.checkpoints import checkpoint_store
 from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun
 from rlcore.config import JudgingConfig, RunConfig
-from rlcore.config.fingerprint import fingerprint, settings_fingerprint
+from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, suite_fingerprint
@@ -43,7 +43,7 @@ class Validate(Stage[Judgement]):
         config, name = run.config, self.result_name(run.config)
         step = 0 if self.checkpoint == "start" else run.committed
         is_known = known_judgement(config, run.layout, name, step) is not None
-        digest = fingerprint("validate", {"run": settings_fingerprint(config), "settings": config.validation})
+        digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
 
     def known(self, run: OpenRun) -> Judgement | None:

@@ -21,7 +21,7 @@ from flows.work.slots import Slots, Wish
 from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import run_id
+from rlcore.config.fingerprint import run_id, settings_fingerprint
 from rlcore.errors import CheckpointError, DataError, MillraceError, is_stop
 from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.given_models import changed_models, keep_models, model_paths
@@ -99,6 +99,11 @@ class OpenRun:
             CheckpointError: all are broken, or it is of other settings.
         """
         return committed_step(self.config)
+
+    @cached_property
+    def settings_fingerprint(self) -> str:
+        """Fingerprint of the settings, which each stage of the training names."""
+        return settings_fingerprint(self.config)
 
     @property
     def is_trained(self) -> bool:
