@@ -489,23 +489,19 @@ def slots(
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
 
 
-@command("stack.command:up", "millrace up", "millrace up --ray --workers 2")
+@command("stack.control:up", "millrace up", "millrace up --ray --workers 2")
 def up(
     root: Root = ARTIFACTS,
     ray: Annotated[bool, typer.Option("--ray", help="Also a Ray head.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Prefect workers.")] = 1,
     prefect_port: Port = None,
     mlflow_port: Port = None,
-    notify_url: Annotated[
-        str | None,
-        typer.Option(envvar="MILLRACE_NOTIFY_URL", help="A webhook that is called when a run fails or pauses."),
-    ] = None,
     notify_block: Annotated[
         str | None,
         typer.Option(
             envvar="MILLRACE_NOTIFY_BLOCK",
             metavar="TYPE/NAME",
-            help="A notification block in Prefect (Slack, mail, ...) that is told the same.",
+            help="A notification block in Prefect (Slack, mail, a webhook) that tells of runs that fail or wait.",
         ),
     ] = None,
 ) -> None:
@@ -534,12 +530,12 @@ def deploy(
     """Make a deployment of an experiment in the stack that is up, or bring it up to date. It runs in its worker."""
 
 
-@command("stack.command:down", "millrace down")
+@command("stack.control:down", "millrace down")
 def down(root: Root = ARTIFACTS) -> None:
     """End what `millrace up` has started. Runs save, and go on after the next `up`."""
 
 
-@command("stack.command:status", "millrace status")
+@command("stack.control:status", "millrace status")
 def status(root: Root = ARTIFACTS) -> None:
     """Show what `millrace up` has started, and whether it answers. Exit code 1 if something is missing."""
 

@@ -13,7 +13,6 @@ from flows.plan.checks import check_before_plan, check_before_start, check_dry_r
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
-from flows.server.database import address_in
 from flows.stages.pass_rates import PassRates
 from flows.stages.report import write_report
 from flows.stages.validate import Validate
@@ -172,6 +171,4 @@ def _prefect_hint(api: PrefectApi, root: Path) -> str:
         return api.url.removesuffix("/api")
     if api.home == root / "prefect":
         return beside_python(f"millrace up --root {quote(str(root))} --workers 0")
-    where = {"PREFECT_HOME": str(api.home), **address_in(api.home)}
-    told = " ".join(f"{name}={quote(value)}" for name, value in where.items())
-    return f"{told} {beside_python('prefect server start')}"
+    return f"PREFECT_HOME={quote(str(api.home))} {beside_python('prefect server start')}"

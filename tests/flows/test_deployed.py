@@ -1,4 +1,4 @@
-"""Runs of deployments on a stack that is up: wrong ones, by a clock, a sweep over the work pool, on Ray."""
+"""Runs of deployments on a stack that is up: each stage, sweeps over the work pool, on Ray."""
 
 import json
 import os
@@ -6,26 +6,24 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import pytest
 
-from flows.stack.control import Wishes, status
+from flows.stack.control import states_of
 from flows.stack.state import read_stack
-from tests.flows.conftest import HELD, Millrace, ended, forked, numbers, wait_until
-from tests.flows.stack import ENDS, Stack, stack_up
+from tests.flows.conftest import HELD, ended, forked, numbers, wait_until
 from tests.flows.sweep_series import in_the_way
 from tests.flows.sweep_specs import SPECS, UNTRACKED
+from tests.helpers.stack import ENDS, Stack, stack_up
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.lengthy, pytest.mark.timeout(1800)]
 
 TINY = ["trainer.total_steps=1", *UNTRACKED]
-EVERY_S = 5.0
-"""Interval of a schedule: much shorter than a run, so that the second one is due while the first one goes on."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
         environment.setenv("PYTHONPATH", str(HELD))
         (root / "held").touch()
-        with stack_up(root, Wishes(ray=True)) as stack:
+        with stack_up(root, ray=True) as stack:
             yield stack
 
 
@@ -54,70 +52,9 @@ def assert_in_turn(runs: list[dict[str, Any]]) -> None:
         assert time_of(one, "end_time") <= time_of(after, "start_time"), (one["name"], after["name"])
 
 
-# ---------------------------------------------------------------------- mistakes
-
-
-def test_mistakes_fail_the_flow_run_with_the_command_lines_message(stack: Stack, bare: Millrace) -> None:
-    wrong = ["trainer.totl_steps=5", "trainer.mini_batch_size=7"]
-    spec = stack.root / "wrong.yaml"
-    spec.write_text("name: wrong\nexperiment: debug\ngrid: {optim.lrr: [1]}\n")
-    run = stack.start("pipeline/debug", overrides=wrong)
-    of_a_sweep = stack.start("sweep/debug", spec=str(spec))
-    for flow_run, words in ((run, ("run", "experiment=debug", *wrong)), (of_a_sweep, ("sweep", str(spec)))):
-        told = bare(*words)
-        assert told.code == 2
-        found = stack.wait(flow_run, "FAILED")
-        assert told.err.strip() in found["state"]["message"]
-        assert found["run_count"] == 1, "trying again would not help"
-        took = time_of(found, "end_time") - time_of(found, "start_time")
-        print(f"{words}: failed {took.total_seconds():.2f} s after its start")
-    assert "Did you mean trainer.total_steps?" in stack.run(run)["state"]["message"]
-    assert "Did you mean optim.lr?" in stack.run(of_a_sweep)["state"]["message"]
-    assert not (stack.root / "runs").exists()
-    assert not (stack.root / "sweeps").exists()
-    watched = stack.prefect("deployment", "run", "pipeline/debug", "--watch", "-p", f"overrides={json.dumps(wrong)}")
-    assert watched.returncode == 1
-    assert "Did you mean trainer.total_steps?" in watched.stdout, "the reason is told"
-    for lines in (watched.stdout, *messages_of(stack, run, of_a_sweep)):
-        assert "Traceback" not in lines
-
-
 def messages_of(stack: Stack, *runs: str) -> list[str]:
     """Lines of the logs of flow runs."""
     return [str(one["message"]) for one in stack.api.filter("logs", logs={"flow_run_id": {"any_": list(runs)}})]
-
-
-# ---------------------------------------------------------------------- by a clock
-
-
-def test_a_schedule_fires_twice_and_its_runs_do_not_overlap(stack: Stack) -> None:
-    deployment = stack.deployment("train/local")["id"]
-    schedule = {
-        "active": True,
-        "schedule": {"interval": EVERY_S, "anchor_date": datetime.now(UTC).isoformat()},
-        "parameters": {"overrides": ["name=clock", *TINY]},
-    }
-    (made,) = stack.ask(f"deployments/{deployment}/schedules", [schedule])
-
-    def runs(**more: Any) -> list[dict[str, Any]]:
-        found = stack.api.filter("flow_runs", deployments={"id": {"any_": [deployment]}}, **more)
-        return [run for run in found if run["auto_scheduled"]]
-
-    def done() -> list[dict[str, Any]]:
-        return [run for run in runs(sort="END_TIME_DESC") if run["state_type"] in ENDS]
-
-    wait_until(lambda: len(done()) >= 2, "two runs of the schedule have ended")
-    stack.ask(f"deployments/{deployment}/schedules/{made['id']}", method="DELETE")
-    for run in runs():  # those that wait; one may be on its way
-        if run["state_type"] in ("SCHEDULED", "PENDING"):
-            stack.ask(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
-    wait_until(lambda: all(run["state_type"] in ENDS for run in runs(sort="START_TIME_DESC")), "the last one ends")
-    begun = [run for run in runs(sort="START_TIME_ASC") if run["start_time"] and run["total_run_time"] > 0]
-    first, second = sorted(begun, key=lambda run: time_of(run, "start_time"))[:2]
-    assert [run["state_type"] for run in (first, second)] == ["COMPLETED", "COMPLETED"]
-    assert time_of(second, "expected_start_time") < time_of(first, "end_time"), "it was due before the first had ended"
-    assert_in_turn([first, second])
-    assert sorted(numbers(stack.run_dir("clock"))) == [0, 1], "the second found the work of the first"
 
 
 def test_each_stage_runs_alone(stack: Stack) -> None:
@@ -158,7 +95,7 @@ def children_of(stack: Stack, parent: str) -> list[dict[str, Any]]:
     return stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [parent]}})
 
 
-def test_a_sweep_on_workers_goes_on_after_a_failed_child_and_runs_only_that_one_again(stack: Stack) -> None:
+def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     spec = spec_of(stack, "grid")
     obstacle = in_the_way(stack.root, stack.root)
 
@@ -191,15 +128,6 @@ def test_a_sweep_on_workers_goes_on_after_a_failed_child_and_runs_only_that_one_
     assert child["name"] == "debug optim.lr=0.0003 seed=2 to step 1"
     assert child["state_type"] == "COMPLETED"
 
-    # The comparison says what the journals say.
-    points = record_of(stack, "grid")["points"]
-    for point in points:
-        scores = [numbers(Path(one["run_dir"]))[1]["val-core/countdown/reward/mean@2"] for one in point["runs"]]
-        assert point["score"] == pytest.approx(fmean(scores))
-    (comparison,) = stack.root.glob("sweeps/grid-*/comparison/comparison.json")
-    assert len(json.loads(comparison.read_text())["tables"]["runs"]["rows"]) == 4
-    assert f"best: point {max(points, key=lambda one: (one['score'], -one['point']))['point']}," in done.out
-
 
 def hold_the_next(stack: Stack) -> None:
     """Start something, and wait for it with `wait_until_held`: the first trainer to come to an update stays in it."""
@@ -218,7 +146,7 @@ def states_below(stack: Stack, run: str) -> list[str]:
     return sorted(child["state_type"] for child in children_of(stack, run))
 
 
-def test_an_optuna_search_on_workers_is_stopped_twice_and_goes_on(stack: Stack) -> None:
+def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
     # Interrupted at the command: the child in hand saves, the one that waits is not begun.
     hold_the_next(stack)
     process = start_sweep(stack, "on workers")
@@ -297,8 +225,8 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
 # ---------------------------------------------------------------------- Ray
 
 
-def test_a_run_joins_the_ray_head_of_the_stack_and_no_file_has_the_login(stack: Stack) -> None:
-    assert {state for _, state in status(stack.root)} == {"up"}
+def test_a_run_joins_the_ray_head_and_the_login_is_hidden(stack: Stack) -> None:
+    assert {state for _, state in states_of(stack.root)} == {"up"}
     head = read_stack(stack.root).service("ray")
     assert head is not None
     joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]
@@ -307,7 +235,7 @@ def test_a_run_joins_the_ray_head_of_the_stack_and_no_file_has_the_login(stack: 
     stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
-def test_the_log_of_ray_workers_is_in_the_flow_runs_log(stack: Stack) -> None:
+def test_the_log_of_ray_workers_is_in_prefect(stack: Stack) -> None:
     loud = "algo.policy_loss=tests.flows.spoken:speaks"
     run = stack.start("train/local", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
     stack.wait(run, "COMPLETED")

@@ -95,7 +95,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"slots --per-gpu 64 --gpus {','.join(map(str, range(17)))}", ["--gpus: must give 1,024 slots at most", "1,088"]),
     ("slots --set 2 --root=/proc/here", ["/proc/here/slots: cannot be written"]),
     ("up --root=/proc/here", ["/proc/here: cannot be written"]),
-    ("up --notify-url hooks.example", ["--notify-url (MILLRACE_NOTIFY_URL): must begin with http:// or https://"]),
     ("deploy mine.yaml --name a/b", ["--name: must have none of / % & < >, which Prefect refuses; got a/b with /"]),
     ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
     ("eval model --suite pipe.yaml", ["--suite: must name files in conf/suite, or paths of files"]),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.stack import Stack
 from tests.flows.test_documented_commands import BLOCK, REPOSITORY
+from tests.helpers.stack import Stack
 
 pytestmark = pytest.mark.lengthy  # what each command does has its own tests
 

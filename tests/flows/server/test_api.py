@@ -1,4 +1,4 @@
-"""The Prefect server of a command lives as long as the command, whatever ends it; another one is looked at first."""
+"""The Prefect server of a command ends with the command, whatever ends it; another one is checked first."""
 
 import os
 import signal
@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.flows.conftest import REPOSITORY, Millrace, wait_until
-from tests.flows.serving import serving
+from tests.helpers.serving import serving
+from tests.helpers.stack import prefect_home
 
 pytestmark = pytest.mark.prefect
 
@@ -32,7 +33,7 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PYTHONPATH"] = str(REPOSITORY)
     root = tmp_path / "why? 50%41 #1"
-    root.mkdir()
+    prefect_home(root / "prefect")
     (root / "uvicorn.py").write_text("raise SystemExit('somebody else\\'s uvicorn.py')\n")
     with subprocess.Popen(
         [sys.executable, "-P", "-c", STARTER, str(root)], cwd=root, stdout=subprocess.PIPE, text=True, env=environment
@@ -70,7 +71,7 @@ ANSWERS = {
 """Of an old Prefect, and of something else."""
 
 
-def test_a_server_of_another_version_and_one_that_is_no_prefect_are_told(stranger: str, artifacts_root: Path) -> None:
+def test_a_server_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
     for path, told in (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers")):
         command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{stranger}/{path}/api/"})
         done = command("run", "experiment=debug")

@@ -1,7 +1,9 @@
-"""A stack that is up, as its tests talk to it: by Prefect's command line, by its API, and by what lies on disk."""
+"""A stack that is up, and ways to talk to it: Prefect's command line, its API, files on disk."""
 
+import fcntl
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,11 +18,12 @@ from typing import Any
 
 import psutil
 
+from flows.server.api import LocalServer
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
-from flows.stack.control import Wishes, down, up
-from flows.stack.services import free_port, prefect_recipe, start, wait_until_ready
-from flows.stack.state import Databases, StackState, read_stack, write_stack
+from flows.stack.control import down, up
+from flows.stack.state import read_stack
 from rlcore.storage.locks import read_holder
+from tests import SHARED_STAGES
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
 from tests.report.chromium import Tab
 
@@ -190,23 +193,29 @@ class Stack:
         return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
 
 
-@contextmanager
-def stack_up(root: Path, wishes: Wishes | None = None) -> Iterator[Stack]:
-    """A stack that is up inside the block."""
-    try:
-        up(root, wishes=wishes)
-        yield Stack(root)
-    finally:
-        down(root)
+def prefect_home(home: Path) -> Path:
+    """Put an empty database of Prefect into a server's home; it is made once for all tests, in seconds of a core."""
+    shared = Path(os.environ[SHARED_STAGES])
+    made = shared / "prefect.db"
+    with (shared / "prefect.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            server = LocalServer(shared / "prefect")
+            server.wait()
+            server.stop()
+            with closing(sqlite3.connect(shared / "prefect" / "prefect.db")) as database:
+                database.execute("vacuum into ?", (str(made),))
+    home.mkdir(parents=True, exist_ok=True)
+    shutil.copy(made, home / "prefect.db")
+    return home
 
 
 @contextmanager
-def prefect_up(root: Path) -> Iterator[Stack]:
-    """A stack's Prefect server alone, without deployments; up inside the block."""
-    service = start(root, prefect_recipe(root, Databases.chosen(root), free_port(), StackState()))
+def stack_up(root: Path, **options: Any) -> Iterator[Stack]:
+    """A stack that is up inside the block. `options`: of `up`."""
+    prefect_home(root / "prefect")
     try:
-        write_stack(root, StackState(prefect_api_url=f"{service.url}/api", services=(service,)))
-        wait_until_ready(service)
+        up(root, **options)
         yield Stack(root)
     finally:
         down(root)

@@ -1,4 +1,4 @@
-"""`millrace deploy`: a deployment of one's own experiment, beside Millrace's own in one Prefect server."""
+"""`millrace deploy`: a deployment of one's own experiment in a Prefect server with Millrace's work pool."""
 
 import os
 import shutil
@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from data import multiplication
+from flows import SOURCE_FOLDER
 from flows.server.api import LocalServer
-from flows.stack.state import STACK, StackState, write_stack
+from flows.stack.state import Service, StackState, write_stack
+from rlcore.storage.locks import birth_of
 from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, forked, start, under
 
 pytestmark = pytest.mark.prefect
@@ -23,19 +26,13 @@ data: {build: "my_task:build", scorer: "my_task:score", train_size: 20, validati
 """
 
 
-def brought_up_to_date(command: Millrace, root: Path) -> Finished:
-    """What `millrace up` runs for its deployments."""
-    environment = os.environ | command.environment | {STACK: str(root)}
-    return ended(forked("flows.stack.deploy", [], environment))
-
-
 @pytest.fixture(scope="module")
 def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Millrace:
-    """The command line with a server that has Millrace's deployments."""
+    """The command line with a server that the record of a stack names."""
     command = under(prefect_server, tmp_path_factory.mktemp("deployed"))
-    write_stack(command.root, StackState(prefect_api_url=prefect_server.url))
-    told = brought_up_to_date(command, command.root)
-    assert told.code == 0, told.err
+    url = prefect_server.url.removesuffix("/api")
+    service = Service("prefect", os.getpid(), birth_of(psutil.Process()), 1, url, "", "")
+    write_stack(command.root, StackState(services=(service,)))
     return command
 
 
@@ -60,48 +57,38 @@ def found(api: Api, name: str) -> dict[str, Any]:
 
 def crons(deployment: dict[str, Any]) -> list[tuple[str, str, bool]]:
     schedules = [(one["schedule"], one["active"]) for one in deployment["schedules"]]
-    return [(schedule["cron"], schedule["timezone"], active) for schedule, active in schedules]
+    return sorted((schedule["cron"], schedule["timezone"], active) for schedule, active in schedules)
 
 
-def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Millrace, own: Path, api: Api) -> None:
+def test_it_is_made_and_updated_and_keeps_schedules(deployed: Millrace, own: Path, api: Api) -> None:
     done = deploy(deployed, own, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin")
     assert (done.code, done.err) == (0, "")
     assert f"deployment pipeline/own, 0 3 * * * (Europe/Berlin), root {deployed.root}: http://" in done.out
-    made, model = found(api, "own"), found(api, "debug")
+    made = found(api, "own")
     assert made["parameters"] == {"experiment": str(own), "overrides": []}
     assert crons(made) == [("0 3 * * *", "Europe/Berlin", True)]
-    like = (
-        "flow_id",
-        "entrypoint",
-        "path",
-        "pull_steps",
-        "work_pool_name",
-        "work_queue_name",
-        "enforce_parameter_schema",
-    )
-    assert [made[key] for key in like] == [model[key] for key in like]
-    assert made["parameter_openapi_schema"] == model["parameter_openapi_schema"]
+    assert made["entrypoint"] == "flows/pipeline.py:pipeline"
+    assert made["pull_steps"] == [
+        {"prefect.deployments.steps.set_working_directory": {"directory": str(SOURCE_FOLDER)}}
+    ]
+    assert (made["work_pool_name"], made["work_queue_name"]) == ("millrace", "training")
+    assert made["enforce_parameter_schema"]
+    assert made["parameter_openapi_schema"]["properties"]["total_steps"]["type"] == "integer", "it may be left empty"
 
-    done = deploy(deployed, own, "seed=2", "--name", "own")
-    again = found(api, "own")
-    assert (again["id"], done.code) == (made["id"], 0)
-    assert again["parameters"]["overrides"] == ["seed=2"]
-    assert crons(again) == crons(made)
-
-    # The next `millrace up` keeps it, and says nothing of it.
-    told = brought_up_to_date(deployed, deployed.root)
-    assert told.code == 0, told.err
-    assert "pipeline/own" not in told.out
-    assert found(api, "own")["parameters"] == again["parameters"]
-    assert crons(found(api, "own")) == crons(made)
+    by_hand = {"active": False, "schedule": {"cron": "0 5 * * *", "timezone": "UTC"}}
+    api.post(f"deployments/{made['id']}/schedules", [by_hand])
+    for words, cron in ((("seed=2", "--name", "own"), "0 3 * * *"), (("seed=2", "--cron", "0 4 * * *"), "0 4 * * *")):
+        done = deploy(deployed, own, *words)
+        again = found(api, "own")
+        assert (again["id"], done.code) == (made["id"], 0), done.err
+        assert again["parameters"]["overrides"] == ["seed=2"]
+        assert [(one, is_on) for one, _, is_on in crons(again)] == [(cron, True), ("0 5 * * *", False)]
 
 
 def test_the_server_of_another_root_is_refused_by_name(deployed: Millrace, own: Path, api: Api, tmp_path: Path) -> None:
-    before = api.filter("deployments")
     done = deploy(replace(deployed, root=tmp_path / "other"), own, "seed=3", "--name", "theirs")
     assert done.code == 1
     assert f"PREFECT_API_URL: {api.url} is not the server of the stack under {tmp_path / 'other'}" in done.err
-    assert api.filter("deployments") == before
 
 
 @pytest.mark.parametrize(
@@ -109,12 +96,13 @@ def test_the_server_of_another_root_is_refused_by_name(deployed: Millrace, own: 
     [
         (["--cron", "0 3 * *"], 2, ["--cron: must be five fields of cron", "got '0 3 * *' in UTC", "'0 3 * * *'"]),
         (["data.scorer=my_tusk:score"], 2, ["my_tusk:score", "beside the experiment's file"]),
-        (["--name", "debug"], 1, ["pipeline/debug: is a deployment of Millrace's own", "--name"]),
+        (["--name", "listed"], 1, ["pipeline/listed: is a deployment of Millrace's own", "--name"]),
     ],
 )
 def test_a_mistake_makes_no_deployment(
     deployed: Millrace, own: Path, api: Api, words: list[str], code: int, told: list[str]
 ) -> None:
+    api.post("deployments/", {"name": "listed", "flow_id": api.post("flows/", {"name": "pipeline"})["id"]})
     before = api.filter("deployments")
     done = deploy(deployed, own, *words)
     assert done.code == code, done.err
@@ -123,14 +111,9 @@ def test_a_mistake_makes_no_deployment(
     assert api.filter("deployments") == before
 
 
-def test_without_a_stack_it_says_how_one_is_started(own: Path, bare: Millrace) -> None:
-    done = deploy(bare, own)
-    assert done.code == 1
-    assert f"no Prefect server is up under {bare.root}" in done.err
-    assert "millrace up --root" in done.err
-
-
-def test_the_root_is_that_of_the_folder_that_the_command_is_started_in(own: Path, bare: Millrace) -> None:
+def test_without_a_stack_it_names_the_root_of_the_folder(own: Path, bare: Millrace) -> None:
     environment = os.environ | bare.environment | {"PYTHONPATH": str(REPOSITORY)}
     done = ended(start((sys.executable, "-m", "flows.cli", "deploy", own.name), environment, own.parent))
+    assert done.code == 1
     assert f"no Prefect server is up under {own.parent / 'artifacts'}" in done.err
+    assert "millrace up --root" in done.err

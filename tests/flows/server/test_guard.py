@@ -2,24 +2,19 @@
 
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
 from flows.server.api import LocalServer
 from flows.server.secret import SECRET_FILE, login_of, mlflow_client
-from flows.stack.deploy import _ensure_pool
-from flows.stack.services import POOL
 from rlcore.errors import MillraceError
-from tests.flows.attempts import Attempt
+from tests.helpers.attempts import Attempt
 
 EVENTS = "/api/events/filter"
 EVIL = "http://evil.example"
@@ -66,29 +61,7 @@ def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
                     socket.recv()
 
 
-@pytest.fixture
-def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
-    server = {PREFECT_API_URL: prefect_server.url, PREFECT_API_AUTH_STRING: prefect_server.login}
-    with temporary_settings(server), get_client(sync_client=True) as client:
-        yield client
-
-
-@pytest.mark.prefect
-def test_the_work_pool_takes_no_job_variable(client: SyncPrefectClient, prefect_server: LocalServer) -> None:
-    _ensure_pool(client)
-    made = client.create_deployment(client.create_flow_from_name("guarded"), "guarded", work_pool_name=POOL)
-    path, server = f"/api/deployments/{made}/create_flow_run", prefect_server.url.removesuffix("/api")
-    try:
-        for name in ("command", "env", "env.PYTHONPATH", "working_dir", "name", "stream_output"):
-            asked = {"job_variables": {name: "x"}}
-            told = Attempt("POST", path, asked, login=prefect_server.login, status=422).try_at(server)
-            assert f"'{name}' was unexpected" in told
-        assert Attempt("POST", path, {}, login=prefect_server.login, status=201).try_at(server)
-    finally:
-        client.delete_deployment(made)
-
-
-def test_all_who_ask_for_the_first_login_at_once_get_the_same(tmp_path: Path) -> None:
+def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for number in range(100):
             root = tmp_path / str(number)
