@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import beside_python
@@ -27,33 +26,31 @@ from rlcore.tracking.mlflow_store import MlflowStore
 LOCK_WAIT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class StackOptions:
-    """Options of `up`; a port of None: the one that there was before, or a free one."""
-
-    ray: bool = False
-    workers: int = 1
-    prefect_port: int | None = None
-    mlflow_port: int | None = None
-    notify_block: str | None = None
-
-
-def up(root: Path, **options: Any) -> None:
+def up(
+    root: Path,
+    *,
+    ray: bool = False,
+    workers: int = 1,
+    prefect_port: int | None = None,
+    mlflow_port: int | None = None,
+    notify_block: str | None = None,
+) -> None:
     """Start what is not running, apply the deployments, and print where everything is. Safe to call again.
 
-    Where that fails, what this call has started is ended again. `options`: fields of `StackOptions`.
+    Where that fails, what this call has started is ended again. A port of None: the one that there was before, or a
+    free one.
 
     Raises:
         MillraceError: a service does not start; says why, with the end of its log.
     """
-    root, wanted = root.resolve(), StackOptions(**options)
+    root, ports = root.resolve(), {"prefect": prefect_port, "mlflow": mlflow_port}
     try:
         with _locked(root):
             recorded = read_stack(root)
-            _require_fit(root, recorded, wanted)
+            _require_fit(root, recorded, ports)
             ran_before = recorded.running()
             try:
-                state = _started(root, recorded, wanted)
+                state = _started(root, recorded, ports, notify_block, workers, ray=ray)
             except BaseException:
                 _end(read_stack(root).running() - ran_before)
                 raise
@@ -116,10 +113,10 @@ def _locked(root: Path) -> HeldLock:
     return HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S)
 
 
-def _require_fit(root: Path, state: StackState, wanted: StackOptions) -> None:
+def _require_fit(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
     """Require that a server that is up is of the installed version, and has the port that was asked for."""
     again = f"`millrace down --root {quote(str(root))}`"
-    for name, port in (("prefect", wanted.prefect_port), ("mlflow", wanted.mlflow_port)):
+    for name, port in ports.items():
         service = state.service(name)
         if service is None or service.process() is None:
             continue
@@ -135,26 +132,28 @@ def _require_fit(root: Path, state: StackState, wanted: StackOptions) -> None:
             )
 
 
-def _started(root: Path, state: StackState, wanted: StackOptions) -> StackState:
+def _started(
+    root: Path, state: StackState, ports: Mapping[str, int | None], notify_block: str | None, workers: int, *, ray: bool
+) -> StackState:
     """Start what does not run: servers, which come up while Prefect is set up, then workers."""
     ran_before = state.running()
-    state = _start(root, state, "prefect", partial(services.start_prefect, root, wanted.prefect_port))
+    state = _start(root, state, "prefect", partial(services.start_prefect, root, ports["prefect"]))
     database = mlflow_database(root)
     if not has_store(database):
         # Whole or not at all: of a server that is killed meanwhile half the tables would stay.
         connect(database)
     services.wait_until_ready(_service(state, "prefect"))
     earlier = state.service("mlflow")
-    state = _start(root, state, "mlflow", partial(services.start_mlflow, root, wanted.mlflow_port))
+    state = _start(root, state, "mlflow", partial(services.start_mlflow, root, ports["mlflow"]))
     if state.service("mlflow") != earlier:
         state = replace(state, mlflow_database=masked(database))
-    if wanted.ray:
+    if ray:
         state = _start(root, state, "ray", partial(services.start_ray, root))
-    _set_up_prefect(root, state, wanted)
-    workers = [f"worker-{number}" for number in range(1, wanted.workers + 1)]
-    for name in workers:
+    _set_up_prefect(root, state, notify_block)
+    names = [f"worker-{number}" for number in range(1, workers + 1)]
+    for name in names:
         state = _start(root, state, name, partial(services.start_worker, root, name))
-    for name in ("prefect", "mlflow", *(["ray"] if wanted.ray else []), *workers):
+    for name in ("prefect", "mlflow", *(["ray"] if ray else []), *names):
         service = _service(state, name)
         services.wait_until_ready(service)
         before = " already" if service in ran_before else ""
@@ -193,11 +192,11 @@ def _end(ended: Iterable[Service]) -> None:
         say(f"{service.name} (process {service.pid}) has ended")
 
 
-def _set_up_prefect(root: Path, state: StackState, wanted: StackOptions) -> None:
+def _set_up_prefect(root: Path, state: StackState, notify_block: str | None) -> None:
     """Run `flows.stack.deploy` in a process of its own: Prefect reads its settings once."""
     environment = os.environ | services.prefect_environment(root, state.prefect_api_url) | {STACK: str(root)}
-    if wanted.notify_block is not None:
-        environment[services.NOTIFY_BLOCK] = wanted.notify_block
+    if notify_block is not None:
+        environment[services.NOTIFY_BLOCK] = notify_block
     done = subprocess.run(
         [sys.executable, "-m", "flows.stack.deploy"],
         cwd=SOURCE_FOLDER,

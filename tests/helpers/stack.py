@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
@@ -25,7 +27,6 @@ from flows.stack.state import read_stack
 from rlcore.storage.locks import read_holder
 from tests import SHARED_STAGES
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
-from tests.report.chromium import Tab
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
@@ -60,15 +61,20 @@ class Stack:
         """Prefect's filters."""
         return Api(self.url, self.login)
 
+    @contextmanager
+    def client(self) -> Iterator[SyncPrefectClient]:
+        """Prefect's own client, and its server for what is called inside the block."""
+        with (
+            temporary_settings({PREFECT_API_URL: self.url, PREFECT_API_AUTH_STRING: self.login}),
+            get_client(sync_client=True) as client,
+        ):
+            yield client
+
     def prefect(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Prefect's own command line."""
-        return self.python("-m", "prefect", "--no-prompt", *words)
-
-    def python(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Python that talks to this Prefect."""
         environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect"), "PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
-            [sys.executable, *words],
+            [sys.executable, "-m", "prefect", "--no-prompt", *words],
             cwd=REPOSITORY,
             env=os.environ | environment,
             capture_output=True,
@@ -167,15 +173,6 @@ class Stack:
         with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
             ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
         return str(found)
-
-    def log_in(self, tab: Tab, path: str) -> None:
-        """Open a page of Prefect as a person does for the first time: it asks for the login, once."""
-        tab.call("Page.navigate", url=f"{self.url.removesuffix('/api')}{path}")
-        tab.wait("document.querySelector('input[type=password]') !== null")
-        tab.value("document.querySelector('input[type=password]').focus()")
-        tab.type(self.login)
-        tab.value("[...document.querySelectorAll('button')].find((one) => one.innerText.trim() === 'Login').click()")
-        tab.wait(f"location.pathname === {json.dumps(path)}")
 
     def assert_hidden(self, *secrets: str) -> None:
         """None of them is in a command line of a service or in a file, but for the file of the login."""

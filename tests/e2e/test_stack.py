@@ -4,22 +4,25 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import urllib.error
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from shlex import quote
 
 import psutil
 import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.types import SecretDict
 
 from flows.commands.runs import stop
 from flows.stack.control import states_of, up
+from flows.stack.deploy import notify
 from flows.stack.state import read_stack
-from tests.flows.conftest import WAIT_S, numbers, wait_until
+from rlcore.errors import MillraceError
+from tests.flows.conftest import numbers, wait_until
 from tests.helpers.attempts import Attempt, told_to_a_page
 from tests.helpers.serving import serving
 from tests.helpers.stack import RETRY, SUSPEND, Stack, stack_up
@@ -34,32 +37,7 @@ ENDLESS = ("trainer.total_steps=100000", "trainer.steps_per_chunk=10", "validati
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
 
 SECRET = "s3cret-token"
-BLOCK = f"""
-import sys
-from prefect.blocks.notifications import CustomWebhookNotificationBlock
-from prefect.client.orchestration import get_client
-from prefect.types import SecretDict
-from flows.stack.deploy import notify
-from rlcore.errors import MillraceError
-CustomWebhookNotificationBlock(
-    name="hook",
-    url=f"{{sys.argv[1]}}/{{{{{{{{token}}}}}}}}",
-    json_data={{"title": "{{{{subject}}}}", "message": "{{{{body}}}}"}},
-    secrets=SecretDict({{"token": "{SECRET}"}}),
-).save("hook")
-with get_client(sync_client=True) as client:
-    notify(client, "custom-webhook/hook")
-    try:
-        notify(client, "slack-webhook/nobody")
-    except MillraceError as error:
-        print(error)
-"""
-EVENTS = """
-from prefect.events import emit_event
-resource = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x"}
-for word in ("disk_room", "paused_for_disk"):
-    emit_event(f"millrace.{word}", resource=resource, payload={"text": "3 GB are missing"})
-"""
+RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x"}
 
 
 @dataclass
@@ -96,18 +74,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Pat
     shutil.copy(empty_store, root / "mlflow.db")
     prepare(root)
     with stack_up(root) as stack:
-        printed = in_prefect(stack, BLOCK, hook.url)
-        assert "must name a notification block in Prefect as TYPE/NAME; got slack-webhook/nobody" in printed
-        assert "and there is custom-webhook/hook" in printed
+        with stack.client() as client:
+            CustomWebhookNotificationBlock(
+                name="hook",
+                url=f"{hook.url}/{{{{token}}}}",
+                json_data={"title": "{{subject}}", "message": "{{body}}"},
+                secrets=SecretDict({"token": SECRET}),
+            ).save("hook")
+            notify(client, "custom-webhook/hook")
         yield stack
 
 
-def in_prefect(stack: Stack, code: str, *words: str) -> str:
-    """Python that talks to the stack's Prefect; what it prints."""
-    done = stack.python("-c", code, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert SECRET not in done.stdout + done.stderr
-    return done.stdout
+def test_a_block_that_is_not_there_is_refused_with_those_that_are(stack: Stack) -> None:
+    with stack.client() as client, pytest.raises(MillraceError) as refused:
+        notify(client, "slack-webhook/nobody")
+    assert "as TYPE/NAME; got slack-webhook/nobody, and there is custom-webhook/hook" in str(refused.value)
 
 
 def test_a_second_up_leaves_processes_and_what_people_have_changed(
@@ -117,8 +98,6 @@ def test_a_second_up_leaves_processes_and_what_people_have_changed(
     deployment = stack.deployment("sweep/countdown-lr")
     added = {"active": True, "schedule": {"cron": "0 3 1 1 *", "timezone": "UTC"}}
     (mine,) = stack.ask(f"deployments/{deployment['id']}/schedules", [added])
-    applied = stack.prefect("deploy", "--all")  # the same file by Prefect's own command
-    assert applied.returncode == 0, applied.stdout + applied.stderr
     stack.ask(f"deployments/{stack.deployment('dataset/local')['id']}", {"paused": True}, "PATCH")
     up(stack.root)
     said = capsys.readouterr().out.splitlines()
@@ -135,18 +114,20 @@ def test_a_second_up_leaves_processes_and_what_people_have_changed(
     assert [state for _, state in states_of(stack.root)] == ["up"] * 3
     assert all(Path(service.log).stat().st_mode & 0o077 == 0 for service in before.services)
 
-    # The one line for a shell is enough for Prefect's own commands, and says no secret.
+    # The one line for a shell says no secret, and gives Prefect's own commands address and login.
     (line,) = (line for line in said if line.startswith("export "))
     assert stack.login not in "".join(said)
-    listed = [line, f"exec {quote(sys.executable)} -m prefect deployment inspect pipeline/debug"]
-    done = subprocess.run(["sh", "-c", "; ".join(listed)], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert stack.deployment("pipeline/debug")["id"] in done.stdout
+    shell = f"{line}; printenv {' '.join(stack.environment)}"
+    assert subprocess.check_output(["sh", "-c", shell], text=True).splitlines() == [*stack.environment.values()]
 
 
 def test_a_notification_that_fails_is_logged_without_its_address(stack: Stack, hook: Hook) -> None:
     hook.answer = 500
-    in_prefect(stack, EVENTS)
+    events = [
+        {"event": f"millrace.{word}", "resource": RESOURCE, "payload": {"text": "3 GB are missing"}}
+        for word in ("disk_room", "paused_for_disk")
+    ]
+    stack.ask("events", [{**one, "id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()} for one in events])
     wait_until(lambda: "HTTPStatusError 500" in stack.log("prefect"), "the server's log names the failure")
     hook.answer = 200
     told = [(one["title"], one["message"]) for one in hook.told]
@@ -183,49 +164,6 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
     made.try_at(read_stack(stack.root).mlflow_url)
     assert not proof.exists()
     stack.assert_hidden(stack.login, stack.login.partition(":")[2])
-
-
-@pytest.mark.lengthy  # without a browser: the two tests below that start such runs
-@pytest.mark.program("chromium")
-def test_the_form_refuses_wrong_values_and_runs_an_own_file(stack: Stack, tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("defaults: [debug, _self_]\nname: own\n")
-    with open_tab(tmp_path / "profile") as tab:
-
-        def fill_in(name: str, text: str) -> None:
-            """Type into the field of a parameter, over what it holds, and leave it."""
-            label = f"[...document.querySelectorAll('.p-label')].find((one) => one.innerText.startsWith('{name} '))"
-            tab.value(f"{label}.querySelector('input, textarea').select()")
-            tab.type(text)
-            tab.value("document.activeElement.blur()")
-
-        def press(selector: str, text: str) -> None:
-            """Press the last button with this text, once it is there."""
-            buttons = f"[...document.querySelectorAll('{selector}')].filter((one) => one.innerText.trim() === '{text}')"
-            tab.wait(f"{buttons}.length > 0")
-            tab.value(f"{buttons}.at(-1).click()")
-
-        def submit() -> None:
-            tab.value("document.querySelector('button[type=submit]').click()")
-
-        stack.log_in(tab, f"/deployments/deployment/{stack.deployment('pipeline/debug')['id']}/run")
-        tab.wait("document.body && document.body.innerText.includes('Answers to each prompt')")
-        assert tab.value("document.querySelector('select').value") == "debug"
-        press("button", "File")
-        fill_in("experiment", str(own))
-        fill_in("total_steps", "1")
-        fill_in("learning_rate", "-1")
-        submit()
-        tab.wait("document.body.innerText.includes('-1 is less than or equal to the minimum of 0')")
-        assert stack.api.filter("flow_runs") == []
-        fill_in("learning_rate", "0.001")
-        submit()
-        wait_until(lambda: bool(stack.api.filter("flow_runs")), "a run of the form")
-        (made,) = stack.api.filter("flow_runs", deployments={"name": {"any_": ["debug"]}})
-        assert made["parameters"]["experiment"] == str(own)
-        assert (made["parameters"]["learning_rate"], made["parameters"]["total_steps"]) == (0.001, 1)
-        assert stack.wait(made["id"], "COMPLETED")["name"] == "pipeline/own"
-        assert sorted(numbers(stack.run_dir("own"))) == [0, 1]
 
 
 def test_a_wrong_override_fails_the_run_and_is_notified(stack: Stack, hook: Hook) -> None:
