@@ -428,7 +428,6 @@ def data_inspect(
     num_rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show of each file, chosen at random.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page to this file instead.")] = None,
 ) -> None:
     """Show a dataset: rows, counts, lengths, duplicates."""
 

@@ -24,7 +24,6 @@ from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
-from rlcore.storage.publish import write_text_atomically
 
 
 def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
@@ -98,15 +97,12 @@ def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
         chain.run_stages(run, chain.run_here, PassRates.name)
 
 
-def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path | None) -> None:
-    """Show what a dataset's file or folder holds: on the screen, as JSON, or as a page."""
-    from data.inspect import as_html, as_rich, inspect_dataset
+def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool) -> None:
+    """Print the contents of a dataset's file or folder as tables, or as JSON."""
+    from data.inspect import as_rich, inspect_dataset
 
     report = inspect_dataset(path, num_rows=num_rows, seed=seed)
-    if html is not None:
-        write_text_atomically(html, as_html(report))
-        print(html)
-    elif as_json:
+    if as_json:
         print(report.as_json())
     else:
         from rich.console import Console
