@@ -160,7 +160,7 @@ def warn(lines: Iterable[str]) -> None:
 
 def _show(settings: "RunSettings", *, cfg: str | None) -> None:
     """Print the composed settings as YAML (`--cfg job`, no other part), or what they are composed of (`--info`)."""
-    from rlcore.config.compose import CONF_DIR, composed_of
+    from rlcore.config.compose import CONF_DIR
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
     from rlcore.config.problems import masked
@@ -172,11 +172,11 @@ def _show(settings: "RunSettings", *, cfg: str | None) -> None:
         raise ConfigError(
             f"--cfg: must be job, the composed settings; got {cfg}. --info says what they are composed of"
         )
-    files, members = composed_of(settings.overrides, experiment=settings.experiment)
+    assert settings.composed is not None
     print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
     print(f"conf       {CONF_DIR}")
-    print(f"experiment {', '.join(files) or 'none: the defaults'}")
-    print(f"groups     {' '.join(f'{group}={member}' for group, member in members.items())}")
+    print(f"experiment {', '.join(settings.composed.files) or 'none: the defaults'}")
+    print(f"groups     {' '.join(f'{group}={member}' for group, member in settings.composed.members.items())}")
     print(f"overrides  {' '.join(map(masked, settings.overrides)) or 'none'}")
 
 
