@@ -235,10 +235,8 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
         yield Tile(label, numbers.duration(record.seconds.iloc[-1]), detail)
-    if record.spent is not None:
-        costs = (("{} Wh", record.spent.energy_wh), ("price {}", record.price))
-        details = [text.format(numbers.compact(cost, 3)) for text, cost in costs if cost is not None]
-        yield Tile("GPU time", numbers.duration(record.spent.gpu_seconds), " · ".join(details))
+    if record.gpu_seconds is not None:
+        yield Tile("GPU time", numbers.duration(record.gpu_seconds))
     if (throughput := record.series("perf/throughput")) is not None:
         detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
         yield Tile("Tokens/s/device", numbers.compact(throughput.median(), 3), detail)

@@ -15,7 +15,6 @@ from rlcore.report.record import RunRecord, Runs
 from rlcore.report.series import Series, thinned, up_to
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
-from rlcore.tracking.cost import NOTHING as NO_COST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,27 +145,24 @@ def cost_table(runs: Runs) -> Table:
 
 
 def spent_table(runs: Runs) -> Table | None:
-    """GPU time, energy and price of each run and of all, and by point of held-out reward gained; None without GPUs."""
-    spent = {label: (run.spent, run.price, run.gained) for label, run in runs.items() if run.spent is not None}
-    if not spent:
+    """GPU time of each run and of all, and by point of held-out reward gained; None without GPUs."""
+    used = {label: (run.gpu_seconds, run.gained) for label, run in runs.items() if run.gpu_seconds is not None}
+    if not used:
         return None
-    if len(spent) > 1:
-        uses, prices, gains = zip(*spent.values(), strict=True)
-        spent["all"] = (sum(uses, NO_COST), None if None in prices else sum(prices), max(gains))
-    rows = []
-    for label, (used, price, gained) in spent.items():
-        costs, points = (used.gpu_seconds, used.energy_wh, price), gained / POINT
-        by_point = (None if cost is None or points <= 0 else cost / points for cost in costs)
-        rows.append((label, *costs, points, *by_point))
-    columns: dict[str, Kind] = {"Run": "code", "GPU time": "seconds", "Energy, Wh": "number", "Price": "number",
-                                "Points gained": "number", "GPU time a point": "seconds",
-                                "Energy a point, Wh": "number", "Price a point": "number"}  # fmt: skip
+    if len(used) > 1:
+        seconds, gains = zip(*used.values(), strict=True)
+        used["all"] = (sum(seconds), max(gains))
+    rows: list[Row] = [
+        (label, seconds, gained / POINT, seconds * POINT / gained if gained > 0 else None)
+        for label, (seconds, gained) in used.items()
+    ]
+    columns: dict[str, Kind] = {"Run": "code", "GPU time": "seconds", "Points gained": "number",
+                                "GPU time a point": "seconds"}  # fmt: skip
     note = (
-        f"GPU time and energy are those of all attempts; a point is {POINT:g} of held-out reward, from the first "
-        "validation to the last; all runs together are set against the largest gain of one. Prices are by "
-        "tracking.price_per_gpu_hour."
+        f"GPU time is that of all attempts; a point is {POINT:g} of held-out reward, from the first validation to the "
+        "last; all runs together are set against the largest gain of one."
     )
-    return table("spent", "What it cost", columns, rows, note)
+    return table("spent", "GPU time", columns, rows, note)
 
 
 # ------------------------------------------------------------------ memory
