@@ -18,7 +18,7 @@ from rlcore.report.figures import Groups
 from rlcore.report.findings import check_table, findings_of
 from rlcore.report.plots import Chart, gallery_of
 from rlcore.report.record import RunRecord, Runs, read_run
-from rlcore.report.samples import samples_of
+from rlcore.report.samples import sample_table
 from rlcore.report.series import first_tenth, last_tenth
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 
@@ -135,17 +135,12 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
     if others:
         yield Section("seeds", "Seeds", (compare.seed_table(groups),))
     else:
-        lead = (
-            "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
-            "kind by id, not the best."
-        )
-        yield Section("answers", "Answers", (samples_of(first),), lead)
+        yield Section("answers", "Answers", (sample_table(first),), "The first of each kind by id, not the best.")
     yield Section("convergence", "Convergence", (
         figures.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
-    costs = filter(None, (performance.cost_table(runs), performance.spent_table(runs)))
     yield Section("performance", "Performance", (
         draw(figures.charts_of(groups, figures.SPEED)), *on_time, figures.measure_table("performance", runs),
-        figures.measure_table("efficiency", runs), *costs))  # fmt: skip
+        figures.measure_table("efficiency", runs)))  # fmt: skip
     planned = () if others else performance.memory_plan(first)
     yield Section("memory", "Memory", (*planned, figures.measure_table("memory_peak", runs)))
     if not others:
