@@ -36,7 +36,7 @@ from data.schema import (
 )
 from data.stage import SPLITS, StageResult, publish_mixture, source_digest
 from data.tokenizer import ID_BYTES, Asked, PromptTokenizer, ShortWayError, tokenizer_fingerprint
-from data.write import as_svg, parquet_writer, summarize, write_filter_card
+from data.write import parquet_writer, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -174,7 +174,9 @@ def filter_dataset(
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
-        facts["lengths"] = work.write_lengths(folder)
+        facts["lengths"] = {
+            split: asdict(found) for split in SPLITS if (found := summarize(work.lengths.get(split, Counter())))
+        }
         write_filter_card(folder, facts)
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
@@ -229,14 +231,6 @@ class _Filter:
                 )
             facts = {"split": split, "origin": origin, "counts": counts}
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
-
-    def write_lengths(self, folder: Path) -> dict[str, object]:
-        """Write a plot of each split's lengths beside its rows; returns the summaries."""
-        found = {split: summary for split in SPLITS if (summary := summarize(self.lengths.get(split, Counter())))}
-        for split, summary in found.items():
-            plot = as_svg(summary, f"Prompt lengths of {split}", self._config.max_prompt_tokens)
-            (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
-        return {split: asdict(summary) for split, summary in found.items()}
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
         """The rows of a batch that stay, with their token ids; `start` is the batch's first row in the file."""

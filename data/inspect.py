@@ -1,4 +1,4 @@
-"""Contents of a dataset for `millrace data inspect PATH`: as tables of a terminal, JSON or an HTML page."""
+"""Contents of a dataset for `millrace data inspect PATH`, as tables of a terminal or as JSON."""
 
 import json
 from collections import Counter
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,13 +18,12 @@ from rich.text import Text
 from data.filter import multisets
 from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
 from data.stage import SPLITS
-from data.write import LengthSummary, as_svg, summarize
+from data.write import LengthSummary, summarize
 from rlcore.errors import DataError
-from rlcore.report import document
 from rlcore.storage.manifest import part_directories
 
 LONGEST_SHOWN_CHARS = 600
-"""Longer texts of a shown row are cut in tables and pages; JSON has them whole."""
+"""Longer texts of a shown row are cut in tables; JSON has them whole."""
 _TOKEN_IDS = ("prompt_ids", "solution_ids", "distractor_ids")
 
 
@@ -61,11 +59,6 @@ class Leakage:
     second: str
     num_prompts: int
     num_multisets: int
-
-    @property
-    def is_leak(self) -> bool:
-        """Whether there is any."""
-        return bool(self.num_prompts or self.num_multisets)
 
     def __str__(self) -> str:
         return f"{self.first} and {self.second} share {self.num_prompts:,} prompts, {self.num_multisets:,} multisets"
@@ -184,7 +177,7 @@ def _leakage(first: _Scan, second: _Scan) -> Leakage:
 
 
 def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
-    """The figures of a split in words: name and value of each row of a table."""
+    """Name and value of each figure of a split."""
     yield "rows", f"{split.num_rows:,} ({split.size_bytes / 1e6:.2f} MB)"
     yield "source", ", ".join(f"{name} ({count:,})" for name, count in split.data_sources.items()) or "none"
     if split.lengths is not None:
@@ -203,74 +196,43 @@ def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
 
 
 def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A row in the row schema as labelled texts."""
-    for message in row.get("prompt") or ():
+    """Name and value of each column of a row in the row schema, with the messages of the prompt apart."""
+    for message in row["prompt"] or ():
         role, content = (message or {}).get("role"), (message or {}).get("content")
-        yield f"prompt ({role})", content or ""
-    model = row.get("reward_model") or {}
-    if "ground_truth" in model:
-        yield "ground truth", json.dumps(model["ground_truth"], ensure_ascii=False, default=str)
-    extra = row.get("extra_info") or {}
-    for name, value in extra.items():
-        if value not in ("", None):
-            yield name, str(value)
-    for name in _TOKEN_IDS:
-        if row.get(name):
-            yield name, f"{len(row[name])} tokens: {' '.join(map(str, row[name][:12]))} ..."
-    for name in row.keys() - {"row", "prompt", "reward_model", "extra_info", "ground_truth_json", *_TOKEN_IDS}:
-        yield name, str(row[name])
+        yield f"prompt ({role})", _text(content or "")
+    for name, value in row.items():
+        if name in _TOKEN_IDS:
+            yield name, f"{len(value or ())} tokens: {_text(value)}"
+        elif name not in ("row", "prompt"):
+            yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
 
 
 def as_rich(report: DatasetReport) -> RenderableType:
     """Tables for a terminal."""
-    parts: list[RenderableType] = []
-    for section in _document(report).sections:
-        for block in section.blocks:
-            if isinstance(block, document.Table) and block.rows:
-                title = Text(f"{section.title}: {block.title}", style="table.title")
-                table = Table(title=title, title_justify="left", show_header=False)
-                for row in block.rows:
-                    table.add_row(*(Text(cell.text) for cell in row))
-                parts.append(table)
-    leaks = (Text(str(pair), style="bold red" if pair.is_leak else "green") for pair in report.leakage)
-    return Group(*parts, *leaks)
-
-
-def as_html(report: DatasetReport) -> str:
-    """One self-contained page, in the looks of a run's report."""
-    from rlcore.report.page import page
-
-    return page("report.html.j2", report=_document(report))
-
-
-def _document(report: DatasetReport) -> document.Report:
-    """The same for a terminal and for a page."""
-    leaks = any(pair.is_leak for pair in report.leakage)
-    return document.Report(
-        genre="dataset",
-        title=report.path,
-        subtitle=" · ".join(map(str, report.leakage)),
-        state="splits overlap" if leaks else "",
-        state_tone="bad",
-        sections=tuple(document.Section(split.name, split.name, tuple(_blocks(split))) for split in report.splits),
+    tables = [_table(title, rows) for split in report.splits for title, rows in _sections(split)]
+    leaks = (
+        Text(str(pair), style="bold red" if pair.num_prompts or pair.num_multisets else "green")
+        for pair in report.leakage
     )
+    return Group(*tables, *leaks)
 
 
-def _blocks(split: SplitReport) -> Iterator[document.Block]:
-    def pairs(title: str, rows: Iterable[tuple[str, str]]) -> document.Table:
-        return document.table(f"{split.name}-{title}", title, {"": "text", " ": "code"}, rows)
-
-    yield pairs(split.path, _facts(split))
-    if split.lengths is not None:
-        svg = Markup(as_svg(split.lengths, f"Prompt lengths of {split.name}", unit=split.length_unit))
-        yield document.Gallery((document.Picture(f"{split.name}-lengths", "Prompt lengths", "", svg),))
-    yield pairs("columns", split.columns)
-    yield pairs("provenance", ((name, _cut(value)) for name, value in split.provenance.items()))
+def _sections(split: SplitReport) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
+    yield split.path, _facts(split)
+    yield f"{split.name}: columns", split.columns
+    yield f"{split.name}: provenance", ((name, _text(value)) for name, value in split.provenance.items())
     for row in split.rows:
-        shown = _shown_row(row) if split.problem is None else ((name, str(row[name])) for name, _ in split.columns)
-        yield pairs(f"row {row['row']}", ((name, _cut(value)) for name, value in shown))
+        shown = _shown_row(row) if split.problem is None else ((name, _text(row[name])) for name, _ in split.columns)
+        yield f"{split.name}: row {row['row']}", shown
 
 
-def _cut(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else str(value)
-    return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=Text(title, style="table.title"), title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table

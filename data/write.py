@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -167,33 +166,6 @@ def as_markdown(summary: LengthSummary) -> str:
     return "\n".join(["| tokens | prompts | |", "| ---: | ---: | :--- |", *rows])
 
 
-def as_svg(summary: LengthSummary, title: str, limit: int | None = None, unit: str = "tokens") -> str:
-    """The histogram as an SVG picture, with a line at `limit` where that lies in the range."""
-    width, height, left, bottom = 640, 240, 50, 200
-    peak = max(count for _, _, count in summary.bins)
-    step = (width - left - 20) / len(summary.bins)
-    bars = []
-    for index, (first, last, count) in enumerate(summary.bins):
-        tall = 150 * count / peak
-        bars.append(
-            f'<rect x="{left + index * step:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1, 1):.1f}" '
-            f'height="{tall:.1f}" fill="#3b6ea5"><title>{first} to {last} {unit}: {count:,}</title></rect>'
-        )
-    low, span = summary.min_tokens, max(summary.max_tokens - summary.min_tokens + 1, 1)
-    mark = ""
-    if limit is not None and summary.min_tokens <= limit < summary.max_tokens:
-        x = left + (limit + 1 - low) / span * (width - left - 20)
-        mark = f'<path d="M{x:.1f} 40V{bottom}" stroke="#b3261e" stroke-dasharray="4 3"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12"><text x="{left}" y="20">{escape(title)}: {summary.num_prompts:,} prompts, mean '
-        f"{summary.mean_tokens:.1f}, p95 {summary.p95_tokens}, longest {summary.max_tokens} {unit}</text>"
-        f'{"".join(bars)}{mark}<text x="{left}" y="{bottom + 18}">{low}</text>'
-        f'<text x="{width - 20}" y="{bottom + 18}" text-anchor="end">{summary.max_tokens} {unit}</text>'
-        f'<text x="{left - 6}" y="60" text-anchor="end">{peak:,}</text></svg>\n'
-    )
-
-
 # ---------------------------------------------------------------------- cards
 
 
@@ -250,7 +222,5 @@ def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
             f"{found.p50_tokens}, p95 {found.p95_tokens}, longest {found.max_tokens} tokens.",
             "",
             as_markdown(found),
-            "",
-            f"![lengths](lengths-{split}.svg)",
         ]
     (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

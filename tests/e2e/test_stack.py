@@ -202,7 +202,7 @@ def test_a_run_stopped_by_millrace_is_cancelled_and_resumes_by_retry(
     run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=told"])
     stack.wait_for_step("told", 3)
     process = stack.process_of(run)
-    stop([str(stack.run_dir("told"))], None)
+    stop([str(stack.run_dir("told"))])
     saved = stack.steps_saved("told")[-1]
     assert f"step {saved} is saved; `prefect flow-run retry {run}` goes on" in capsys.readouterr().out
     stack.wait(run, "CANCELLED")

@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from flows.commands.checkpoints import export_to, forked
-from flows.commands.evaluate import evaluation_settings
+from flows.evaluation import evaluation_settings
 from flows.work.runs import named_run
+from flows.work.weights import export_to, forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock

@@ -116,10 +116,10 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend the file"]),
     ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend the file"]),
     ("train experiment=first.yaml", [
-        "3 problems", "_self_ must be the last of its defaults, or it loses name, trainer to debug; "
-        "got _self_ before debug in first.yaml. Put _self_ behind debug", "trainer: is a section", "optim.lr?"]),
+        "3 problems", "_self_ must be the last of its defaults", "got _self_ before debug in first.yaml. Put _self_ "
+        "behind debug", "trainer: is a section", "optim.lr?"]),
     ("train experiment=group.yaml", [
-        "3 problems", "Could not override 'daata'", "Did you mean /data?", "trainer: is a section", "optim.lr?"]),
+        "3 problems", "got daata/gsm8k in group.yaml. Did you mean data?", "trainer: is a section", "optim.lr?"]),
     ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_calculator"]),
     # values
     ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),

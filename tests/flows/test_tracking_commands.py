@@ -36,10 +36,9 @@ from rlcore.storage.locks import birth_of
 from rlcore.tracking.attempts import ATTEMPTS_FILE
 from rlcore.tracking.connection import explain, mlflow_name
 from rlcore.tracking.delivery import read_state
-from rlcore.tracking.journal import read_journal
+from rlcore.tracking.journal import RunJournal, read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
-from rlcore.tracking.tracker import Tracker
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
 from tests.helpers.attempts import Attempt
 from tests.helpers.serving import serving
@@ -61,8 +60,8 @@ def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path
     settings = ("trainer.total_steps=12", "validation.every_steps=6", f"paths.root={folder}")
     config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=12, seed=2, num_problems=20)
     silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
-    tracker = Tracker(run_dir, silent, tags={})
-    tracker.log_event("resume", 12, {})
+    tracker = RunJournal(run_dir, silent, tags={})
+    tracker.append_event("resume", 12, {})
     tracker.finish("FINISHED")
     return folder
 
@@ -128,8 +127,8 @@ def test_a_run_that_was_moved_to_another_root_is_delivered_there(tmp_path: Path)
     node, here = tmp_path / "node", tmp_path / "here"
     settings = (f"paths.root={node}", "tracking.enabled=false")
     config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
-    tracker = Tracker(node / "runs" / SECOND, config, tags={})
-    tracker.log_event("resume", 2, {})
+    tracker = RunJournal(node / "runs" / SECOND, config, tags={})
+    tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
     node.rename(here)
     told = sync(here / "runs" / SECOND, None)
@@ -293,8 +292,8 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
     settings = ("trainer.total_steps=2", f"paths.root={root}")
     config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=2, seed=2, num_problems=20)
     silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
-    tracker = Tracker(run_dir, silent, tags={})
-    tracker.log_event("resume", 2, {})
+    tracker = RunJournal(run_dir, silent, tags={})
+    tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
     deleted = client.create_run(client.create_experiment("millrace")).info.run_id
     client.log_text(deleted, "x" * 1_000, "notes/a.txt")
@@ -347,7 +346,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             settings = (f"paths.root={tmp_path}", f"tracking.uri={uri}", "tracking.enabled=false")
             folder = tmp_path / "runs" / name
             config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
-            Tracker(folder, config, tags={}).log_step(3, {"a": 1.0})
+            RunJournal(folder, config, tags={}).append_step(3, {"a": 1.0})
         server = Service("mlflow", os.getpid(), birth_of(psutil.Process()), 1, stack, "", "")
         ended = replace(server, born=server.born - 100)
         record = StackState(mlflow_database="postgresql+psycopg://u@h/db")

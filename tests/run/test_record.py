@@ -46,7 +46,7 @@ def record(tmp_path: Path, told: Told) -> Iterator[RunRecord]:
 
 
 def journaled(record: RunRecord) -> list[tuple[str, int, Mapping[str, object]]]:
-    record._tracker.journal.require_written()
+    record.journal.require_written()
     return [(event.name, event.step, event.data) for event in load_journal(record.layout.journal).events]
 
 

@@ -8,6 +8,7 @@ import torch
 from rlcore.algos.off_policy import importance_weights
 from rlcore.config.algo import ImportanceConfig
 from tests.algos.compare import assert_tokens
+from tests.algos.naive import naive_weight
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, leaf
 
 OF_RAGGED = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
@@ -16,15 +17,6 @@ OF_RAGGED = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
 def of_one(num_tokens: int) -> tuple[torch.Tensor, int]:
     """Ids and number of one sequence."""
     return torch.zeros(num_tokens, dtype=torch.int64), 1
-
-
-def naive_weight(old: float, behavior: float, mode: str, cap: float) -> float:
-    ratio = math.exp(max(-20.0, min(20.0, old - behavior)))
-    if mode == "off":
-        return 1.0
-    if mode == "truncate":
-        return min(ratio, cap)
-    return ratio if 1 / cap <= ratio <= cap else 0.0
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])

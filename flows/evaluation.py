@@ -1,10 +1,9 @@
-"""`millrace eval`: models and checkpoints judged on suites, as a table with intervals, two of them paired.
+"""Models and checkpoints evaluated on suites: settings, results, and a table with intervals and paired differences.
 
 An evaluation is a run without training, in a folder of its own under `runs/`: the trainer process judges the model of
 step 0 as it would judge a run's own. Models, suites and settings that were judged before are not judged again.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flows import chain
-from flows.commands.checkpoints import weights_of
-from flows.commands.roots import root_among
 from flows.plan.checks import check_evaluation
-from flows.progress import Display, display, display_for_console, shown_on
+from flows.progress import display
 from flows.stack.state import in_stack
 from flows.work.open_run import EVALUATION, open_run
+from flows.work.weights import weights_of
 from rlcore.config import RunConfig
 from rlcore.config.base import expanded
 from rlcore.config.compose import checked_config
@@ -127,20 +125,6 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.Run
     check_evaluation(config)
     with open_run(config, command, title=name) as run, run.heard_by(display().event, lambda line: None):
         return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, do)))
-
-
-# ---------------------------------------------------------------------- the command
-
-
-def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_json: bool) -> None:
-    """Judge each model on each suite, print the table, and the difference of every model to the first."""
-    models = [word for word in words if "=" not in word or Path(word).exists()]
-    overrides = [word for word in words if word not in models]
-    command = command_of(words, suites, root)
-    at = root or root_among(overrides)
-    with shown_on(Display() if as_json else display_for_console()):
-        found = evaluate_all(models, suites, overrides, at, command, chain.run_here)
-    print(json.dumps(as_document(found), indent=2) if as_json else "\n".join(table_lines(found)))
 
 
 def command_of(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:

@@ -1,21 +1,12 @@
-"""The worked examples in docstrings hold, and docs/algorithms.md names every public function."""
+"""docs/algorithms.md names every public function."""
 
 import ast
-import doctest
-import importlib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(path.stem for path in (ROOT / "rlcore/algos").glob("*.py") if path.stem != "__init__")
-
-
-@pytest.mark.parametrize("module", ["advantages"])
-def test_worked_examples(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"rlcore.algos.{module}"))
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -13,7 +13,7 @@ from rlcore.trainer.alarms import save_failure
 from rlcore.trainer.experience import Experience
 from rlcore.types import Score, TrainBatch
 from rlcore.workers.worker import Worker
-from tests.batching.test_pack import packed as packed_batch
+from tests.batching.rows import packed as packed_batch
 from tests.small_run import prepare, train
 
 

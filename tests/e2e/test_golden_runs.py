@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.golden import CASES, FILE, STEPS, run
+from tests.e2e.golden import CASES, FILE, STEPS, run
 
 
 @pytest.mark.parametrize("case", CASES)
