@@ -9,7 +9,7 @@ from flows.commands.roots import root_among
 from flows.parameters import RunSettings, compose_settings
 from flows.progress import console_for_tables
 from flows.work.runs import BYTES_PER_MB, named_run
-from rlcore.checkpoint.catalog import CheckpointRow, by_score, find_checkpoint, list_checkpoints
+from rlcore.checkpoint.catalog import CheckpointInfo, by_score, find_checkpoint, list_checkpoints
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint
@@ -105,7 +105,7 @@ def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
         return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
 
 
-def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
+def _marks(rows: tuple[CheckpointInfo, ...]) -> dict[int, list[str]]:
     """`last` and `best` by step; of equal scores the later is best."""
     whole = [row for row in rows if row.verdict != "broken"]
     marks: dict[int, list[str]] = {}
@@ -115,13 +115,13 @@ def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
     return marks
 
 
-def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
+def _documents(rows: tuple[CheckpointInfo, ...]) -> list[dict[str, Any]]:
     marks = _marks(rows)
     plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
     return [one | {"path": str(one["path"]), "marks": marks.get(one["step"], [])} for one in plain]
 
 
-def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
+def _show(layout: RunLayout, rows: tuple[CheckpointInfo, ...]) -> None:
     from rich.table import Table
 
     console = console_for_tables()
