@@ -87,8 +87,9 @@ class Worker:
     def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models, start the engine and give it the first weights."""
         torch.set_num_threads(self._config.runtime.threads_per_worker)
-        if self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers between processes
-            let_segments_grow()
+        computes_on_gpu = self._config.runtime.device != "cpu" and torch.cuda.is_available()
+        if computes_on_gpu and self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers
+            let_segments_grow()  # before anything uses CUDA
         self._place = place = choose_place(self._config.runtime, self._config.model)
         on_gpu = place.device.type == "cuda"
         self._gpu_use = GpuUseMeter(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}" if on_gpu else None)
