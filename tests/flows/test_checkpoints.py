@@ -14,8 +14,8 @@ from flows.work.weights import export_to, forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
-from tests.checkpoint.test_store import edit_manifest, flip
 from tests.flows.conftest import Millrace
+from tests.helpers.published import edit_manifest, flip
 from tests.run.sessions import run_to_the_end, session_of
 from tests.run.test_hub_model import HUB_ID, cache_of
 from tests.small_run import SmallRun, prepare

@@ -16,8 +16,8 @@ from rlcore.run.given_models import changed_models, keep_models
 from rlcore.run.inputs import find_start_model, stage_settings, start_model_fingerprint, suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
-from tests.checkpoint.test_store import edit_manifest
 from tests.config.test_fingerprint import changed
+from tests.helpers.published import edit_manifest
 from tests.small_run import SmallRun
 from tests.small_run import make as prepare
 
@@ -182,7 +182,6 @@ def test_a_flipped_bit_in_what_a_run_begins_with_is_told_and_it_is_made_again(
     assert damaged.read_bytes() == whole
     assert again.inputs.filtered_directory.name == prepared.inputs.filtered_directory.name
     assert again.model_directory.name == prepared.model_directory.name
-    assert "other content than before" not in caplog.text
 
 
 def test_a_model_that_millrace_has_written_is_refused_where_it_is_damaged(prepared: SmallRun, tmp_path: Path) -> None:

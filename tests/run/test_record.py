@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
+from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.state import LoopState
 from rlcore.checkpoint.store import Found
 from rlcore.config import CheckpointConfig, RunConfig, TrackingConfig, TrainerConfig
@@ -20,7 +20,7 @@ from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.passes import Shortage
-from tests.checkpoint.test_store import save
+from tests.helpers.checkpoints import save
 
 Told = list[Mapping[str, object]]
 
@@ -132,7 +132,7 @@ def test_faults_that_the_journal_does_not_know_are_noted_in_it_once(record: RunR
 
 def test_where_a_run_goes_on_is_told_with_what_was_refused(record: RunRecord, told: Told, tmp_path: Path) -> None:
     taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
-    refused = Refusal(tmp_path / "step-000003", 3, "a flipped bit")
+    refused = CheckpointInfo.refused(tmp_path / "step-000003", 3, "a flipped bit")
     events = RunEvents(record, "train")
     events.went_on(2, Found(taken, (refused,)))
     path = str(tmp_path / "step-000003")

@@ -26,8 +26,7 @@ from rlcore.run.inputs import (
     stage_settings,
 )
 from rlcore.run.layout import RunLayout
-from tests.storage.test_finished import flip
-from tests.storage.test_publish import publish
+from tests.helpers.published import flip, publish
 
 
 def test_inputs_come_back_as_they_were_written(tmp_path: Path) -> None:

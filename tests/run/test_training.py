@@ -16,7 +16,7 @@ from rlcore.errors import UnscoredError, WorkerLostError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
-from tests.checkpoint.test_store import save
+from tests.helpers.checkpoints import save
 from tests.run.test_record import Told, record, told
 
 __all__ = ["record", "told"]

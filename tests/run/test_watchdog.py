@@ -25,8 +25,7 @@ from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
-from tests.checkpoint.test_save import NoWaiting, Ranks
-from tests.checkpoint.test_store import SETTINGS, state_at
+from tests.helpers.checkpoints import SETTINGS, NoWaiting, Ranks, state_at
 
 WAIT_S = 60
 FULL_PIPE = """

@@ -10,8 +10,7 @@ from rlcore.batching.pack import select_train
 from rlcore.runtime.local import LocalGroup
 from rlcore.workers.trained import MiniBatch
 from tests.small_run import prepare
-from tests.workers.ranks import batch_from
-from tests.workers.test_gradients import random_batch
+from tests.workers.ranks import batch_from, random_batch
 
 
 def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
@@ -40,7 +39,7 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
         group.close()
 
 
-def test_a_pass_that_is_done_again_drops_what_one_does_that_was_cut_so_at_first(tmp_path: Path) -> None:
+def test_dropout_of_a_repeated_pass_depends_on_its_cut(tmp_path: Path) -> None:
     loss = "algo.policy_loss=tests.run.harmful:at_most_four"
     run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05", loss)
     whole = batch_from(random_batch(np.random.default_rng(7)))

@@ -20,8 +20,7 @@ from rlcore.workers.worker import Worker
 from tests.models.test_nf4 import nearest_levels
 from tests.models.tiny import plain_model
 from tests.small_run import prepare
-from tests.workers.ranks import batch_from
-from tests.workers.test_gradients import random_batch
+from tests.workers.ranks import batch_from, random_batch
 
 Open = Callable[..., Worker]
 

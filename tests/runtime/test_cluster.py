@@ -3,9 +3,11 @@
 import os
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -114,3 +116,13 @@ def test_auto_is_the_own_head_while_it_runs(private: Path, monkeypatch: pytest.M
         assert cluster.address_of("auto") == "head.example:6379"
         monkeypatch.delenv("RAY_ADDRESS")
     assert cluster.address_of("auto") == "auto", "nothing listens there any more"
+
+
+def test_a_process_that_has_imported_ray_already_is_refused(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    for name in cluster.loopback_environment():
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"ray must not be imported before .*RAY_AUTH_MODE=token"):
+        cluster.restrict_ray(None)
+    cluster.restrict_ray("ray-head:6379")  # a cluster of others has a configuration of its own
+    assert "RAY_AUTH_MODE" not in os.environ

@@ -17,7 +17,8 @@ from rlcore.models.parallel import full_state
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.checkpoint.small import save_shards
-from tests.checkpoint.test_store import edit_manifest, flip, save, state_at, steps, store_at
+from tests.helpers.checkpoints import save, state_at, steps, store_at
+from tests.helpers.published import edit_manifest, flip
 from tests.models.tiny import policy_of, write_model
 
 

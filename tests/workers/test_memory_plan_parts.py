@@ -1,13 +1,9 @@
 """Each part of a memory plan by a count of its own, of a model whose dimensions are all unlike each other."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
-from rlcore.models.shape import ModelShape
 from rlcore.workers import memory_plan as planning
 from rlcore.workers.memory_plan import (
     ACTIVATION_FACTOR,
@@ -23,29 +19,30 @@ from rlcore.workers.memory_plan import (
     Device,
     plan_memory,
 )
-
-H, LAYERS, HEADS, QUERY, KV, INNER, VOCAB = 10, 3, 6, 24, 8, 50, 1_000
-SHAPE = ModelShape(
-    hidden=H, layers=LAYERS, heads=HEADS, kv_heads=2, head_dim=4, intermediate=INNER, vocab=VOCAB, tied=False,
-    qkv_bias=True, qk_norm=False,
-)  # fmt: skip
-LAYER, ROOT, POLICY, CRITIC = 2_200, 2 * VOCAB * H + H, 26_610, 16_621
-MATRICES = 2 * H * QUERY + 2 * H * KV + 3 * H * INNER
-TOKENS, LONGEST, CHUNK = 30, 10, 7
-BASE = (
-    "model.path=of/no-model", "trainer.batch_size=8", "trainer.mini_batch_size=4", "rollout.samples_per_prompt=2",
-    "filter.max_prompt_tokens=6", "rollout.max_response_tokens=4", f"model.head_chunk_tokens={CHUNK}",
-    f"trainer.max_tokens_per_micro_batch={TOKENS}", "rollout.max_num_seqs=64", "model.gradient_checkpointing=false",
-)  # fmt: skip
-HF, NO_CRITIC = "rollout=hf", ("critic=none", "algo=grpo")
-UNKNOWN, CARD = Device("a GPU", 2, None), Device("a card", 2, 50_000_000_000)
-
-
-@cache
-def settings(*overrides: str) -> RunConfig:
-    own = {text.partition("=")[0] for text in overrides}
-    base = [text for text in BASE if text.partition("=")[0] not in own]
-    return load_config(["experiment=tinyzero_ppo", *base, *overrides])
+from tests.helpers.memory_plans import (
+    CACHED,
+    CARD,
+    CHUNK,
+    CRITIC,
+    HEADS,
+    HF,
+    INNER,
+    KV,
+    LAYER,
+    LAYERS,
+    LONGEST,
+    MATRICES,
+    NO_CRITIC,
+    POLICY,
+    QUERY,
+    ROOT,
+    SHAPE,
+    TOKENS,
+    UNKNOWN,
+    VOCAB,
+    H,
+    settings,
+)
 
 
 def kept(*, recompute: bool = False, compiled: bool = False) -> int:
@@ -65,7 +62,6 @@ def in_a_layer() -> int:
 
 GATHERED = 2 * (ROOT + 2 * LAYER)
 LOGITS = 4 * CHUNK * VOCAB
-CACHED = 2 * LAYERS * 2 * KV  # keys and values of a token
 
 
 def test_every_part_of_a_run_on_one_rank() -> None:
@@ -132,7 +128,7 @@ def test_the_hf_engine_reads_the_prompts_in_one_pass_of_each_once() -> None:
     assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * in_a_layer()
 
 
-def test_every_part_of_a_run_on_two_ranks_that_keep_what_they_can_on_the_host() -> None:
+def test_every_part_on_two_ranks_with_offloading() -> None:
     config = settings(
         "runtime.num_workers=2", "optim.offload=true", "critic.optim.offload=true", "algo.kl.offload=true",
         "model.gradient_checkpointing=true", "model.compile=true", "rollout.enforce_eager=false",
@@ -196,7 +192,7 @@ def test_every_part_of_a_run_whose_ranks_gather_once() -> None:
         "activations": TOKENS * kept(),
         "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
     }
-    assert phases[HAND_OVER] == {**held, "engine": engine, "gathered weights": 2 * POLICY}
+    assert phases[HAND_OVER] == {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H}
     without_engine = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "none"})})
     assert planning.engine_bytes(without_engine, SHAPE, CARD) == 0
     assert planning.asleep_bytes(without_engine, SHAPE, CARD) == 0
@@ -254,7 +250,7 @@ def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
     assert planning.micro_batch_tokens(below) == 10
 
 
-def test_without_a_gpu_the_plan_is_of_one_of_unknown_size_in_the_type_it_would_use() -> None:
+def test_plan_without_a_gpu_has_an_unknown_size() -> None:
     for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float32", 4)):
         config = settings(HF, "runtime.device=cpu", f"model.dtype={dtype}")
         assert planning.device_of(config) == Device("a GPU (none here)", itemsize, None)

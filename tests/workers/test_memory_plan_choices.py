@@ -1,4 +1,4 @@
-"""What is chosen by memory plans, and what is said of them: of the model and the settings of `test_plan_parts`."""
+"""What is chosen by memory plans, and the messages about them."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from rlcore.workers.memory_plan import (
     suggestion,
     too_much,
 )
-from tests.workers.test_plan_parts import CACHED, CARD, HF, LONGEST, NO_CRITIC, POLICY, SHAPE, UNKNOWN, settings
+from tests.helpers.memory_plans import CACHED, CARD, HF, LONGEST, NO_CRITIC, POLICY, SHAPE, UNKNOWN, settings
 
 
 def test_the_bounds_of_a_device_are_its_own_bytes_less_its_context() -> None:
@@ -41,7 +41,7 @@ def over_its_card() -> MemoryPlan:
 
 
 @pytest.mark.parametrize("fit", ["check", "auto"])
-def test_a_refusal_says_what_is_needed_what_is_there_and_what_holds_most(fit: str) -> None:
+def test_a_refusal_has_needed_present_and_largest_parts(fit: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require_fit(settings(f"runtime.fit_memory={fit}"), over_its_card())
     hint = "runtime.fit_memory=auto chooses by the plan. " if fit == "check" else ""
@@ -51,6 +51,10 @@ def test_a_refusal_says_what_is_needed_what_is_there_and_what_holds_most(fit: st
         f"{suggestion(settings())} {hint}runtime.fit_memory=off tries it anyway."
     )
     assert too_much(over_its_card()).startswith(", of which 8.0 GB are there: ")
+    require_fit(settings("runtime.fit_memory=off"), over_its_card())
+    fits = plan_memory(settings(), SHAPE, UNKNOWN)
+    require_fit(settings(), fits)
+    assert too_much(fits) == ""
 
 
 REFERENCE, CHECKPOINTING = "algo.kl.offload=true", "model.gradient_checkpointing=true"
@@ -84,9 +88,7 @@ ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.esti
         ),
     ],
 )  # fmt: skip
-def test_what_would_lower_the_peak_is_named_as_far_as_it_is_not_set(
-    overrides: tuple[str, ...], told: list[str]
-) -> None:
+def test_suggestions_name_settings_that_are_not_set(overrides: tuple[str, ...], told: list[str]) -> None:
     assert suggestion(settings(*overrides)) == f"Set {', '.join(told)}."
 
 
@@ -127,7 +129,7 @@ def test_a_budget_that_is_worth_a_variant_holds_several_longest_answers() -> Non
     assert [least for _, least in planning._variants(config)] == [20_000] * 5
 
 
-def test_the_engine_gets_what_its_answers_take_as_far_as_it_is_free() -> None:
+def test_the_engines_share_follows_its_answers() -> None:
     wanted = 2 * POLICY + 16 * LONGEST * CACHED + ENGINE_FIXED_BYTES
     for total, share, passes in (
         (10_000_000_000, 0.15, 32_768),
@@ -173,7 +175,7 @@ def test_the_largest_budget_that_fits_is_taken_and_none_below_the_least() -> Non
         assert (found and found.trainer.max_tokens_per_micro_batch) == expected
 
 
-def test_where_no_variant_fits_the_last_is_taken_with_one_answer_in_each_micro_batch() -> None:
+def test_the_last_variant_is_taken_where_none_fits() -> None:
     config = settings(HF, *LARGE, "runtime.fit_memory=auto")
     chosen, plan = planning.fitted(config, SHAPE, Device("a card", 2, 1_050_000_000))
     assert chosen.trainer.max_tokens_per_micro_batch == LONGEST

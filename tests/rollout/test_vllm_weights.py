@@ -62,7 +62,7 @@ def first(model: nn.Module) -> SentWeights:
     return sent
 
 
-def test_a_later_hand_over_copies_straight_to_the_places_that_the_first_one_found() -> None:
+def test_later_weight_syncs_copy_to_the_known_places() -> None:
     model = merged()
     places, later = first(model).places(), weights(1)
     assert places is not None
@@ -130,9 +130,7 @@ WHOLE = torch.arange(16.0).reshape(4, 4)
         (Rank(3, 4, replicas=4), "k_proj", slice(0, 4), slice(0, 4)),
     ],
 )
-def test_a_rank_holds_its_rows_or_columns_and_shares_a_head_of_keys(
-    module: Rank, leaf: str, rows: slice, columns: slice
-) -> None:
+def test_a_rank_holds_its_rows_columns_and_key_heads(module: Rank, leaf: str, rows: slice, columns: slice) -> None:
     assert torch.equal(_part(module, leaf, WHOLE), WHOLE[rows, columns])
 
 

@@ -16,7 +16,7 @@ META = torch.device("meta")
 """A device from which nothing can be read."""
 
 
-def test_bounds_and_mask_can_be_read_after_fsdp_has_sent_the_arguments_away(tmp_path: Path) -> None:
+def test_bounds_and_mask_stay_on_the_host_under_fsdp(tmp_path: Path) -> None:
     run = prepare(tmp_path, "algo=ppo", "algo.kl.where=reward", "trainer.old_logprobs=recompute")
     calls: list[tuple[PackedTrunk, tuple[Any, ...]]] = []
 

@@ -7,19 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from rlcore.batching.pack import pack
 from rlcore.config.algo import POLICY_LOSSES
-from rlcore.types import Prompt, Rollout, Score
 from tests.side_by_side import run_side_by_side
 from tests.small_run import SmallRun, prepare
+from tests.workers.ranks import NUM_SEQUENCES, UNSCORED, random_batch
 
-NUM_SEQUENCES = 16
-UNSCORED = (2, 5, 8, 11)
-"""Answers that the scorer failed on: their gradient is none."""
 ALGORITHMS = {
     "grpo": ["algo=grpo", "algo.kl.where=loss"],
     "ppo": ["algo=ppo"],
@@ -58,36 +52,6 @@ SEVERAL = [2, 4, pytest.param(8, marks=pytest.mark.lengthy)]
 RELATIVE = 1e-5
 """Of the largest entry of each tensor, in float32. Sums of another order differ most, by up to 4.1e-6 on some
 processors, in the bias of the keys, whose gradient is what is left of sums that cancel."""
-
-
-def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
-    """A batch of ragged sequences with everything that GRPO with KL and PPO read."""
-    rollouts = []
-    for index in range(NUM_SEQUENCES):
-        prompt = Prompt(index, tuple(rng.integers(3, 60, size=rng.integers(2, 9)).tolist()), "countdown", "{}")
-        answer = rng.integers(3, 60, size=rng.integers(1, 9))
-        behavior = -rng.random(len(answer)).astype(np.float32) * 4
-        rollouts.append(Rollout(prompt, 0, answer, behavior, "stop", 0))
-    scores = [
-        Score(float(rng.random()), {}, failure="failed" if index in UNSCORED else None)
-        for index in range(NUM_SEQUENCES)
-    ]
-    packed = pack(rollouts, scores, [index // 4 for index in range(NUM_SEQUENCES)])
-    mask = packed.loss_mask.float()
-
-    def on_answers(scale: float, shift: float) -> Tensor:
-        return (torch.from_numpy(rng.standard_normal(packed.num_tokens).astype(np.float32)) * scale + shift) * mask
-
-    tensors = {name: getattr(packed, name) for name in packed.__dataclass_fields__}
-    return tensors | {
-        "old_logprobs": on_answers(0.3, -4.0),
-        "ref_logprobs": on_answers(0.3, -4.0),
-        "old_values": on_answers(0.2, 0.0),
-        "advantages": on_answers(1.0, 0.0),
-        "returns": on_answers(1.0, 0.0),
-        "importance_weights": mask,
-        "covariance_rank": torch.from_numpy(rng.random(packed.num_tokens)),
-    }
 
 
 def ran(folder: Path, world_size: int) -> Path:
@@ -162,7 +126,7 @@ def test_the_gradient_does_not_depend_on_how_it_is_computed(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", SEVERAL)
-def test_a_loss_that_is_no_number_on_one_rank_stops_the_update_on_all(folder: Path, world_size: int) -> None:
+def test_a_nan_loss_on_one_rank_stops_all(folder: Path, world_size: int) -> None:
     outcomes = [(ran(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text() for rank in range(world_size)]
     steps, told = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
     assert [*steps] == ["0 steps, NonFiniteError, weights as before; 2 steps, NoneType, weights changed"] * world_size
