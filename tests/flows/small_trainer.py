@@ -78,11 +78,11 @@ class SmallTrainer:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("behaviour")
-    parser.add_argument("--settings", type=Path)
+    parser.add_argument("--run", type=Path)
     parser.add_argument("--commands-fd", type=int)
     parser.add_argument("--replies-fd", type=int)
     arguments = parser.parse_args()
-    trainer = SmallTrainer(arguments.behaviour, arguments.settings.parent, arguments.replies_fd)
+    trainer = SmallTrainer(arguments.behaviour, arguments.run, arguments.replies_fd)
     signal.signal(signal.SIGTERM, trainer.on_signal)
     print("ready", flush=True)
     for line in os.fdopen(arguments.commands_fd):

@@ -14,11 +14,13 @@ from flows import chain
 from flows.plan.plan import make_plan
 from flows.stages.dataset import Dataset
 from flows.stages.stage import Stage
+from flows.stages.trainer import record_inputs
 from flows.stages.validate import Validate
 from flows.stages.warm_start import WarmStart
 from flows.sweep.record import committed
 from flows.work.checkpoints import committed_step
-from flows.work.open_run import OpenRun, _changed_files, open_run, require_same_rows, require_same_run
+from flows.work.open_run import OpenRun, open_run
+from flows.work.origin import require_same
 from flows.work.protocol import Note
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -30,6 +32,7 @@ from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.supervised import build_model
+from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_of
 
 TASK = """
@@ -64,8 +67,9 @@ def config(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 def begin(config: RunConfig) -> RunLayout:
     """What a run has after two steps, without the training."""
     layout = RunLayout.of(config)
-    with open_run(config):
-        chain.make_rows(OpenRun(config), chain.run_quietly).write(layout)
+    with open_run(config) as run:
+        chain.make_rows(run, chain.run_quietly)
+        record_inputs(run)
     state = TrainerState(
         step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
         settings_fingerprint=settings_fingerprint(config),
@@ -98,7 +102,7 @@ def test_an_edited_scorer_or_what_it_imports_is_refused_with_the_difference(conf
         f"{layout.run_dir}: has begun with other code",
         "-    return sum(letter.isdigit() for letter in text)",
         "+    return sum(letter.isalpha() for letter in text)",
-        f"the run's code lies in {layout.code}",
+        f"the run's code is in {layout.code}",
         "--fork mine@2",
     ):
         assert words in told
@@ -125,12 +129,12 @@ def test_other_data_of_a_build_of_ones_own_are_another_dataset_and_refused_by_na
 
 def test_fewer_steps_than_the_run_has_are_refused_and_its_settings_stay(config: RunConfig) -> None:
     layout = begin(config)
-    kept = layout.settings_json.read_bytes()
+    kept = layout.run_json.read_bytes()
     fewer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 1})})
     told = refused(fewer)
     for words in ("trainer.total_steps: must be at least 2", "run mine has already; got 1. Set it to 2", "mine@2"):
         assert words in told
-    assert layout.settings_json.read_bytes() == kept
+    assert layout.run_json.read_bytes() == kept
 
 
 def test_before_its_first_checkpoint_a_run_takes_the_code_that_is_there(config: RunConfig, tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ def test_another_model_under_the_same_path_is_refused_by_its_content(
     assert committed(config) == 2
     weights.write_bytes(other)
     told = refused(config)
-    assert f"model.path, {weights.parent}: {weights.name} was " in told
+    assert f"model.path, {weights.parent}: {weights.name}: " in told
     assert "--fork mine@2" in told
     weights.write_bytes(whole)
     with open_run(config):
@@ -178,13 +182,15 @@ def test_another_model_under_the_same_path_is_refused_by_its_content(
 
     monkeypatch.chdir(tmp_path / "there")
     assert str(tmp_path / "there" / "mm") in refused(config)
-    layout.models_json.unlink()  # begun before it was kept
+    origin = read_origin(layout.run_dir)
+    assert origin is not None
+    replace(origin, models={}).write(layout.run_dir)  # as begun on a machine without the model
     with open_run(config):
         assert committed(config) == 2
     monkeypatch.chdir(tmp_path / "here")
     assert str(weights.parent) in refused(config)
-    layout.models_json.write_text("[]")
-    with pytest.raises(DataError, match=r"models\.json: cannot be read .* delete it"):
+    layout.run_json.write_text("[]")
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .* use the version of Millrace"):
         make_plan(config)
 
 
@@ -196,28 +202,26 @@ def test_a_run_that_was_only_judged_is_kept_to_its_code_too_and_has_no_weights_t
         pass
     layout.validation.mkdir()
     (layout.validation / "before.json").touch()
-    require_same_run(config, layout)
+    require_same(config, layout)
     (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
     told = refused(config)
     assert told.startswith(f"{layout.run_dir}: has begun with other code, data or models, so going on would be another")
     assert told.endswith(
-        f"\nPut it back (the run's code lies in {layout.code}); or start another run by what is there now, from step "
-        "0, with a run_id of its own."
+        f"\nPut back what has changed (the run's code is in {layout.code}; data.revision names the commit of a hub "
+        "dataset); or start another run by what is there now, from step 0, with a run_id of its own."
     )
     (layout.validation / "before.json").rename(layout.validation / "before.txt")
-    require_same_run(config, layout)
+    require_same(config, layout)
 
 
 def test_files_that_have_come_or_gone_are_named_with_their_digests(config: RunConfig, tmp_path: Path) -> None:
     layout = begin(config)
     (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
-    (line,) = _changed_files(config, layout)
     now, then = (sha256(text.encode()).hexdigest()[:16] for text in ("7 6 5 4 3 2", "2 3 4 5 6 7"))
-    assert line == f"  mine_numbers.txt: {then} when the run's data was made, {now} now"
-    told = refused(config)
-    assert f"another run:\n{line}\nPut them back (data.revision names the commit of a hub dataset); or start" in told
-    layout.inputs_json.unlink()
-    assert _changed_files(config, layout) == []
+    line = f"  mine_numbers.txt: {then} then, {now} now"
+    assert f"another run:\n{line}\nPut back what has changed" in refused(config)
+    Origin(config).write(layout.run_dir)
+    require_same(config, layout)
 
 
 def test_other_demonstrations_are_refused_before_another_start_model_is_made(config: RunConfig, tmp_path: Path) -> None:
@@ -227,15 +231,13 @@ def test_other_demonstrations_are_refused_before_another_start_model_is_made(con
     file.write_text("".join(lines))
     warm = config.warm_start.model_copy(update={"enabled": True, "demonstrations": str(file)})
     layout = begin(config := config.model_copy(update={"warm_start": warm}))
-    assert _changed_files(config, layout) == []
+    require_same(config, layout)
     before, now = (sha256("".join(text).encode()).hexdigest()[:16] for text in (lines, lines[1:]))
     file.write_text("".join(lines[1:]))
-    line = f"  warm_start.demonstrations: {before} when the run's data was made, {now} now"
-    assert f"another run:\n{line}\nPut them back" in refused(config)
+    line = f"  warm_start.demonstrations: {before} then, {now} now"
+    assert f"another run:\n{line}\nPut back what has changed" in refused(config)
     file.unlink()
-    assert _changed_files(config, layout) == [
-        f"  warm_start.demonstrations: {before} when the run's data was made, absent now"
-    ]
+    assert f"  warm_start.demonstrations: {before} then, absent now\n" in refused(config)
     file.write_text("".join(lines))
     assert committed(config) == 2
 
@@ -249,29 +251,29 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
     (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
     layout = begin(config)
     now = RunInputs.read(layout)
-    replace(now, filtered_directory=others).write(layout)
+    replace(now, filtered_directory=others).write(config, layout)
     stages: tuple[Stage[object], ...] = (Validate("last"), WarmStart())
     for stage in stages:
         with pytest.raises(CheckpointError) as error, open_run(config) as run:
             stage.result(run)
         told = str(error.value)
-        assert f"another run:\n  rows: {others} when it began, {now.filtered_directory} now\nPut back what made" in told
+        assert f"another run:\n  rows: {others} then, {now.filtered_directory} now\nPut back what" in told
         assert "--fork mine@2" in told
 
     same = artifacts_root / "filtered" / "same-rows"
     shutil.copytree(now.filtered_directory, same)
     for known in (now.filtered_directory, same, artifacts_root / "filtered" / "deleted"):
-        replace(now, filtered_directory=known).write(layout)
-        require_same_rows(config, layout, now)
+        replace(now, filtered_directory=known).write(config, layout)
+        require_same(config, layout, now)
     shutil.rmtree(layout.checkpoints)
-    replace(now, filtered_directory=others).write(layout)
-    require_same_rows(config, layout, now)
+    replace(now, filtered_directory=others).write(config, layout)
+    require_same(config, layout, now)
 
 
 def test_what_is_heard_of_a_trainer_is_passed_on_inside_the_block_alone(config: RunConfig) -> None:
     heard: list[object] = []
     with open_run(config, ["millrace", "run"], "a title") as run:
-        assert (run.command, run.title, run.run_id, run.has_lineage) == (("millrace", "run"), "a title", "mine", False)
+        assert (run.command, run.title, run.run_id) == (("millrace", "run"), "a title", "mine")
         before = run.trainer.on_event, run.trainer.on_line, run.trainer.on_wait
         with suppress(KeyError), run.heard_by(heard.append, heard.append, lambda: heard.append("waits")):
             run.trainer.on_event(Note("a"))
@@ -282,7 +284,6 @@ def test_what_is_heard_of_a_trainer_is_passed_on_inside_the_block_alone(config: 
     assert heard == [Note("a"), "b", "waits"]
     with open_run(config) as run:
         assert run.title == config.name
-    assert (run.layout.run_dir / "settings.yaml").read_text().count("run_id: mine\n") == 1
 
 
 def test_an_early_fault_is_noted_once(config: RunConfig) -> None:

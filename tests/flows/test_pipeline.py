@@ -166,10 +166,10 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     assert datasets == {"countdown", "countdown filtered", "countdown held-out"}
     names = {path.name for path in (root / "mlartifacts").rglob("*")}
     assert {"report.html", "samples.html", "settings.yaml", "after.json", "model.safetensors"} <= names
-    assert "lineage.json" in names
+    assert "run.json" in names
     assert tags["mlflow.note.content"].startswith("# debug")
     assert tags["env.python"]
-    lineage = json.loads((reference.run_dir / "lineage.json").read_text())
+    lineage = json.loads((reference.run_dir / "run.json").read_text())
     assert [stage["name"] for stage in lineage["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
     assert lineage["command"][:2] == ["millrace", "run"]
     assert lineage["environment"]["torch"]
@@ -383,7 +383,7 @@ def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
 
 def test_make_demo_twice_at_the_same_time(millrace: Millrace) -> None:
     first = make_demo(millrace)
-    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/settings.json"))), "the first demo's run")
+    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/run.json"))), "the first demo's run")
     family = {child.pid for child in psutil.Process(first.pid).children(recursive=True)}
     second = ended(make_demo(millrace))
     assert first.poll() is None

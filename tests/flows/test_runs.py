@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.work.open_run import settings_text
+from flows.work.open_run import anchored
 from flows.work.runs import (
     Outcome,
     all_runs,
@@ -27,6 +27,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ConfigError, DataError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
+from rlcore.tracking.lineage import Origin
 
 Made = Callable[..., RunLayout]
 
@@ -39,7 +40,7 @@ def made(tmp_path: Path) -> Made:
         config = load_config([f"paths.root={tmp_path}", f"run_id={run_id}", *overrides], experiment="debug")
         layout = RunLayout.of(config)
         layout.run_dir.mkdir(parents=True)
-        layout.settings_json.write_text(settings_text(config, layout))
+        Origin(anchored(config, layout)).write(layout.run_dir)
         return layout
 
     return make
@@ -52,7 +53,7 @@ def test_a_run_is_named_by_its_folder_its_id_or_a_beginning_that_no_other_has(ma
     assert named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
     only = tmp_path / "other" / "runs" / "div-7"
     only.mkdir(parents=True)
-    (only / "settings.json").touch()
+    (only / "run.json").touch()
     assert named_runs(["d", "div-"], tmp_path / "other") == [only, only]
     runs = tmp_path / "runs"
     rest = "Name one of them, or another root (--root, or paths.root)."
@@ -74,7 +75,7 @@ def test_a_run_is_named_by_its_folder_its_id_or_a_beginning_that_no_other_has(ma
 def test_eight_runs_are_all_named_in_a_message(tmp_path: Path) -> None:
     for number in range(8):
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
-        (tmp_path / "runs" / f"run-{number}" / "settings.json").touch()
+        (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
     with pytest.raises(DataError, match=r"there are: run-0, .*, run-7\. Name one of them"):
         named_runs(["other"], tmp_path)
 
@@ -95,8 +96,8 @@ def test_one_run_is_named_by_one_word_or_by_settings_alone(made: Made, tmp_path:
 
 def test_settings_of_another_version_are_told_with_their_file(made: Made) -> None:
     layout = made("sum-1")
-    layout.settings_json.write_text('{"from_tomorrow": 1}')
-    told = rf"^{layout.settings_json}: cannot be read as the settings of this version of Millrace \((.|\n)*\)\. Use the"
+    layout.run_json.write_text('{"settings": {"from_tomorrow": 1}}')
+    told = rf"^{layout.run_json}: cannot be read \(.*\); use the version of Millrace that wrote it"
     with pytest.raises(DataError, match=told):
         settings_of(layout.run_dir)
 
@@ -129,9 +130,9 @@ def test_pruning_says_what_it_would_delete_and_what_it_has_deleted(made: Made) -
     assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "deleted 3 checkpoints", ok=True)
     assert [folder.name for folder in folders if folder.is_dir()] == ["step-000004", "step-000005"]
     assert read_holder(layout.run_dir / RUN_LOCK) == holder, "it says who has worked on the run"
-    layout.settings_json.write_text("{}x")
+    layout.run_json.write_text("{}x")
     told = prune(layout.run_dir, dry_run=False)
-    assert (told.ok, told.text.startswith(f"not pruned: {layout.settings_json}: cannot be read")) == (False, True)
+    assert (told.ok, told.text.startswith(f"not pruned: {layout.run_json}: cannot be read")) == (False, True)
 
 
 def test_a_run_that_has_not_begun_has_nothing_to_deliver(made: Made) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.stack.state import WORKERS_COMMAND
-from flows.work.open_run import STOP_FILE, note_told, settings_text
+from flows.work.open_run import STOP_FILE, anchored, note_told
 from flows.work.status import SAME_COMMAND, failure_of, how_it_goes_on, size_of, status_of, was_told, worker_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -25,6 +25,7 @@ from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import Journal
+from rlcore.tracking.lineage import Origin
 
 REWARD = "critic/score/mean"
 
@@ -39,7 +40,7 @@ def layout(config: RunConfig) -> RunLayout:
     """A run's folder as it is before its trainer begins."""
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
-    layout.settings_json.write_text(settings_text(config, layout))
+    Origin(anchored(config, layout)).write(layout.run_dir)
     return layout
 
 
@@ -50,9 +51,9 @@ def begin(layout: RunLayout) -> None:
 
 
 def test_a_run_that_has_not_begun_has_its_names_and_no_figures(layout: RunLayout, config: RunConfig) -> None:
-    os.utime(layout.settings_json, (1_000.5, 1_000.5))
+    os.utime(layout.run_json, (1_000.5, 1_000.5))
     found = status_of(layout.run_dir)
-    size = layout.settings_json.stat().st_size
+    size = layout.run_json.stat().st_size
     assert asdict(found) == {
         "run_id": layout.run_dir.name,
         "run_dir": str(layout.run_dir),

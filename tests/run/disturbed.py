@@ -120,7 +120,7 @@ def listen(disturbance: Disturbance) -> None:
     StopFlag.asked_s = later  # type: ignore[method-assign]
 
 
-def start(settings: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
+def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
     """In the fork: the trainer itself. Does not return."""
     code = 99
     try:
@@ -145,7 +145,7 @@ def start(settings: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
             if disturbance is not None:
                 disturbance.moment(str(event.get("stage")))
 
-        code = run(settings, None, heard)
+        code = run(run_dir, None, heard)
     except BaseException as error:
         print(f"ended by {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = 1
@@ -178,16 +178,16 @@ def left_over() -> list[str]:
 
 
 def main() -> None:
-    settings, plan, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    run_dir, plan, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    checkpoints = settings.parent / "checkpoints"
+    checkpoints = run_dir / "checkpoints"
     found = []
     for number, entry in enumerate(plan):
         events = out.with_suffix(f".{number}.events")
         events.touch()
         child = os.fork()
         if child == 0:
-            start(settings, entry, events)
+            start(run_dir, entry, events)
         deadline = time.monotonic() + DEADLINE_S
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
             if time.monotonic() > deadline:

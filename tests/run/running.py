@@ -27,21 +27,18 @@ def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") ->
     return prepare(root, *words, experiment=experiment)
 
 
-def write_settings(run: SmallRun) -> Path:
-    """What the trainer process reads."""
-    layout = run.layout
-    layout.run_dir.mkdir(parents=True, exist_ok=True)
-    layout.settings_json.write_text(run.config.model_dump_json(), encoding="utf-8")
-    run.inputs.write(layout)
-    return layout.settings_json
+def write_record(run: SmallRun) -> Path:
+    """The record that the trainer process reads; its folder."""
+    run.inputs.write(run.config, run.layout)
+    return run.layout.run_dir
 
 
 def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
     """What each start came to, see `tests.run.disturbed`."""
-    settings = write_settings(run)
+    run_dir = write_record(run)
     file, out, log = (run.layout.run_dir / name for name in ("plan.json", "out.json", "out.log"))
     file.write_text(json.dumps(plan))
-    code = run_module("tests.run.disturbed", [str(settings), str(file), str(out)], output=log, timeout_s=WAIT_S)
+    code = run_module("tests.run.disturbed", [str(run_dir), str(file), str(out)], output=log, timeout_s=WAIT_S)
     assert code == 0, log.read_text()
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
 from rlcore.run.session import Session
-from tests.run.running import write_settings
+from tests.run.running import write_record
 from tests.small_run import NoSignals, SmallRun, prepare
 
 Event = Mapping[str, object]
@@ -35,7 +35,7 @@ def give_up(error: MillraceError) -> None:
 def session_of(
     run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
 ) -> Session:
-    write_settings(run)
+    write_record(run)
     return Session(run.config, run.layout, report=report, stop=Asked(stop), give_up=give_up)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlcore.checkpoint import shard_files
 from rlcore.config.compose import load_config
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.run.disk import BYTES_PER_ANSWER, BYTES_PER_ROW, BYTES_PER_STEP_LINE, BYTES_PER_TOKEN, disk_needs
+from rlcore.run.disk import disk_needs
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
@@ -53,48 +53,6 @@ def test_a_start_model_is_planned_for_where_the_run_makes_one(
     names = {need.what for need in needs}
     assert ("start model" in names) == (not has_start_model and (has_warm_start or not is_given))
     assert ("checkpoints of the warm start" in names) == (not has_start_model and has_warm_start)
-
-
-PART = (
-    "{task: countdown, template: bare, number_high: 20, target_high: 40, min_numbers: 3, max_numbers: 3, "
-    "train_size: 300000, validation_size: 100000}"
-)
-
-
-@pytest.mark.parametrize(
-    ("settings", "rows", "answers"),
-    [
-        (["data.train_size=512", "data.validation_size=32"], 544, 3 * 32 * 5),
-        (
-            ["data=mixture", f"data.parts=[{{name: a, data: {PART}}},{{name: b, data: {PART}}}]"],
-            800_000,
-            3 * 200_000 * 5,
-        ),
-        (
-            ["data.validation_size=32", f"validation.suites=[{{name: s, every_steps: 2, data: {PART}}}]"],
-            544 + 100_000,
-            3 * 32 * 5 + 8 * 100_000 * 5,
-        ),
-    ],
-    ids=["one dataset", "a mixture", "a suite"],
-)
-def test_rows_and_answers_are_planned_for_of_all_parts_and_suites(
-    settings: list[str], rows: int, answers: int, tmp_path: Path
-) -> None:
-    words = [
-        "experiment=debug",
-        f"paths.root={tmp_path}",
-        "validation.every_steps=0",
-        "validation.samples_per_problem=4",
-    ]
-    config = load_config([*words, *settings])
-    needs = disk_needs(
-        config, RunLayout.of(config), checkpoints_bytes=0, num_weights=10, steps_left=10, has_start_model=True
-    )
-    found = {need.what: need.size_bytes for need in needs}
-    assert found["dataset and its filtered rows"] == 2 * rows * BYTES_PER_ROW
-    each = BYTES_PER_ANSWER + BYTES_PER_TOKEN * (config.filter.max_prompt_tokens + config.rollout.max_response_tokens)
-    assert found["journal and validations"] == 10 * BYTES_PER_STEP_LINE + answers * each
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.lengthy
-def test_a_publication_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
+def test_a_publication_that_hangs_is_ended(tmp_path: Path) -> None:
     calm = small(tmp_path / "calm", steps=3)
     assert disturb(calm, None)[0]["code"] == 0, said(calm)
     run = small(tmp_path / "run", "runtime.deadlines.save_s=20", steps=3)
@@ -52,9 +52,6 @@ def test_a_publication_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
     assert kinds(run) == [("hang", "commit")]
     assert "runtime.deadlines.save_s: hang in commit after step" in said(run)
     assert "s; checkpoint of step 2: renaming" in said(run)
-    (told, *_) = [event["text"] for event in found[0]["events"] if "file system" in event.get("text", "")]
-    assert told.startswith(f"checkpoint of step 2: renaming {run.layout.checkpoints}/.tmp-step-000002")
-    assert told in said(run), "in the log, too"
     assert steps_of(run) == steps_of(calm)
     assert weights_of(run) == weights_of(calm)
 

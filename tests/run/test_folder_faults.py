@@ -140,8 +140,8 @@ def test_a_run_that_is_deleted_while_it_is_open_gives_all_back(undisturbed: Smal
 def test_a_start_that_fails_gives_the_run_back(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *steps(2), QUIET)
     session = session_of(run)
-    run.layout.inputs_json.unlink()
-    with pytest.raises(DataError, match=r"inputs\.json"):
+    run.layout.run_json.unlink()
+    with pytest.raises(DataError, match=r"run\.json"):
         session.__enter__()
     with RunLock(run.layout.run_dir):
         assert not (run.layout.logs / "stacks").exists()

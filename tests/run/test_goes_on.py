@@ -14,7 +14,7 @@ from rlcore.run.process import run_one
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
-from tests.run.running import steps_of, weights_of, write_settings
+from tests.run.running import steps_of, weights_of, write_record
 from tests.run.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.small_run import SmallRun, prepare
 
@@ -126,9 +126,9 @@ def test_a_run_whose_last_step_is_committed_is_finished_whoever_says_so(undistur
 
 def test_a_stop_while_another_process_has_the_run_is_a_stop(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
-    settings = write_settings(run)
+    run_dir = write_record(run)
     with RunLock(run.layout.run_dir):
-        assert run_one(settings, None, lambda event: None, Asked(lambda: True)) == EXIT_RESUMABLE
+        assert run_one(run_dir, None, lambda event: None, Asked(lambda: True)) == EXIT_RESUMABLE
 
 
 def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.run.running import steps_of, write_settings
+from tests.run.running import steps_of, write_record
 from tests.run.test_resume import finish
 from tests.small_run import prepare
 
@@ -29,9 +29,9 @@ def test_a_model_of_the_hub_trains_like_its_directory(tmp_path: Path) -> None:
     cache_of(made.model_directory, tmp_path / "hf")
     program = (
         "import runpy, sys; from pathlib import Path; from tests.small_run import prepare; "
-        "from tests.run.running import write_settings; "
-        "settings = write_settings(prepare(Path(sys.argv[1]), *sys.argv[2:])); print(settings, flush=True); "
-        "sys.argv = ['process', '--settings', str(settings)]; "
+        "from tests.run.running import write_record; "
+        "run_dir = write_record(prepare(Path(sys.argv[1]), *sys.argv[2:])); print(run_dir, flush=True); "
+        "sys.argv = ['process', '--run', str(run_dir)]; "
         "runpy.run_module('rlcore.run.process', run_name='__main__', alter_sys=True)"
     )
     overrides = ["tracking.enabled=false", "warm_start.enabled=false", f"model.path={HUB_ID}"]
@@ -43,11 +43,11 @@ def test_a_model_of_the_hub_trains_like_its_directory(tmp_path: Path) -> None:
         timeout=540,
     )
     assert trained.returncode == 0, trained.stderr
-    settings = Path(trained.stdout.split()[0])
+    run_dir = Path(trained.stdout.split()[0])
 
     local = prepare(tmp_path, *overrides[:2], f"model.path={made.model_directory}")
-    finish(write_settings(local), tmp_path / "out.log")
-    weights = [folder / "model.safetensors" for folder in (settings.parent / "model", local.layout.exported_model)]
+    finish(write_record(local), tmp_path / "out.log")
+    weights = [folder / "model.safetensors" for folder in (run_dir / "model", local.layout.exported_model)]
     # By digest: pytest would compare megabytes line by line, for hours.
     first, second = (hashlib.sha256(file.read_bytes()).hexdigest() for file in weights)
     assert first == second

@@ -1,6 +1,5 @@
 """What the model of step 0 depends on, and what not."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
-from rlcore.run.given_models import changed_models, keep_models
 from rlcore.run.inputs import find_start_model, stage_settings, start_model_fingerprint, suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
@@ -198,22 +196,3 @@ def test_a_model_that_millrace_has_written_is_refused_where_it_is_damaged(prepar
         find_start_model(load_config(overrides), FILTERED)
     (model / "manifest.json").unlink()
     assert find_start_model(load_config(overrides), FILTERED) is None
-
-
-def test_a_folder_is_known_by_its_files_and_a_model_of_the_hub_by_its_name(tmp_path: Path) -> None:
-    record, file = tmp_path / "models.json", tmp_path / "model" / "model.safetensors"
-    file.parent.mkdir()
-    paths = {"model.path": str(file.parent), "critic.path": "owner/name"}
-    file.write_bytes(b"one")
-    keep_models(record, paths)
-    os.utime(file, (0, 0))
-    assert not changed_models(record, paths)
-    seen = file.stat()
-    while file.stat().st_ctime_ns == seen.st_ctime_ns:  # until the file system's clock ticks
-        file.write_bytes(b"two")
-        os.utime(file, (0, 0))  # equal size and time, as an archive's
-    (line,) = changed_models(record, paths)
-    assert line.startswith(f"  model.path, {file.parent}: model.safetensors was 7692c3ad3540bb80, is ")
-    file.unlink()
-    file.parent.rmdir()
-    assert not changed_models(record, paths)

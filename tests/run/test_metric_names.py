@@ -54,7 +54,7 @@ PPO = {
 @pytest.mark.parametrize(("algo", "more"), [("grpo", set()), ("ppo", PPO)])
 def test_every_metric_is_logged_at_every_step(tmp_path: Path, algo: str, more: set[str]) -> None:
     run = prepare(tmp_path, f"algo={algo}", *SETTINGS)
-    run.inputs.write(run.layout)
+    run.inputs.write(run.config, run.layout)
     with session_of(run) as session:
         session.train(3)
     _, first, *later = read_journal(run.layout.journal)

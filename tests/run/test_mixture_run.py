@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlcore.evaluation.result import ValidationResult
-from tests.run.test_resume import finish, steps_of, write_settings
+from tests.run.test_resume import finish, steps_of, write_record
 from tests.small_run import SmallRun, prepare
 
 EASY = (
@@ -25,7 +25,7 @@ def train(root: Path, name: str, *ends: int) -> SmallRun:
     """Train to each of the steps in a trainer process of its own."""
     for total_steps in ends:
         run = prepare(root, *OVERRIDES, f"run_id={name}", f"trainer.total_steps={total_steps}")
-        finish(write_settings(run), root / f"{name}.log")
+        finish(write_record(run), root / f"{name}.log")
     return run
 
 

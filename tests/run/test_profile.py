@@ -2,16 +2,11 @@
 
 import gzip
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlcore.config.compose import load_config
-from rlcore.run.workers import ProfileWindow
-from rlcore.workers.worker import Worker
 from tests.run.running import steps_of, weights_of
 from tests.run.sessions import elsewhere, run_to_the_end
 from tests.small_run import SmallRun, prepare
@@ -43,32 +38,6 @@ def test_traces_of_the_window_and_the_numbers_of_a_run_without(plain: SmallRun, 
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= operators
     assert steps_of(profiled) == steps_of(plain)
     assert weights_of(profiled) == weights_of(plain)
-
-
-def test_a_trace_over_the_bound_is_not_kept_and_ends_the_window(plain: SmallRun, tmp_path: Path) -> None:
-    run = elsewhere(plain, tmp_path, *SETTINGS, "runtime.profile.first_step=1", "runtime.profile.num_steps=2",
-                    "runtime.profile.max_mb=0.001")  # fmt: skip
-    told: list[str] = []
-    run_to_the_end(run, lambda event: told.append(str(event.get("text", ""))))
-    assert list(run.layout.profile.iterdir()) == []
-    assert [text.split(":")[0] for text in told if "profile of step" in text] == ["profile of step 1"]
-    assert any("runtime.profile.max_mb=0.001" in text for text in told)
-
-
-def test_the_largest_rank_counts(tmp_path: Path) -> None:
-    config = load_config(
-        ["experiment=debug", "runtime.profile.first_step=1", "runtime.profile.num_steps=2", "runtime.profile.max_mb=50"]
-    )
-    told: list[Any] = []
-    group = SimpleNamespace(each=lambda verb, *given: [3.0, 80.0] if verb is Worker.stop_profile else [None, None])
-    guard = SimpleNamespace(phase=lambda name: nullcontext(), report=told.append)
-    record = SimpleNamespace(config=config, layout=SimpleNamespace(profile=tmp_path), guard=guard)
-    window = ProfileWindow(record, group)
-    for step in (1, 2):
-        with window.around(step):
-            pass
-    assert len(told) == 1
-    assert "80.0 MB is over runtime.profile.max_mb=50" in told[0]["text"]
 
 
 def events(file: Path) -> list[dict[str, Any]]:

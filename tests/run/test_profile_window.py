@@ -1,4 +1,4 @@
-"""The steps that are profiled, and the end of a chunk."""
+"""The steps that are profiled."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -6,10 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rlcore.config import RunConfig, TrainerConfig
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
-from rlcore.run.training import Training
 from rlcore.run.workers import ProfileWindow
 from rlcore.workers.worker import Worker
 
@@ -64,9 +62,3 @@ def test_a_trace_that_is_too_large_ends_the_window(tmp_path: Path) -> None:
         "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is not kept and no further step is "
         "profiled. Raise it, or profile a run with fewer or shorter answers"
     )
-
-
-def test_a_chunk_ends_at_a_multiple_of_its_steps_or_with_the_run() -> None:
-    config = RunConfig(trainer=TrainerConfig(total_steps=10, steps_per_chunk=4))
-    training = cast(Any, SimpleNamespace(_config=config))
-    assert [step for step in range(1, 11) if Training._ends_chunk(training, step)] == [4, 8, 10]

@@ -15,20 +15,20 @@ import pytest
 from rlcore.run.process import EXIT_RESUMABLE
 from rlcore.runtime.cluster import ray_folder
 from tests.forked import fork_module, run_module
-from tests.run.running import small, steps_of, weights_of, write_settings
+from tests.run.running import small, steps_of, weights_of, write_record
 from tests.small_run import SmallRun
 
 STEPS = 6
 DEADLINE_S = 240
 
 
-def start(settings: Path, log: Path) -> BaseProcess:
+def start(run_dir: Path, log: Path) -> BaseProcess:
     """The trainer process in a session of its own, its output in a file."""
-    return fork_module("rlcore.run.process", ["--settings", str(settings)], output=log)
+    return fork_module("rlcore.run.process", ["--run", str(run_dir)], output=log)
 
 
-def finish(settings: Path, log: Path) -> None:
-    arguments = ["--settings", str(settings)]
+def finish(run_dir: Path, log: Path) -> None:
+    arguments = ["--run", str(run_dir)]
     assert run_module("rlcore.run.process", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
 
 
@@ -45,7 +45,7 @@ def kill_all(process: BaseProcess) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     run = small(tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
-    finish(write_settings(run), run.layout.run_dir / "out.log")
+    finish(write_record(run), run.layout.run_dir / "out.log")
     return run
 
 
@@ -54,10 +54,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 @pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, runtime: str) -> None:
     run = small(tmp_path, f"runtime={runtime}", steps=STEPS)
-    settings, log = write_settings(run), tmp_path / "out.log"
+    run_dir, log = write_record(run), tmp_path / "out.log"
     rng = random.Random(5)
     for _ in range(3):
-        process = start(settings, log)
+        process = start(run_dir, log)
         wanted = rng.uniform(0.2, 1.0)  # how much of the way from the first line of the journal to the end
         deadline = time.monotonic() + DEADLINE_S
         grown = run.layout.journal.stat().st_size if run.layout.journal.exists() else 0
@@ -68,7 +68,7 @@ def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, r
             time.sleep(0.01)
         if process.is_alive():
             kill_all(process)
-    finish(settings, log)
+    finish(run_dir, log)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
 
@@ -77,9 +77,9 @@ def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, r
 @pytest.mark.needs_ray
 def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, "runtime=ray", steps=STEPS)
-    settings, log = write_settings(run), tmp_path / "out.log"
+    run_dir, log = write_record(run), tmp_path / "out.log"
     begun = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S}"  # an older one is of another process that had this id
-    process = start(settings, log)
+    process = start(run_dir, log)
 
     def own_sessions() -> list[Path]:
         return [one for one in ray_folder().glob(f"session_2*_{process.pid}") if one.name >= begun]
@@ -96,34 +96,34 @@ def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path
     assert process.exitcode == EXIT_RESUMABLE, log.read_text()
     assert list(run.layout.checkpoints.glob("step-*")), "the finished step was not saved"
     assert not own_sessions(), "a Ray session is left"
-    finish(write_settings(small(tmp_path, steps=STEPS)), log)
+    finish(write_record(small(tmp_path, steps=STEPS)), log)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
 
 
 def test_a_finished_run_does_no_step_again(undisturbed: SmallRun) -> None:
     before = undisturbed.layout.journal.read_bytes()
-    finish(write_settings(undisturbed), undisturbed.layout.run_dir / "out.log")
+    finish(write_record(undisturbed), undisturbed.layout.run_dir / "out.log")
     assert undisturbed.layout.journal.read_bytes() == before
 
 
 def test_more_steps_go_on_from_the_end(undisturbed: SmallRun, tmp_path: Path) -> None:
     short = small(tmp_path, steps=4)
-    finish(write_settings(short), tmp_path / "out.log")
+    finish(write_record(short), tmp_path / "out.log")
     longer = small(tmp_path, steps=STEPS)
     assert longer.layout.run_dir == short.layout.run_dir
-    finish(write_settings(longer), tmp_path / "out.log")
+    finish(write_record(longer), tmp_path / "out.log")
     assert steps_of(longer) == steps_of(undisturbed)
 
 
 def test_a_checkpoint_of_other_settings_is_refused_by_name(undisturbed: SmallRun, tmp_path: Path) -> None:
     run_id = undisturbed.layout.run_dir.name
     other = small(Path(undisturbed.config.paths.root), "optim.lr=1e-3", f"run_id={run_id}", steps=STEPS)
-    settings = undisturbed.layout.settings_json
-    before = settings.read_text()
-    settings.write_text(other.config.model_dump_json())
+    record, run_dir = undisturbed.layout.run_json, undisturbed.layout.run_dir
+    before = record.read_text()
+    other.inputs.write(other.config, undisturbed.layout)
     log = tmp_path / "out.log"
-    code = run_module("rlcore.run.process", ["--settings", str(settings)], output=log, timeout_s=DEADLINE_S)
-    settings.write_text(before)
+    code = run_module("rlcore.run.process", ["--run", str(run_dir)], output=log, timeout_s=DEADLINE_S)
+    record.write_text(before)
     assert code == 1
     assert "optim.lr: 0.0003 in the checkpoint, 0.001 now" in log.read_text()

@@ -1,7 +1,6 @@
 """What a run takes from the stages before it, by name and in the file that says so; the settings of a warm start."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from rlcore.run import inputs as run_inputs
 from rlcore.run.inputs import (
     RunInputs,
     answers_payload,
-    content_digest,
     given_model,
     is_given,
     planned_start_model,
@@ -26,6 +24,7 @@ from rlcore.run.inputs import (
     stage_settings,
 )
 from rlcore.run.layout import RunLayout
+from rlcore.tracking.lineage import Origin, Stage
 from tests.storage.test_finished import flip
 from tests.storage.test_publish import publish
 
@@ -36,26 +35,17 @@ def test_inputs_come_back_as_they_were_written(tmp_path: Path) -> None:
         RunInputs(Path("f"), Path("t")),
         RunInputs(Path("f"), Path("t"), Path("d"), Path("o"), {"a": Path("a"), "suite b": Path("b")}),
     ):
-        inputs.write(layout)
+        inputs.write(RunConfig(), layout)
         assert RunInputs.read(layout) == inputs
-    assert json.loads(layout.inputs_json.read_text()) == {
-        "filtered_directory": "f",
-        "tokenizer_directory": "t",
-        "dataset_directory": "d",
-        "demonstrations_directory": "o",
-        "suite a": "a",
-        "suite suite b": "b",
-    }
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"filtered_directory": 1}', '{"filtered_directory": "f", "more": "x"}'])
-def test_inputs_that_cannot_be_read_say_what_makes_them(tmp_path: Path, text: str) -> None:
+def test_a_record_without_inputs_is_refused_with_what_makes_them(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path)
-    layout.inputs_json.write_text(text)
-    with pytest.raises(
-        DataError, match=r"inputs\.json: the run's inputs cannot be read .*start it by `millrace run` or"
-    ):
-        RunInputs.read(layout)
+    for stages in (None, (), (Stage("filtered", "f", "f"),)):
+        if stages is not None:
+            Origin(RunConfig(), stages=stages).write(tmp_path)
+        with pytest.raises(DataError, match=r"run\.json: has no inputs of the run; start it by `millrace run` or"):
+            RunInputs.read(layout)
 
 
 @pytest.mark.parametrize("damaged", ["filtered", "part", "tokenizer", "demonstrations", "suite"])
@@ -92,16 +82,6 @@ def test_rows_lie_in_the_parts_of_a_mixture_and_a_suite_has_its_own(tmp_path: Pa
     assert (of_suite.tokenizer_directory, of_suite.dataset_directory) == (Path("t"), Path("d"))
     with pytest.raises(DataError, match=r"^validation\.suites: the rows of x are not made; start the run again"):
         inputs.of_suite("x")
-
-
-def test_a_digest_is_of_the_content_and_made_anew_where_that_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "x").write_bytes(b"one")
-    monkeypatch.chdir(tmp_path)
-    assert content_digest(Path("x")) == hashlib.sha256(b"one").hexdigest()
-    (tmp_path / "x").write_bytes(b"three")
-    assert content_digest(Path("x")) == hashlib.sha256(b"three").hexdigest()
 
 
 def test_smollm2_has_to_be_made_into_a_folder_named_by_its_digest(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
 from rlcore.run.inputs import RunInputs, planned_start_model, stage_layout
-from rlcore.run.start_model import UNTAUGHT, StartModel, known_start_model
+from rlcore.run.start_model import UNTAUGHT, StartModel, known_start_model, remove_left
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
 from tests.storage.test_publish import publish
@@ -68,12 +68,12 @@ def test_what_a_warm_start_has_left_is_removed_once_its_model_is_there(tmp_path:
     for folder in (stage.checkpoints, stage.run_dir / UNTAUGHT):
         folder.mkdir(parents=True)
         (folder / "file").touch()
-        assert known_start_model(config, inputs) is None
+        remove_left(config, inputs)
         assert folder.is_dir()
     stage.journal.touch()
     publish(planned_start_model(config, inputs.filtered_directory), steps=7)
     with RunLock(stage.run_dir):
-        assert known_start_model(config, inputs) is not None
+        remove_left(config, inputs)
         assert stage.checkpoints.is_dir(), "it is in use"
-    assert known_start_model(config, inputs) is not None
+    remove_left(config, inputs)
     assert sorted(path.name for path in stage.run_dir.iterdir()) == ["metrics.jsonl", "run.lock"]

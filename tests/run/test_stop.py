@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_settings
+from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_record
 from tests.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
@@ -124,11 +124,11 @@ def test_a_stop_between_two_commands_saves_what_is_ahead_of_the_last_checkpoint(
 ) -> None:
     """Of a process whose locale is not that of its settings, which are UTF-8."""
     run = small(tmp_path, "tags={who: 'Jürgen'}", steps=STEPS)
-    settings = write_settings(run)
-    assert "Jürgen".encode() in settings.read_bytes()
+    run_dir = write_record(run)
+    assert "Jürgen".encode() in run.layout.run_json.read_bytes()
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     to_trainer, from_trainer = os.pipe(), os.pipe()
-    command = [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)]
+    command = [sys.executable, "-m", "rlcore.run.process", "--run", str(run_dir)]
     command += ["--commands-fd", str(to_trainer[0]), "--replies-fd", str(from_trainer[1])]
     process = subprocess.Popen(command, pass_fds=(to_trainer[0], from_trainer[1]), stderr=subprocess.DEVNULL, env=plain)
     os.close(to_trainer[0])

@@ -13,7 +13,7 @@ from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run import watchdog
-from rlcore.run.faults import Fault, read_faults
+from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
@@ -93,32 +93,6 @@ def test_a_step_is_given_up_after_half_of_the_time_for_a_stop_before_it_changes_
     assert str(told.value) == "the step was given up before gen: a stop was asked for 50 s ago"
 
 
-@pytest.mark.parametrize(("save_s", "after_s"), [(100.0, 10.0), (3600.0, 120.0)])
-def test_a_slow_save_is_told_after_a_tenth_of_its_time_and_whenever_that_has_doubled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_s: float, after_s: float
-) -> None:
-    watch, told = Watch(tmp_path, deadlines=DeadlineConfig(save_s=save_s)), list[tuple[str, float]]()
-    monkeypatch.setattr(watch, "_is_slow", lambda what, seconds: told.append((what, seconds)))
-    watch._tell_if_slow(1e6)
-    for begun in (1000.0, 5000.0):
-        watch.aside = lambda begun=begun: UnderWay(f"from {begun:g}", begun)
-        told.clear()
-        for seconds in (after_s, after_s + 1, after_s + 2, 2 * after_s + 2, 2 * after_s + 3):
-            watch._tell_if_slow(begun + seconds)
-        assert told == [(f"from {begun:g}", after_s + 1), (f"from {begun:g}", 2 * after_s + 3)]
-
-
-def test_a_slow_save_is_told_to_the_flow_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch(tmp_path)
-    watch._is_slow("checkpoint of step 3: renaming x", 61.4)
-    text = (
-        "checkpoint of step 3: renaming x since 61 s; does the file system answer? What waits for it counts as hung "
-        "after runtime.deadlines.save_s"
-    )
-    assert watch.told == [{"event": "note", "text": text}]
-    assert text in caplog.text
-
-
 def test_a_hang_is_a_fault_with_what_the_save_is_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(tmp_path)
     watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
@@ -175,50 +149,3 @@ def test_a_stop_that_takes_too_long_says_where(tmp_path: Path, is_saving: bool) 
         f"runtime.stop_deadline_s: told to stop, the run had not ended after 30 s (in {where}), and was ended. Start "
         "again to go on from the last checkpoint"
     )
-
-
-def test_the_thread_looks_four_times_a_second_until_it_is_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, waits = [100.0], list[float]()
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    hung: list[tuple[str, float]] = []
-
-    def looking(stop: Asked, *phases: tuple[str, float]) -> Watch:
-        watch = Watch(tmp_path, stop, stop_deadline_s=30.0)
-
-        def wait(seconds: float) -> bool:
-            waits.append(seconds)
-            now[0] += 1.0
-            if stop.seconds is not None:
-                stop.seconds += 1.0
-            return len(waits) >= 9
-
-        waits.clear()
-        hung.clear()
-        monkeypatch.setattr(watch, "_ended", SimpleNamespace(wait=wait))
-        monkeypatch.setattr(watch, "_hangs", lambda *late: hung.append(late))
-        watch._running = tuple(watchdog._Running(phase, now[0], limit_s) for phase, limit_s in phases)
-        watch._look()
-        return watch
-
-    looking(Asked(), ("testing", 100.0), ("gen", 3.0))
-    assert (waits, hung) == ([0.25] * 4, [("gen", 4.0)])
-    stopped = looking(Asked(28.0))
-    assert (len(waits), len(stopped.given_up)) == (3, 1)
-    assert looking(Asked(1.0), ("gen", 8.0)).given_up == []
-    assert (len(waits), hung) == (9, [])
-
-
-def test_the_fault_of_a_watch_without_a_run_is_of_step_0(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    watch = Watchdog(
-        RunConfig(),
-        RunLayout(tmp_path, tmp_path / "run"),
-        stop=Asked(),
-        report=lambda event: None,
-        give_up=lambda error: None,
-    )
-    watch.fault(DataError("no row"))
-    assert [(fault.kind, fault.step, fault.phase) for fault in read_faults(tmp_path / "run")] == [("data", 0, "")]
-    assert isinstance(read_faults(tmp_path / "run")[0], Fault)
