@@ -108,7 +108,7 @@ def test_every_function_that_settings_name_is_code_of_the_run(folder: Path) -> N
     assert {"data.countdown:score", "their_reward:score"} < set(code_of(mixture).by_function)
 
 
-def test_a_function_of_millrace_counts_with_the_package_that_it_lies_in() -> None:
+def test_a_function_of_millrace_counts_with_its_package() -> None:
     names = {source.name for source in code_for("data.countdown:score")}
     assert {"data/countdown.py", "data/arithmetic.py"} < names
     assert all(name.startswith("data/") for name in names)
@@ -125,7 +125,7 @@ def test_what_has_no_source_beside_it_has_no_code(function: str) -> None:
     assert code_for(function) == ()
 
 
-def test_a_run_works_by_its_copy_whatever_the_files_say_meanwhile(folder: Path, tmp_path: Path) -> None:
+def test_a_run_imports_its_copy_after_an_edit(folder: Path, tmp_path: Path) -> None:
     """In this process and in one that starts after the edit: both import the text of the run's start."""
     (folder / "their_loss.py").write_text("def loss():\n    return 'kept'\n")
     loss = {"algo.policy_loss": "their_loss:loss"}
@@ -157,7 +157,7 @@ def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path)
             assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
 
 
-def test_a_module_in_a_folder_without_an_init_is_imported_again(folder: Path, tmp_path: Path) -> None:
+def test_a_module_of_a_namespace_package_is_imported_again(folder: Path, tmp_path: Path) -> None:
     """The folder stays imported, and had the old module as a member."""
     (folder / "their_plain").mkdir()
     (folder / "their_plain/reward.py").write_text(
@@ -172,7 +172,7 @@ def test_a_module_in_a_folder_without_an_init_is_imported_again(folder: Path, tm
             assert resolve_scorer("their_plain.reward:score")("x", {}) == float(weight)
 
 
-def test_code_that_reads_its_own_source_or_data_finds_those_of_the_run(folder: Path, tmp_path: Path) -> None:
+def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) -> None:
     loss = "import inspect\nfrom importlib.resources import files\n\n\ndef loss():\n    return 'kept'\n"
     read = "\n\nTEXT = inspect.getsource(loss)\nDATA = (files(__package__) / 'data.txt').read_text()\n"
     (folder / "their_loss").mkdir()
@@ -210,7 +210,7 @@ def test_a_difference_is_a_patch_of_some_lines(folder: Path) -> None:
     assert told[-1].startswith("... and ")
 
 
-def test_a_module_imported_by_a_computed_name_is_found_in_the_copy(folder: Path, tmp_path: Path) -> None:
+def test_a_computed_import_is_found_in_the_copy(folder: Path, tmp_path: Path) -> None:
     (folder / "their_kit/exact.py").write_text(
         "from importlib import import_module\n\n"
         "def of(text):\n    return len(import_module('their_' + 'kit.unused').__file__)\n"

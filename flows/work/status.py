@@ -64,7 +64,8 @@ def status_of(run_dir: Path) -> RunStatus:
     step, reward, pause, changed, gpu_seconds = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
     with suppress(OSError):  # it is deleted at this moment
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
-    settings = _document(run_dir / RUN_FILE).get("settings", {})
+    found = _document(run_dir / RUN_FILE).get("settings")
+    settings = found if isinstance(found, dict) else {}
     trainer = settings.get("trainer")
     state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).reason_of(run_dir.name))
     return RunStatus(

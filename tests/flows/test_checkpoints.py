@@ -16,8 +16,8 @@ from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
 from tests.checkpoint.test_store import edit_manifest, flip
 from tests.flows.conftest import Millrace
-from tests.run.sessions import run_to_the_end, session_of
-from tests.run.test_hub_model import HUB_ID, cache_of
+from tests.helpers.hub_model import HUB_ID, cache_of
+from tests.helpers.sessions import run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
 
 OVERRIDES = (

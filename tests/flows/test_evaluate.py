@@ -15,7 +15,7 @@ from rlcore.report.held_out import suite_table
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.flows.conftest import in_this_process
-from tests.run.sessions import session_of, train_in_chunks
+from tests.helpers.sessions import session_of, train_in_chunks
 from tests.small_run import SmallRun, prepare
 
 TASK = (

@@ -19,7 +19,7 @@ import pytest
 from rlcore.run.faults import read_faults
 from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
-from tests.run.harmful import HARM
+from tests.helpers.harmful import HARM
 from tests.storage.small_disk import fill, mounted
 
 pytestmark = pytest.mark.prefect
@@ -213,7 +213,7 @@ def test_a_second_run_does_no_finished_work_again(reference: Reference) -> None:
 
 @pytest.mark.lengthy
 def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
-    hangs_once = ("algo.policy_loss=tests.run.harmful:hangs", "runtime.deadlines.update_s=20")
+    hangs_once = ("algo.policy_loss=tests.helpers.harmful:hangs", "runtime.deadlines.update_s=20")
     done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once)
     assert done.code == 0, done.err
     assert "hang in update_actor after step" in done.out
@@ -225,7 +225,7 @@ def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, referen
 def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
     millrace: Millrace, reference: Reference, tmp_path: Path
 ) -> None:
-    settings = (*UNTRACKED, "algo.policy_loss=tests.run.harmful:kills", "runtime.max_chunk_retries=1")
+    settings = (*UNTRACKED, "algo.policy_loss=tests.helpers.harmful:kills", "runtime.max_chunk_retries=1")
     command = Millrace(millrace.root, {HARM: str(tmp_path)})
     failed = command("train", *settings)
     assert failed.code == 1

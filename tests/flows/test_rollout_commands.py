@@ -13,8 +13,8 @@ from flows.progress import printable
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import with_scorer
-from tests.run.running import small
-from tests.run.sessions import run_to_the_end
+from tests.helpers.running import small
+from tests.helpers.sessions import run_to_the_end
 from tests.small_run import SmallRun
 
 

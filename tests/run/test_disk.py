@@ -60,7 +60,7 @@ def test_weights_and_answers_are_planned_for(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_run_makes_besides_is_planned_for_where_it_makes_it(tmp_path: Path) -> None:
+def test_stages_and_tracking_are_planned_for(tmp_path: Path) -> None:
     words = ("warm_start.enabled=true", "tracking.enabled=true", "runtime=ray")
     found = needs_of(tmp_path, *words, has_start_model=False)
     besides = {what: need for what, need in found.items() if what not in needs_of(tmp_path)}
@@ -149,7 +149,7 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_run_that_waits_looks_each_second_and_goes_on_when_there_is_room(
+def test_a_pause_ends_when_there_is_room(
     small_disk: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ballast = fill(small_disk, leave_bytes=8192)
@@ -169,7 +169,7 @@ def test_a_run_that_waits_looks_each_second_and_goes_on_when_there_is_room(
 
 
 @pytest.mark.parametrize(("wait_for_room_s", "slept"), [(0, []), (2, [1, 1]), (2.5, [1, 1, 0.5])])
-def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
+def test_a_pause_without_room_in_time_is_an_error(
     small_disk: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float]
 ) -> None:
     fill(small_disk, leave_bytes=8192)
@@ -184,7 +184,7 @@ def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
     assert [name for name, _, _ in told] == ["paused_for_disk"]
 
 
-def test_a_run_that_waits_looks_each_second_whether_it_is_to_stop(small_disk: Path, sleeps: list[float]) -> None:
+def test_a_stop_ends_a_pause(small_disk: Path, sleeps: list[float]) -> None:
     fill(small_disk, leave_bytes=8192)
     with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*are missing"):
         room_of([], stop=lambda: len(sleeps) == 4).wait(8193, step=3, path=small_disk)

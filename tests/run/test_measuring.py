@@ -55,7 +55,7 @@ WRONG = Answer("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="length"
 FAILED = Answer("c", 0.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
 
 
-def test_a_line_counts_answers_with_a_score_and_tokens_of_all() -> None:
+def test_a_line_of_the_table() -> None:
     assert row_of(PROMPT, [RIGHT, WRONG, FAILED]) == {
         "row_id": 7,
         "data_source": "countdown",
@@ -100,7 +100,7 @@ def test_the_facts_of_a_table() -> None:
     }
 
 
-def test_rows_of_another_table_are_found_by_their_digest_the_first_of_equal_ones(tmp_path: Path) -> None:
+def test_rows_of_another_table_are_found_by_digest(tmp_path: Path) -> None:
     table = table_of(line("a", 1, 4), line("b", 2, 4), line("a", 3, 4))
     same = _matched(table, ["a", "b", "a"], tmp_path)
     assert (same.passes.tolist(), same.samples.tolist()) == ([1, 2, 3], [4, 4, 4])
@@ -110,7 +110,7 @@ def test_rows_of_another_table_are_found_by_their_digest_the_first_of_equal_ones
         _matched(table, ["c", "b", "d"], tmp_path)
 
 
-def test_a_row_is_known_by_its_tokens_and_its_ground_truth(tmp_path: Path) -> None:
+def test_the_digest_of_a_row(tmp_path: Path) -> None:
     def digests(*rows: tuple[list[int], str]) -> list[str]:
         ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
         pq.write_table(pa.table({"prompt_ids": ids, "ground_truth_json": truths}), tmp_path / "rows.parquet")
@@ -159,7 +159,7 @@ def of_table(root: Path, *, table: Path | None = None, model: Path | None = None
     )
 
 
-def test_a_runs_own_table_is_found_once_it_is_there_and_set_aside_where_it_is_damaged(tmp_path: Path) -> None:
+def test_a_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x", "y", "z")
     config, inputs = of_table(tmp_path), RunInputs(filtered, tmp_path / "t")
     assert find_pass_rates(config, inputs) is None
@@ -174,7 +174,7 @@ def test_a_runs_own_table_is_found_once_it_is_there_and_set_aside_where_it_is_da
     assert not directory.exists()
 
 
-def test_a_table_that_is_given_must_be_one_and_is_never_set_aside(tmp_path: Path) -> None:
+def test_a_given_table_is_never_set_aside(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x", "y")
     inputs = RunInputs(filtered, tmp_path / "t")
     for name, kind in (("given", "pass-rates"), ("model", "model")):
@@ -193,7 +193,7 @@ def test_a_table_that_is_given_must_be_one_and_is_never_set_aside(tmp_path: Path
     assert (tmp_path / "given").is_dir()
 
 
-def test_a_table_measured_with_another_model_is_found_only_where_it_is_given(tmp_path: Path) -> None:
+def test_another_model_has_another_table(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x")
     model = tmp_path / "m"
     model.mkdir()
@@ -338,7 +338,7 @@ def rates_of(
     return PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
 
 
-def test_the_metrics_of_pass_rates_are_of_the_rows_that_have_one() -> None:
+def test_metrics_of_known_pass_rates() -> None:
     rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (3, 4), parts=(3, 2), keep=(0.25, 1))
     assert rates.metrics() == {
         "pass_rates/mean": 2 / 4,
@@ -369,7 +369,7 @@ def test_both_ends_of_keep_are_kept(keep: tuple[float, float], kept: int) -> Non
     )
 
 
-def test_a_part_without_a_kept_row_is_told_by_its_place() -> None:
+def test_a_part_without_a_kept_row_is_refused() -> None:
     rates = rates_of((4, 4), (1, 4), (4, 4), parts=(1, 1, 1), keep=(0.5, 1))
     with pytest.raises(DataError) as told:
         rates.require_enough(1)
@@ -382,7 +382,7 @@ def test_a_part_without_a_kept_row_is_told_by_its_place() -> None:
         rates_of((0, 4), (0, 4), parts=(1, 1), keep=(0.5, 1)).require_enough(1)
 
 
-def test_a_table_is_named_by_its_model_and_lies_beside_what_is_measured(tmp_path: Path) -> None:
+def test_the_folder_of_a_table(tmp_path: Path) -> None:
     def planned(settings: PassRatesConfig, model: Path | None = None) -> Path:
         config = RunConfig(
             pass_rates=settings,

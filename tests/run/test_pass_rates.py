@@ -10,8 +10,8 @@ from rlcore.config import PassRatesConfig
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
-from tests.run.running import disturb, said, steps_of, weights_of
-from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of
+from tests.helpers.running import disturb, said, steps_of, weights_of
+from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
 
 COARSE = ("data.train_size=48", "pass_rates.samples=4", "tracking.enabled=false")
@@ -41,9 +41,7 @@ def table_of(run: SmallRun) -> Path:
     return planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE
 
 
-def test_a_stopped_stage_goes_on_and_comes_to_the_same_bytes_with_parts_of_another_size(
-    measured: SmallRun, tmp_path: Path
-) -> None:
+def test_a_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: Path) -> None:
     stops: list[int] = []
     run = elsewhere(measured, tmp_path, *BASE)
 
@@ -84,7 +82,7 @@ def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:
         assert line["truncated"] == sum(answer.finish_reason == "length" for answer in mine)
 
 
-def test_rows_are_kept_by_their_rate_and_too_few_are_an_error(measured: SmallRun, tmp_path: Path) -> None:
+def test_rows_are_kept_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
     given = f"pass_rates.table={table_of(measured).parent}"
     rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
     root = Path(measured.config.paths.root)
@@ -106,7 +104,7 @@ def test_rows_are_kept_by_their_rate_and_too_few_are_an_error(measured: SmallRun
         session.measure_pass_rates()
 
 
-def test_a_table_of_more_rows_is_matched_by_tokens_and_truth(measured: SmallRun, tmp_path: Path) -> None:
+def test_a_larger_table_is_matched_by_digest(measured: SmallRun, tmp_path: Path) -> None:
     """The first rows of the same dataset, in a root of their own."""
     rows = pq.read_table(measured.inputs.train_parquets[0])
     (tmp_path / "few").mkdir()

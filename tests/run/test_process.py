@@ -151,7 +151,7 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
-def test_commands_that_came_before_the_other_side_closed_are_all_done(pipes: Pipes) -> None:
+def test_commands_before_the_close_are_all_done(pipes: Pipes) -> None:
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
     os.close(pipes.commands)
     assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
@@ -185,7 +185,7 @@ def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pyt
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
+def test_a_run_is_served_by_a_channel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, served: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended: list[int] = []

@@ -20,8 +20,8 @@ from rlcore.run.supervised import Lessons, build_model
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
+from tests.helpers.running import WAIT_S, disturb, said, small
 from tests.repeatable import repeatable
-from tests.run.running import WAIT_S, disturb, said, small
 from tests.small_run import SmallRun, warm_start
 from tests.small_run import make as prepare
 
@@ -127,7 +127,7 @@ def test_the_loss_is_on_answers_alone_wherever_they_stand() -> None:
 # ---------------------------------------------------------------- its ends
 
 
-def test_it_ends_after_epochs_and_publishes_the_lowest_held_out_loss(tmp_path: Path) -> None:
+def test_epochs_end_it_and_the_best_is_published(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
         "warm_start.steps_per_chunk=4", "warm_start.optim.lr=1.0",

@@ -13,9 +13,7 @@ from rlcore.config import RunConfig
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
-from tests.run.test_record import Told, record, told
-
-__all__ = ["record", "told"]
+from tests.run.conftest import Told
 
 STATE = LoopState(3, 3, 24, 100, 0.1)
 
@@ -30,9 +28,7 @@ def result_of(config: RunConfig, *failures: str | None, name: str = "before", st
     return ValidationResult(name, step, step, "countdown", (problem,), config.validation.judging)
 
 
-def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(
-    record: RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun = training(record), list[object]()
     made._metrics = {"actor/loss": 1.0, "val-core/s/reward/mean@1": 0.5}
 
@@ -44,9 +40,7 @@ def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(
     assert begun == [(STATE, made._metrics, made.workers)]
 
 
-def test_a_save_between_two_chunks_has_no_loss_by_which_a_start_model_is_chosen(
-    record: RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop may come at any step, and the model does not depend on it."""
     made, begun = training(record), list[Mapping[str, float]]()
     made._metrics = {"actor/loss": 1.0, HELD_OUT_LOSS: 0.5}
@@ -57,7 +51,7 @@ def test_a_save_between_two_chunks_has_no_loss_by_which_a_start_model_is_chosen(
     assert begun == [{"actor/loss": 1.0}, made._metrics]
 
 
-def test_a_result_is_kept_under_its_name_and_found_where_nothing_has_changed(record: RunRecord) -> None:
+def test_a_result_is_found_where_nothing_has_changed(record: RunRecord) -> None:
     config, made = record.config, training(record)
     suite = cast(Any, SimpleNamespace(name="s"))
     assert made.file_of("before") == record.layout.validation / "before.json"
@@ -96,7 +90,7 @@ def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told,
     assert told == []
 
 
-def test_the_score_of_a_validation_is_kept_where_it_is_the_best_so_far(record: RunRecord) -> None:
+def test_the_best_score_is_kept(record: RunRecord) -> None:
     config = record.config
     samples = config.validation.samples_per_problem
     result = result_of(config, *[None] * samples, step=5)

@@ -84,7 +84,7 @@ def num_waiting(descriptor: int) -> int:
     return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
 
 
-def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
+def test_a_second_signal_ends_a_blocked_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
@@ -99,7 +99,7 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
             process.kill()
 
 
-def test_a_process_that_ends_at_once_says_its_last_words_and_leaves_the_delivery_alone() -> None:
+def test_an_immediate_end_flushes_output_and_leaves_the_delivery() -> None:
     """Its output is a pipe, so what it has printed waits in its buffer."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=environment, text=True) as process:
@@ -137,7 +137,7 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     assert [one["event"] for one in heard] == ["fault"]
 
 
-def test_a_phase_that_goes_on_after_its_deadline_is_a_hang(tmp_path: Path) -> None:
+def test_a_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
     ended, errors = threading.Event(), list[Exception]()
 
     def give_up(error: Exception) -> None:

@@ -21,7 +21,7 @@ def published(folder: Path, **values: object) -> Path:
     return folder
 
 
-def test_a_stage_has_the_plain_facts_of_its_manifest_and_its_counts(tmp_path: Path) -> None:
+def test_the_facts_of_a_stage(tmp_path: Path) -> None:
     folder = published(tmp_path / "0a1b", kind="dataset", seed=3, share=0.5, ok=True, none=None, names=["a"],
                        counts={"train": 9, "validation": 2})  # fmt: skip
     facts = {"kind": "dataset", "seed": 3, "share": 0.5, "ok": True}
@@ -105,5 +105,5 @@ def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> No
     assert not [name for name in tags if "git" in name]
 
 
-def test_the_code_of_a_run_is_looked_for_beside_its_packages() -> None:
+def test_the_source_folder_has_the_package() -> None:
     assert sorted(path.name for path in lineage.SOURCE_FOLDER.iterdir()).count("rlcore") == 1

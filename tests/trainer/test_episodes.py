@@ -32,8 +32,8 @@ from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
 from tests.forked import run_module
+from tests.helpers.running import small, steps_of, write_record
 from tests.rollout.odd_environments import SLEEP_S, Odd
-from tests.run.running import small, steps_of, write_record
 from tests.small_run import SmallRun, prepare, train
 
 ODD = "tests.rollout.odd_environments"

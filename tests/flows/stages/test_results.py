@@ -47,7 +47,7 @@ def layout(config: RunConfig) -> RunLayout:
     return layout
 
 
-def test_each_result_is_told_with_its_figures_and_whether_it_was_there() -> None:
+def test_results_as_lines() -> None:
     figures = {"critic/score/mean": 0.12345}
     for told, expected in (
         (describe_rows(StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3})), "1,200 train, 3 x rows"),
@@ -104,13 +104,13 @@ def test_a_warning_of_few_rows_begins_below_a_batch(config: RunConfig) -> None:
     )
 
 
-def test_a_checkpoint_is_named_by_its_step_or_as_it_is() -> None:
+def test_the_name_of_a_checkpoint() -> None:
     assert [checkpoint_name(name) for name in ("0", "40", "last", "step-000040")] == [
         "step-000000", "step-000040", "last", "step-000040",
     ]  # fmt: skip
 
 
-def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: RunLayout) -> None:
+def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
     folder = layout.run_dir / "report"
     folder.mkdir()
     (folder / "report.html").touch()
@@ -158,7 +158,7 @@ def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunL
         assert Recorded.read(layout) == Recorded()
 
 
-def test_the_best_weights_are_wanted_where_they_are_not_the_last(config: RunConfig, layout: RunLayout) -> None:
+def test_best_weights_are_wanted_unless_last(config: RunConfig, layout: RunLayout) -> None:
     assert best_step_wanted(config, layout, 0) is None
     store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
@@ -174,9 +174,7 @@ def test_the_best_weights_are_wanted_where_they_are_not_the_last(config: RunConf
         assert best_step_wanted(unwanted, layout, 3) is None
 
 
-def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suites(
-    config: RunConfig, layout: RunLayout, tmp_path: Path
-) -> None:
+def test_a_validation_counts_for_its_step_and_settings(config: RunConfig, layout: RunLayout, tmp_path: Path) -> None:
     made = result([problem(1, (1.0, 0.0), greedy=1.0), problem(2, (0.0, 0.0), greedy=0.0)])
     written = replace(made, step=2, settings=config.validation.judging)
     assert known_judgement(config, layout, "after", 2) is None
@@ -211,7 +209,7 @@ def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suite
     assert known_suites(config, layout, replace(inputs, suites={}), "after", 2) is None
 
 
-def test_a_run_is_finished_while_none_of_its_results_is_missing(config: RunConfig, layout: RunLayout) -> None:
+def test_a_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
     state = TrainerState(
         step=2, policy_version=2, num_prompts_drawn=16, num_tokens=9, kl_coef=0.0,
         settings_fingerprint=settings_fingerprint(config),

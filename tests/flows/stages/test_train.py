@@ -93,7 +93,7 @@ def test_the_start_is_recorded_once_a_process(
     assert said.startswith(f"{run.layout.run_dir}: how the training was started is not recorded: ")
 
 
-def test_the_last_chunk_ends_where_the_run_or_a_part_of_it_does(run: OpenRun) -> None:
+def test_the_bounds_of_chunks(run: OpenRun) -> None:
     trainer = run.config.trainer.model_copy(update={"total_steps": 5, "steps_per_chunk": 2})
     config = run.config.model_copy(update={"trainer": trainer})
     assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
@@ -101,7 +101,7 @@ def test_the_last_chunk_ends_where_the_run_or_a_part_of_it_does(run: OpenRun) ->
     assert Train.chunks(config, 1) == [Train(0, 1, True)]
 
 
-def test_suites_are_looked_for_in_the_training_rows_unless_that_is_off(run: OpenRun) -> None:
+def test_datasets_of_suites_for_decontamination(run: OpenRun) -> None:
     assert suite_datasets(run.config) == {}
     suites = load_config(
         [
