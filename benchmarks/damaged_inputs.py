@@ -246,8 +246,7 @@ DAMAGES: Mapping[str, Damage] = {
     "kind: journal, a folder": Damage(lambda at: instead(at.journal, Path.mkdir), "metrics.jsonl"),
     "kind: samples, a file": Damage(lambda at: instead(at.run / "samples", Path.touch), "samples"),
     "kind: checkpoints, a file": Damage(lambda at: instead(at.run / "checkpoints", Path.touch), "checkpoints"),
-    "kind: settings, a pipe": Damage(lambda at: instead(at.run / "settings.json", os.mkfifo), "settings.json"),
-    "kind: inputs, a folder": Damage(lambda at: instead(at.run / "inputs.json", Path.mkdir), "inputs.json"),
+    "kind: record, a pipe": Damage(lambda at: instead(at.run / "run.json", os.mkfifo), "run.json"),
     "kind: filtered manifest, a folder": Damage(
         lambda at: instead(at.one("filtered/*/manifest.json"), Path.mkdir), "filtered"
     ),

@@ -178,7 +178,7 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
     found = {}
     executed: Counter[str] = Counter()
     for file in data.measured_files():
-        # Such as tests/run/test_stop.py::test_it[case]|run; one of an import is empty.
+        # Such as tests/e2e/test_stop.py::test_it[case]|run; one of an import is empty.
         by_line = {
             line: {re.split(r"[\[|]", name)[0] for name in names if name}
             for line, names in data.contexts_by_lineno(file).items()

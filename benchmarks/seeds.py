@@ -35,7 +35,7 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
 
 def read_seed(layout: RunLayout) -> dict[str, object]:
     """Held-out figures by step that the run's folder keeps, and the last step's explained variance of a critic."""
-    settings = json.loads(layout.settings_json.read_text())
+    settings = json.loads(layout.run_json.read_text())["settings"]
     lora = settings["model"]["lora"]
     results = sorted(
         (ValidationResult.read(file) for file in layout.validation.glob("step-*.json")), key=lambda result: result.step

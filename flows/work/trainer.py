@@ -105,7 +105,7 @@ class TrainerProcess:
     Use as a context manager, and from the main thread: the kernel ties the process to the thread that started it.
 
     Args:
-        run_dir: the run's folder, with `settings.json` in it.
+        run_dir: the run's folder, with `run.json` in it.
         on_event: called with progress, notes and checkpoints while a call waits.
         on_line: called with each line of the process's log.
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
@@ -296,7 +296,7 @@ class _Child:
         log_file = _new_log(run_dir / "logs")
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
-        line = [*command, "--settings", str(run_dir / "settings.json")]
+        line = [*command, "--run", str(run_dir)]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
             inherited = [child_reads, child_writes, *held.descriptors]

@@ -55,7 +55,7 @@ FILES = {
     "bare/train.jsonl": "",
     "bare/test.jsonl": "",
     "empty/nothing": "",
-    "lr=1/settings.json": "{",
+    "lr=1/run.json": "{",
     "no_tokenizer/config.json": json.dumps({"model_type": "qwen2"}),
 }
 READS = ["model.path=model", "warm_start.enabled=false", "filter.max_prompt_tokens=256"]
@@ -86,9 +86,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("logs nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
     ("report nobody extra", ["RUN: must be one run, by its folder or id, or the settings", "got nobody extra"]),
     ("logs nobody -n 99999999999999999999", ["--lines", "less than or equal to"]),
-    ("logs lr=1", ["lr=1/settings.json: cannot be read as the settings"]),
-    ("eval lr=1 --suite gsm8k", ["lr=1/settings.json: cannot be read as the settings"]),
-    (f"logs {'x' * 300}", [f"{'x' * 300}/settings.json: File name too long"]),
+    ("logs lr=1", ["lr=1/run.json: cannot be read"]),
+    ("eval lr=1 --suite gsm8k", ["lr=1/run.json: cannot be read"]),
+    (f"logs {'x' * 300}", [f"{'x' * 300}/run.json: File name too long"]),
     ("runs a\udcff", ["'a\\udcff': must be UTF-8 text"]),
     ("checkpoints nobody --checkpoint best", ["--checkpoint best: says which one to export", "--export DIR"]),
     ("slots --per-gpu 2", ["--per-gpu 2: says how many slots each of --gpus"]),

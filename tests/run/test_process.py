@@ -18,6 +18,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.process import Channel, serve, whole_run
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
+from rlcore.tracking.lineage import Origin
 
 Event = Mapping[str, object]
 
@@ -150,7 +151,7 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
-def test_commands_that_came_before_the_other_side_closed_are_all_done(pipes: Pipes) -> None:
+def test_commands_before_the_close_are_all_done(pipes: Pipes) -> None:
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
     os.close(pipes.commands)
     assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
@@ -184,7 +185,7 @@ def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pyt
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
+def test_a_run_is_served_by_a_channel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, served: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended: list[int] = []
@@ -216,11 +217,10 @@ def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
     monkeypatch.setattr(process, "serve", answer)
     monkeypatch.setattr(process, "say_and_end", said)
     config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
-    settings = tmp_path / "settings.json"
-    settings.write_text(config.model_dump_json())
+    Origin(config).write(tmp_path)
     os.write(pipes.commands, b'{"command": "close"}\n')
     os.close(pipes.commands)
-    assert process.run_one(settings, pipes.channel if served else None, told.append, Asked()) == 3
+    assert process.run_one(tmp_path, pipes.channel if served else None, told.append, Asked()) == 3
     assert commands == ([{"command": "close"}] if served else list(whole_run(config)))
     assert ended == [1, 75]
     assert [(event["command"], event["message"]) for event in told] == [("watch", "a hang"), ("watch", "a stop")]
@@ -235,8 +235,8 @@ def test_the_command_line_of_the_process(
 ) -> None:
     seen: list[tuple[Path, Channel | None, bool]] = []
 
-    def noted(settings: Path, channel: Channel | None, report: Any, *, is_locked: bool) -> int:
-        seen.append((settings, channel, is_locked))
+    def noted(run_dir: Path, channel: Channel | None, report: Any, *, is_locked: bool) -> int:
+        seen.append((run_dir, channel, is_locked))
         report({"event": "note", "text": "a"})
         return 75
 
@@ -244,12 +244,12 @@ def test_the_command_line_of_the_process(
     ends = {"--commands-fd": str(reads), "--replies-fd": str(writes), "--lock-fd": "9"}
     given = [part for word in words for part in (word, ends[word])]
     monkeypatch.setattr(process, "run", noted)
-    monkeypatch.setattr(sys, "argv", ["process", "--settings", "s.json", *given])
+    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *given])
     with pytest.raises(SystemExit) as done:
         process.main()
     assert done.value.code == 75
-    ((settings, channel, is_locked),) = seen
-    assert (settings, is_locked) == (Path("s.json"), "--lock-fd" in words)
+    ((run_dir, channel, is_locked),) = seen
+    assert (run_dir, is_locked) == (Path("r"), "--lock-fd" in words)
     assert (channel is not None) == (len(words) >= 2)
     if channel is None:
         assert capsys.readouterr().out == '{"event": "note", "text": "a"}\n'
@@ -262,7 +262,7 @@ def test_the_command_line_of_the_process(
     with pytest.raises(SystemExit) as refused:
         process.main()
     assert refused.value.code == 2
-    assert "the following arguments are required: --settings" in capsys.readouterr().err
+    assert "the following arguments are required: --run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
@@ -277,9 +277,8 @@ def test_an_error_before_the_first_command_is_told(
         raise error
 
     monkeypatch.setattr(process, "Session", fails)
-    settings = tmp_path / "settings.json"
-    settings.write_text(RunConfig().model_dump_json())
+    Origin(RunConfig()).write(tmp_path)
     told: list[Event] = []
-    assert process.run_one(settings, None, told.append, Asked()) == code
+    assert process.run_one(tmp_path, None, told.append, Asked()) == code
     assert str(error) in caplog.text
     assert told == [{"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}]

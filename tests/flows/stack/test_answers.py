@@ -17,7 +17,8 @@ from tokenizers.models import WordLevel
 from flows.server.guard import Guard
 from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
-from rlcore.config import AnswersConfig
+from rlcore.config import AnswersConfig, RunConfig
+from rlcore.tracking.lineage import Origin, Stage
 from tests.answers.made import Made
 from tests.report.chromium import open_tab
 
@@ -47,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     told.add(hostile_tokens(Made(1).of_step(1)))
     told.begin_part()
     told.settle()
-    (root / "runs" / TOLD / "inputs.json").write_text(json.dumps({"tokenizer_directory": str(root)}))
+    Origin(RunConfig(), stages=(Stage("tokenizer", "t", str(root)),)).write(root / "runs" / TOLD)
     writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
         writer.add(Made(step, turns=True).of_step(step))
