@@ -70,12 +70,12 @@ def in_own_process(folder: Path) -> dict[str, Any]:
 def build(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Make the dataset on one core."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    import data
+    from data.tasks import build_dataset
     from rlcore.config import CountdownData
 
     settings = CountdownData(train_size=arguments.rows, validation_size=arguments.validation_rows)
     with Cost() as cost:
-        result = data.build_dataset(settings, seed=1, root=folder)
+        result = build_dataset(settings, seed=1, root=folder)
     files = {split: result.directory / f"{split}.parquet" for split in SPLITS}
     return {
         "directory": str(result.directory),
