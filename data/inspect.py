@@ -103,49 +103,37 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     return [(file.stem, file) for file in found]
 
 
-_Scan = tuple[SplitReport, Counter[int], Counter[tuple[int, ...]]]
-"""A report, rows by the hash of their prompt, and rows by their multiset of numbers."""
+_Scan = tuple[SplitReport, Counter[str], Counter[tuple[int, ...]]]
+"""A report, rows by their prompt, and rows by their multiset of numbers."""
 
 
 def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
-    """Columns that the file lacks, or that are of another kind, count nothing."""
+    """Read one file. Columns that it lacks, or that are of another kind, count nothing."""
     file = open_parquet(path)
-    schema, total = file.schema_arrow, file.metadata.num_rows
-    chosen = sorted(np.random.default_rng(seed).permutation(total)[:num_rows].tolist())
-    prompts, lengths, difficulty = Counter[int](), Counter[int](), Counter[int]()
-    sources, numbers = Counter[str](), Counter[tuple[int, ...]]()
-    num_with_solution, start = 0, 0
-    rows: list[Mapping[str, Any]] = []
+    schema = file.schema_arrow
+    table = pa.Table.from_batches(read_batches(file, path, ROWS_PER_GROUP), schema=schema)
+    chosen = sorted(np.random.default_rng(seed).permutation(table.num_rows)[:num_rows].tolist())
 
-    def has(column: str) -> bool:
-        return find_type(schema, column) is not None
+    def values(column: str) -> list[Any]:
+        return _column(table, column).to_pylist() if find_type(schema, column) is not None else []
 
-    is_tokenized = has("prompt_ids.[]")
-    for batch in read_batches(file, path, ROWS_PER_GROUP):
-        if has("prompt.[].content"):
-            messages = [[m or {} for m in prompt or ()] for prompt in batch.column("prompt").to_pylist()]
-            prompts.update(
-                hash("\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt)) for prompt in messages
-            )
-            if not is_tokenized:
-                lengths.update(sum(len(str(m.get("content") or "")) for m in prompt) for prompt in messages)
-        if is_tokenized:
-            lengths.update(pc.drop_null(pc.list_value_length(batch.column("prompt_ids"))).to_pylist())
-        if has("data_source"):
-            sources.update(map(str, batch.column("data_source").to_pylist()))
-        if has("extra_info.difficulty"):
-            difficulty.update(pc.drop_null(pc.struct_field(batch.column("extra_info"), "difficulty")).to_pylist())
-        if has("extra_info.solution"):
-            num_with_solution += sum(map(bool, pc.struct_field(batch.column("extra_info"), "solution").to_pylist()))
-        if has("reward_model.ground_truth.numbers"):
-            numbers.update(multisets(pc.struct_field(batch.column("reward_model"), "ground_truth")))
-        here = [index for index in chosen if start <= index < start + batch.num_rows]
-        rows += [{"row": index, **batch.slice(index - start, 1).to_pylist()[0]} for index in here]
-        start += batch.num_rows
+    has_messages = find_type(schema, "prompt.[].content") is not None
+    prompts = [[m or {} for m in prompt or ()] for prompt in values("prompt")] if has_messages else []
+    texts = Counter("\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt) for prompt in prompts)
+    is_tokenized = find_type(schema, "prompt_ids.[]") is not None
+    lengths = Counter(
+        [len(ids) for ids in values("prompt_ids") if ids is not None]
+        if is_tokenized
+        else [sum(len(str(m.get("content") or "")) for m in prompt) for prompt in prompts]
+    )
+    difficulty = Counter(value for value in values("extra_info.difficulty") if value is not None)
+    truths = "reward_model.ground_truth"
+    has_numbers = find_type(schema, f"{truths}.numbers") is not None
+    numbers = Counter(multisets(_column(table, truths).combine_chunks()) if has_numbers else ())
     report = SplitReport(
         name=name,
         path=str(path),
-        num_rows=total,
+        num_rows=table.num_rows,
         size_bytes=path.stat().st_size,
         columns=tuple((field.name, str(field.type)) for field in schema),
         problem=_schema_problem(schema, path),
@@ -153,12 +141,18 @@ def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
         length_unit="tokens" if is_tokenized else "characters",
         lengths=summarize(lengths),
         difficulty={str(key): difficulty[key] for key in sorted(difficulty)},
-        data_sources=dict(sources.most_common()),
-        num_with_solution=num_with_solution,
-        num_duplicates=prompts.total() - len(prompts),
-        rows=tuple(rows),
+        data_sources=dict(Counter(map(str, values("data_source"))).most_common()),
+        num_with_solution=sum(map(bool, values("extra_info.solution"))),
+        num_duplicates=texts.total() - len(texts),
+        rows=tuple({"row": row, **table.slice(row, 1).to_pylist()[0]} for row in chosen),
     )
-    return report, prompts, numbers
+    return report, texts, numbers
+
+
+def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """The column at a dotted path."""
+    head, *rest = name.split(".")
+    return pc.struct_field(table.column(head), rest) if rest else table.column(head)
 
 
 def _schema_problem(schema: pa.Schema, path: Path) -> str | None:
@@ -196,13 +190,15 @@ def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
 
 
 def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and value of each column of a row in the row schema, with the messages of the prompt apart."""
+    """Name and value of each message, column and field of a row in the row schema."""
     for message in row["prompt"] or ():
         role, content = (message or {}).get("role"), (message or {}).get("content")
         yield f"prompt ({role})", _text(content or "")
     for name, value in row.items():
         if name in _TOKEN_IDS:
             yield name, f"{len(value or ())} tokens: {_text(value)}"
+        elif isinstance(value, Mapping):
+            yield from ((field, _text(found)) for field, found in value.items() if found not in ("", None))
         elif name not in ("row", "prompt"):
             yield name, _text(value)
 

@@ -1,6 +1,5 @@
 """Rows of data=parquet without data.scorer are scored by what is known for their data source."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.custom import first_row, require_sound_rows
+from data import parquet
 from data.filter import filter_dataset
-from data.sources import parquet_rows
+from data.references import check_references
 from data.tasks import build_dataset
+from data.trial import first_row, require_sound_rows
 from rlcore.config import FilterConfig, ParquetData, RewardConfig, RunConfig
 from rlcore.config.data import scorer_of_row, scorers_of
 from rlcore.errors import DataError
@@ -113,27 +113,54 @@ def test_the_first_row_names_the_scorer_before_and_after_the_dataset_is_made(
     assert "scorer" not in own.ground_truth_json
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"reward_model": {"ground_truth": math.nan}}, "row 1: reward_model.ground_truth must have a value, got nan;"),
-        ({"reward_model": {"ground_truth": math.inf}}, "row 1: reward_model.ground_truth must have a value, got inf;"),
-        ({"reward_model": {"ground_truth": None}}, "row 1: reward_model.ground_truth must have a value, got nothing;"),
-    ],
-)  # fmt: skip
-def test_a_row_without_a_reference_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
-    data = settings(tmp_path, [row("math", 1.5), row("math", 2.5, 1, **change)])
-    with pytest.raises(DataError, match=re.escape(told)):
-        list(parquet_rows(data, 0).splits["train"])
-
-
 def test_what_nothing_reads_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
     plain = settings(tmp_path, [row("math", "1"), row(None, "1")])
-    found = list(parquet_rows(plain, 0).splits["train"])
+    found = list(parquet.build(plain, 0).splits["train"])
     assert [(one.data_source, one.ability) for one in found] == [("math", ""), ("", "")]
     for more in (
         {"extra_info": {"index": "9a9b6eb4", "split": 3}, "ability": "MATH", "uid": 7},
         {"extra_info": None, "ability": None},
     ):
-        found = list(parquet_rows(settings(tmp_path, [row("math", "1", **more)]), 0).splits["train"])
+        found = list(parquet.build(settings(tmp_path, [row("math", "1", **more)]), 0).splits["train"])
         assert [one.ground_truth for one in found] == ["1"]
+
+
+COUNTDOWN = {"target": 5, "numbers": [2, 3]}
+PROGRAM = '{"inputs": ["1"], "outputs": ["2"]}'
+
+
+def check(folder: Path, data: ParquetData) -> str:
+    return check_references(data, 1, RewardConfig(), folder)
+
+
+def test_references_are_checked_by_the_scorer_of_their_row(tmp_path: Path) -> None:
+    """`\\frac12` is a number to the scorer of mathematics alone."""
+    data = settings(tmp_path, [row("openai/gsm8k", "18"), row("math_dapo", r"\frac12"), row("gsm8k", "7", 1)])
+    assert check(tmp_path, data) == ""
+    with pytest.raises(DataError, match=r"data\.gsm8k:score does not for 1 of 3 rows of train"):
+        check(tmp_path, data.model_copy(update={"scorer": "data.gsm8k:score"}))
+    unknown = settings(tmp_path, [row("gsm8k", "7"), row("mathematics", "7")])
+    build_dataset(unknown, seed=1, root=tmp_path)
+    with pytest.raises(DataError, match=r"for the data source 'mathematics' \(.*train\.parquet: row 1\)"):
+        check(tmp_path, unknown)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "truth"),
+    [
+        ("data.countdown:score", "18"),
+        ("data.countdown:score", PROGRAM),
+        ("data.gsm8k:score", PROGRAM),
+        ("data.gsm8k:score", COUNTDOWN),
+        ("data.gsm8k:score_numeric", COUNTDOWN),
+        ("data.math:score", COUNTDOWN),
+        ("data.code:score", "18"),
+    ],
+)
+def test_a_ground_truth_that_the_scorer_cannot_use_is_refused_with_its_row(
+    tmp_path: Path, scorer: str, truth: object
+) -> None:
+    data = settings(tmp_path, [row("mine", truth, n) for n in range(3)], scorer=scorer)
+    told = rf"{scorer} does not for 3 of 3 rows of train \(100\.0%\) .*:\n.*train\.parquet: row 0: reference"
+    with pytest.raises(DataError, match=told):
+        check(tmp_path, data)

@@ -1,4 +1,4 @@
-"""Rows from data that exists: parquet files in the row schema, columns of any file, datasets of the hub.
+"""Records of data files and of hub datasets, one at a time, each with its place for messages.
 
 Files are JSON (objects one a line, or one array of them) and CSV, plain or compressed, parquet, and Arrow as
 `save_to_disk` writes it. Cells of a CSV file are texts as they stand: `007` and `0.10` are no numbers there.
@@ -21,29 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic_core import from_json
 
-from data.rows import Message, PromptForm, Row, TaskRows
-from data.schema import (
-    ROWS_PER_GROUP,
-    find_type,
-    has_no_number,
-    open_parquet,
-    provenance,
-    read_batches,
-    require_row_schema,
-)
+from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
 from rlcore.config.base import expanded
-from rlcore.config.data import (
-    DATA_FILE,
-    KINDS_OF_FILES,
-    Gsm8kData,
-    MappedData,
-    ParquetData,
-    TaskData,
-    scorer_of_row,
-)
+from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, Gsm8kData, MappedData, TaskData
 from rlcore.errors import DataError
 from rlcore.storage.documents import sha256_of
 
@@ -53,7 +35,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ANSWER_TIMEOUT_S = 10.0
 _INDEX = re.compile(r"-?[0-9]+")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _LONGEST_CELL = 2**31 - 1
 _MOST_SHOWN = 8
 
@@ -140,7 +121,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
         inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if DATA_FILE.fullmatch(path.name))
         raise DataError(
             f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its data files: "
-            f"{_shown(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
+            f"{shown(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
             "or give the folder that has them"
         )
     return found
@@ -160,9 +141,7 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
     if state.is_file() and not found:
         saved = [f"{split}/{file['filename']}" for file in json.loads(state.read_text())["_data_files"]]
         if absent := [name for name in saved if not (folder / name).is_file()]:
-            raise DataError(
-                f"data.source: {folder} lacks {_shown(absent)}, which {state} names; save the dataset again"
-            )
+            raise DataError(f"data.source: {folder} lacks {shown(absent)}, which {state} names; save the dataset again")
         return tuple(folder / name for name in saved)
     if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
         return tuple(folder / name for name in found)
@@ -181,21 +160,21 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
         ]:
             raise DataError(
                 f"data.source: {folder} holds {count - len(absent)} of the {count} shards of {split}; missing: "
-                f"{_shown(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
+                f"{shown(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
             )
         if len(shards) == count:
             return tuple(folder / shards[number][0] for number in wanted)
     raise DataError(
         f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
-        f"{_shown([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
+        f"{shown([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
         "passed over"
     )
 
 
-def _shown(names: Iterable[str]) -> str:
+def shown(names: Iterable[str]) -> str:
     """A list for a message, cut.
 
-    >>> _shown("abcdefghij")
+    >>> shown("abcdefghij")
     'a, b, c, d, e, f, g, h and 2 more'
     """
     found = list(names)
@@ -216,7 +195,7 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
         if path.is_file() and path not in read and DATA_FILE.fullmatch(path.name) and named.fullmatch(path.name)
     ):
         raise DataError(
-            f"data.source: {folder}: {_shown(passed)} would be passed over beside the files of "
+            f"data.source: {folder}: {shown(passed)} would be passed over beside the files of "
             f"{' and '.join(splits)}. Move elsewhere what does not count, or name it as a shard of a split"
         )
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(read)}
@@ -432,141 +411,4 @@ def _unavailable(source: str, revision: str, error: Exception) -> DataError:
         f"data.source: there is no folder {source} here, and the hub dataset of that name{at} cannot be had "
         f"({type(error).__name__}: {reason}). Check the name and data.revision, fetch it where there is a network (hf "
         f"download {source} --repo-type dataset{option}), or give data.source a folder with local files"
-    )
-
-
-# ---------------------------------------------------------------------- rows by column names
-
-
-def mapped_rows(settings: MappedData, seed: int) -> TaskRows:
-    """Questions and answers from columns of any dataset. Raises DataError where a record lacks a column."""
-    return TaskRows(
-        data_source=settings.data_source or Path(settings.source).resolve().name,  # `.` has a name then
-        ability="math",
-        prompt_form=settings.template,
-        splits={
-            "train": _mapped(settings, settings.train_split),
-            "validation": _mapped(settings, settings.validation_split),
-        },
-    )
-
-
-def mapped_digests(settings: MappedData) -> dict[str, str]:
-    """Digests of the source."""
-    return digests(
-        settings.source, (settings.train_split, settings.validation_split), settings.subset, settings.revision
-    )
-
-
-def _mapped(settings: MappedData, split: str) -> Iterator[Row]:
-    for record in records(settings.source, split, settings.subset, settings.revision):
-        question, answer = record.text(settings.question), record.text(settings.answer)
-        if has_no_number(answer):
-            raise DataError(
-                f"{record.where}: column {settings.answer}: must be a reference, got the text {answer!r} of a missing "
-                "value; repair or remove it, or name another column"
-            )
-        yield Row(
-            prompt=(Message("user", f"{question} {settings.instruction}".strip()),),
-            ground_truth=answer,
-            solution=record.text(settings.solution) if settings.solution else "",
-        )
-
-
-# ---------------------------------------------------------------------- rows in the row schema
-
-
-def parquet_rows(settings: ParquetData, seed: int) -> TaskRows:
-    """The rows of two parquet files. Columns outside the schema are left out.
-
-    Raises:
-        DataError: a file that cannot be read, breaks the schema or has an unusable row, or two files that differ in
-            their type of ground truth or form of prompt.
-    """
-    files = _files(settings)
-    types, forms = set(), set()
-    for path in files.values():
-        schema = open_parquet(path).schema_arrow
-        require_row_schema(schema, path)
-        types.add(find_type(schema, "reward_model.ground_truth"))
-        forms.add(provenance(path).get("prompt_form", "chat"))
-    if len(types) > 1 or len(forms) > 1:
-        raise DataError(
-            f"{files['train']} and {files['validation']}: must have one type of ground truth and one form of prompt, "
-            f"got {' and '.join(sorted(map(str, types)))}, {' and '.join(sorted(forms))}; make both from one task"
-        )
-    form: PromptForm = forms.pop() if settings.template == "auto" else settings.template
-    return TaskRows(
-        data_source=_name(settings),
-        ability="math",
-        prompt_form=form,
-        splits={split: _rows(path) for split, path in files.items()},
-        ground_truth_type=types.pop(),
-    )
-
-
-def parquet_digests(settings: ParquetData) -> dict[str, str]:
-    """sha256 of both files."""
-    return {split: sha256_of(path) for split, path in _files(settings).items()}
-
-
-def _name(settings: ParquetData) -> str:
-    """What rows without a data source are called."""
-    return Path(settings.train_file).stem
-
-
-def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
-    """Require that a scorer is known for every row of these splits.
-
-    Raises:
-        DataError: none is for the data source of some rows; or a file that cannot be read.
-    """
-    for path in (path for split, path in _files(settings).items() if split in splits):
-        file = open_parquet(path)
-        require_row_schema(file.schema_arrow, path)
-        sources: set[str | None] = set()
-        for batch in read_batches(file, path, ROWS_PER_GROUP, ["data_source"]):
-            sources.update(pc.unique(batch.column(0)).to_pylist())
-        named = {source or _name(settings) for source in sources}
-        if unknown := [source for source in named if scorer_of_row(settings, source) is None]:
-            raise DataError(
-                f"data.scorer: must be given for {path}: its rows have the data_source {_shown(sorted(unknown))}, for "
-                "which no scorer is known. Set data.scorer, such as data.math:score or a function of your own, or "
-                "take rows of one kind (docs/data.md)"
-            )
-
-
-def _files(settings: ParquetData) -> dict[str, Path]:
-    named = {"train": settings.train_file, "validation": settings.validation_file}
-    for split, name in named.items():
-        if not name or not expanded(name).is_file():
-            raise DataError(f"data.{split}_file: must be a parquet file that exists, got {name!r}; give its path")
-    return {split: expanded(name) for split, name in named.items()}
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    file = open_parquet(path)
-    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
-    batches = read_batches(file, path, ROWS_PER_GROUP, columns)
-    rows = (values for batch in batches for values in batch.to_pylist())
-    yield from (_row(values, f"{path}: row {number}") for number, values in enumerate(rows))
-
-
-def _row(values: Mapping[str, Any], where: str) -> Row:
-    prompt = values["prompt"] or ()
-    if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
-        raise DataError(f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it")
-    truth = (values["reward_model"] or {}).get("ground_truth")
-    if truth is None or has_no_number(truth):
-        got = "nothing" if truth is None else truth
-        raise DataError(f"{where}: reward_model.ground_truth must have a value, got {got}; repair or remove the row")
-    extra = values.get("extra_info") or {}
-    return Row(
-        prompt=tuple(Message(message["role"], message["content"]) for message in prompt),
-        ground_truth=truth,
-        difficulty=extra.get("difficulty") or 0,
-        solution=extra.get("solution") or "",
-        distractor=extra.get("distractor") or "",
-        data_source=values["data_source"] or "",
-        ability=values.get("ability") or "",
     )

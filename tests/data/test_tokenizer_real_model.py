@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-import data
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from rlcore.config import FilterConfig, Gsm8kData
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.turns import TurnTokens
@@ -75,9 +76,9 @@ def test_gsm8k_is_filtered_by_the_real_template(
     for name in ("train.jsonl", "test.jsonl"):
         with (gsm8k_folder / name).open(encoding="utf-8") as lines:
             (source / name).write_text("".join(islice(lines, NUM_ROWS)), encoding="utf-8")
-    dataset = data.build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root)
+    dataset = build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root)
     settings = FilterConfig(max_prompt_tokens=160)
-    filtered = data.filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
+    filtered = filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
     rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
     assert 0.8 * NUM_ROWS < len(rows) < NUM_ROWS
     for row in rows[::4]:

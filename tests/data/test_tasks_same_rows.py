@@ -8,12 +8,11 @@ from hashlib import sha256
 
 import pytest
 
-from data import countdown_problems, multiplication, number_guessing
+from data import multiplication, number_guessing
 from data.countdown import CALCULATOR, build
-from data.countdown_problems import draw_chunk, generate, require_enough
+from data.countdown_problems import draw_chunk, generate
 from data.rows import Message, Row, TaskRows
 from rlcore.config import CountdownData, CustomData
-from rlcore.errors import DataError
 
 ENUMERATED = CountdownData(
     train_size=61,
@@ -103,64 +102,3 @@ def test_a_chunk_of_drawn_problems_depends_on_its_number_and_settings_alone() ->
     assert {len(problem.numbers) for problem in found} == {5}
     assert digest([astuple(problem) for problem in found[:50]]) == "4536e9bbec2980d9"
     assert {len(problem.numbers) for chunk in (3, 4) for problem in draw_chunk(DRAWN, 7, chunk)[:9]} == {3, 4}
-
-
-def test_a_request_is_refused_from_the_first_problem_that_does_not_exist() -> None:
-    with pytest.raises(DataError) as told:
-        require_enough(LOW.model_copy(update={"train_size": 10_000}), 7)
-    assert str(told.value) == (
-        "data.train_size + data.validation_size: 10,008 problems asked for, but only 160 exist with 3 numbers of 2..6, "
-        "operations + - / and targets 3..30. Ask for fewer, or widen the ranges"
-    )
-    large = CountdownData(min_numbers=2, max_numbers=3, number_high=300, train_size=40_000_000, validation_size=8)
-    with pytest.raises(DataError) as told:
-        require_enough(large, 7)
-    assert str(told.value) == (
-        "data.train_size + data.validation_size: 40,000,008 problems asked for, but only about 22,749,881 exist with 2 "
-        "or 3 numbers of 1..300, operations + - * / and targets 1..1000. Ask for fewer, or widen the ranges"
-    )
-    require_enough(large.model_copy(update={"train_size": 400_000}), 7)
-    with pytest.raises(DataError, match=r"^data\.number_low must not be above data\.number_high, got 301 and 300$"):
-        require_enough(large.model_copy(update={"number_low": 301}), 7)
-    one_target = CountdownData(min_numbers=3, max_numbers=3, number_high=300, target_high=1, train_size=2_000_000)
-    with pytest.raises(DataError, match=r"2,001,024 problems asked for, but only about [0-9,]+ exist with 3 numbers"):
-        require_enough(one_target, 7)
-    require_enough(one_target.model_copy(update={"train_size": 450_000}), 7)
-
-
-def test_splits_that_share_no_numbers_may_leave_too_few_problems() -> None:
-    one = LOW.model_copy(update={"number_low": 2, "number_high": 2, "train_size": 1, "validation_size": 1})
-    with pytest.raises(DataError) as told:
-        generate(one, 7)
-    assert str(told.value) == (
-        "data.validation_size: 1 asked for, but the splits, which share no multiset of numbers, leave 0. Ask for "
-        "fewer, or widen the ranges of numbers and targets"
-    )
-    with pytest.raises(DataError) as told:
-        generate(LOW.model_copy(update={"number_high": 2_000_000, "max_numbers": 4, "operations": ()}), 7)
-    assert str(told.value) == (
-        "data.number_high must be at most 32767 with 4 numbers, got 2000000; data.operations must name at least one "
-        "operation"
-    )
-    countdown_problems._require_sound(LOW.model_copy(update={"number_high": 32_767, "max_numbers": 4}))
-    with pytest.raises(DataError, match=r"at most 32767 with 4 numbers, got 32768$"):
-        countdown_problems._require_sound(LOW.model_copy(update={"number_high": 32_768, "max_numbers": 4}))
-    countdown_problems._require_sound(LOW.model_copy(update={"number_low": 6, "target_low": 30}))
-
-
-def test_a_drawn_space_is_used_up_where_hardly_a_draw_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(countdown_problems, "CHUNK", 32)
-    monkeypatch.setattr(countdown_problems, "_DISTRACTOR_TRIES", 1)
-    found = generate(DRAWN.model_copy(update={"train_size": 300}), 7)
-    assert {split: len(problems) for split, problems in found.items()} == {"train": 300, "validation": 9}
-    monkeypatch.setattr(countdown_problems, "CHUNK", 256)
-    settings = CountdownData(
-        train_size=100_000, validation_size=10, min_numbers=5, max_numbers=5, number_high=4, target_high=2
-    )
-    with pytest.raises(DataError) as told:
-        generate(settings, 1)
-    assert str(told.value) == (
-        "countdown: 24,576 draws gave 108 of 100,000 for train, 0 of 10 for validation problems, and less than one in "
-        "a hundred is still new. These settings allow hardly more: ask for fewer rows (data.train_size, "
-        "data.validation_size), or widen the ranges of numbers, targets and operations"
-    )

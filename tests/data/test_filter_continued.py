@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from data import build_dataset, filter_dataset
-from data.filter import check_continued
+from data.filter import check_continued, filter_dataset
 from data.stage import StageResult
+from data.tasks import build_dataset
 from rlcore.config import FilterConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import ParquetData
@@ -20,7 +20,7 @@ from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from rlcore.run.inputs import RunInputs
 from rlcore.run.supervised import Lessons
 from tests.data.conftest import CHAT_TEMPLATE, saved
-from tests.data.kinds import KINDS
+from tests.helpers.tokenizer_kinds import KINDS
 
 PREFILL = "Let me solve this step by step.\n<think>"
 

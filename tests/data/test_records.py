@@ -1,11 +1,10 @@
-"""Records of files, rows in the row schema, and ground truths as JSON."""
+"""Records of data files, and which files a split has."""
 
 import codecs
 import csv
 import gzip
 import io
 import json
-import math
 import re
 from pathlib import Path
 
@@ -14,22 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import sources
-from data.rows import Message, Row
-from data.schema import (
-    PROMPT_TYPE,
-    find_type,
-    ground_truth_json,
-    ground_truth_type,
-    ground_truths_json,
-    provenance,
-    provenance_metadata,
-    row_schema,
-)
-from data.sources import Record, digests, local_files, mapped_rows, parquet_rows, records, records_of
-from data.stage import StageResult, publish_mixture
-from rlcore.config import MappedData
-from rlcore.config.data import ParquetData
+from data import records as record_files
+from data.records import Record, digests, local_files, records, records_of
 from rlcore.errors import DataError
 
 
@@ -78,35 +63,6 @@ def test_a_column_is_a_text_or_a_number_and_may_be_a_field_of_another() -> None:
 def test_numbers_are_written_as_people_write_them(number: float, text: str) -> None:
     assert Record("x", {"a": number}).text("a") == text
     assert type(number)(text) == number
-
-
-def test_nan_and_infinity_are_no_references(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "a?", "answer": 1}\n{"question": "b?", "answer": NaN}\n')
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*, got nan \(columns"):
-        list(mapped_rows(MappedData(source=str(tmp_path)), 0).splits["train"])
-    (tmp_path / "train.jsonl").unlink()
-    pq.write_table(pa.table({"question": ["a?", "b?"], "answer": [1.0, -math.inf]}), tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: row 1: column answer: .*, got -inf \(columns"):
-        list(mapped_rows(MappedData(source=str(tmp_path)), 0).splits["train"])
-    with pytest.raises(
-        DataError, match=r"^ground_truth: NaN and infinity are no references, got \{'a': \[nan\]\}; rep"
-    ):
-        ground_truth_json({"a": [math.nan]})
-
-
-@pytest.mark.parametrize("text", ["NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>"])
-def test_the_text_of_a_missing_value_is_no_reference(text: str, tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        rows = [{"question": "None", "answer": "none"}, {"question": "b?", "answer": text}]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = mapped_rows(MappedData(source=str(tmp_path)), 1)
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*'{text}' of a missing"):
-        list(made.splits["train"])
-    row = ROW | {"reward_model": {"style": "rule", "ground_truth": text}}
-    named = str(parquet(tmp_path / "x.parquet", [row], pa.string()))
-    with pytest.raises(DataError, match=rf"x.parquet: row 0: reward_model.ground_truth must have a value, got {text}"):
-        list(parquet_rows(ParquetData(train_file=named, validation_file=named), 1).splits["train"])
 
 
 def test_a_folder_has_a_split_as_one_file_or_as_shards_in_their_order(tmp_path: Path) -> None:
@@ -302,181 +258,9 @@ def test_lines_are_counted_with_the_empty_ones_and_rows_through_all_batches(
     lines.write_text('\n{"a": }\n')
     with pytest.raises(DataError, match=rf"^{lines}: line 2: is no JSON \(.*\); repair or remove the line$"):
         list(records_of(lines))
-    monkeypatch.setattr(sources, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(record_files, "ROWS_PER_GROUP", 2)
     pq.write_table(pa.table({"a": [5, 6, 7]}), tmp_path / "y.parquet")
     found = list(records(str(tmp_path), "y"))
     assert [(record.where, record.values) for record in found] == [
         (f"{tmp_path}/y.parquet: row {number}", {"a": number + 5}) for number in range(3)
     ]
-
-
-def test_mapped_rows_are_named_after_their_folder_unless_the_settings_say_otherwise(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text('{"q": "What?", "a": 2, "s": "It is 2"}\n')
-    names = {
-        "source": str(tmp_path),
-        "question": "q",
-        "answer": "a",
-        "train_split": "train",
-        "validation_split": "test",
-    }
-    plain = mapped_rows(MappedData(**names), 0)
-    assert plain.data_source == tmp_path.name
-    assert list(plain.splits["validation"]) == [Row((Message("user", "What?"),), "2")]
-    more = mapped_rows(MappedData(**names, data_source="own", instruction="Think.", solution="s"), 0)
-    assert (more.data_source, more.ability) == ("own", "math")
-    assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2")]
-
-
-def parquet(path: Path, rows: list[dict[str, object]], truth: pa.DataType, **document: str) -> Path:
-    table = pa.Table.from_pylist(rows, schema=row_schema(truth))
-    pq.write_table(table.replace_schema_metadata(provenance_metadata(document)), path)
-    return path
-
-
-ROW: dict[str, object] = {
-    "data_source": "own",
-    "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}],
-    "ability": None,
-    "reward_model": {"style": "rule", "ground_truth": 7},
-    "extra_info": {"split": "train", "index": 0, "difficulty": 3, "solution": "7", "distractor": None},
-}
-
-
-def test_rows_of_parquet_files_are_as_they_are_and_broken_ones_told_by_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "ROWS_PER_GROUP", 1)
-    bare = ROW | {"extra_info": None, "data_source": None, "ability": "logic"}
-    train = parquet(tmp_path / "mine.parquet", [ROW, bare], pa.int64(), prompt_form="text")
-    held_out = parquet(tmp_path / "held.parquet", [bare], pa.int64(), prompt_form="text")
-    settings = ParquetData(train_file=str(train), validation_file=str(held_out))
-    task = parquet_rows(settings, 0)
-    assert (task.data_source, task.ability, task.prompt_form) == ("mine", "math", "text")
-    assert task.ground_truth_type == pa.int64()
-    messages = (Message("system", ""), Message("user", "What?"))
-    assert list(task.splits["train"]) == [
-        Row(messages, 7, difficulty=3, solution="7", data_source="own"),
-        Row(messages, 7, ability="logic"),
-    ]
-    assert parquet_rows(settings.model_copy(update={"template": "chat"}), 0).prompt_form == "chat"
-    for broken, told in (
-        (
-            {"prompt": [{"role": "user", "content": "x"}, None]},
-            "row 1: prompt must be messages with role and content, ",
-        ),
-        ({"prompt": []}, "row 1: prompt must be messages with role and content, got []; repair it"),
-        ({"prompt": [{"role": "", "content": "x"}]}, "row 1: prompt must be messages with role and content, got [{"),
-        ({"prompt": [{"role": "user", "content": None}]}, "row 1: prompt must be messages with role and content, got"),
-        (
-            {"reward_model": None},
-            "row 1: reward_model.ground_truth must have a value, got nothing; repair or remove the",
-        ),
-    ):
-        parquet(train, [ROW, ROW | broken], pa.int64(), prompt_form="text")
-        with pytest.raises(DataError, match=f"^{re.escape(f'{train}: {told}')}"):
-            list(parquet_rows(settings, 0).splits["train"])
-
-
-def test_two_parquet_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
-    train = parquet(tmp_path / "a.parquet", [ROW], pa.int64(), prompt_form="text")
-    settings = ParquetData(train_file=str(train), validation_file=str(tmp_path / "b.parquet"))
-    with pytest.raises(DataError, match=r"^data\.validation_file: must be a parquet file that exists, got '/.*b\.parq"):
-        parquet_rows(settings, 0)
-    for truth, form, got in (
-        (pa.int64(), "chat", "int64, chat and text"),
-        (pa.int32(), "text", "int32 and int64, text"),
-    ):
-        other = parquet(tmp_path / "b.parquet", [ROW], truth, prompt_form=form)
-        with pytest.raises(DataError) as error:
-            parquet_rows(settings, 0)
-        assert str(error.value) == (
-            f"{train} and {other}: must have one type of ground truth and one form of prompt, got {got}; make both "
-            "from one task"
-        )
-
-
-@pytest.mark.parametrize(
-    "truths",
-    [
-        [1, 2, 3],
-        ["a", "ö\"'", "a"],
-        [[1, 2], [], [3]],
-        [["a"], ["b"]],
-        [1.5, 2.0],
-        [True, False],
-        [{"b": 1, "a": "x"}, {"b": 2, "a": "y"}],
-        [{"numbers": [1, 2], "target": 3}, {"numbers": [4], "target": 5}],
-        [{"a": 1}, {"a": None}],
-        [{"a": {"b": 1}}],
-        [{"a": [1, None]}, {"a": [2]}],
-        [None, 3],
-        [None, {"a": 1}],
-    ],
-)
-def test_ground_truths_as_json_are_the_same_at_once_and_one_by_one(truths: list[object]) -> None:
-    array = pa.array(truths)
-    found = ground_truths_json(array)
-    assert found.type == pa.string()
-    assert found.to_pylist() == [ground_truth_json(truth) for truth in array.to_pylist()]
-    first = array.to_pylist()[0]
-    assert json.loads(found.to_pylist()[0]) == (first if isinstance(first, dict) else {"answer": first})
-
-
-def test_a_type_follows_from_an_example() -> None:
-    for example, expected in (
-        (True, pa.bool_()),
-        (3, pa.int64()),
-        (2.5, pa.float64()),
-        ("x", pa.string()),
-        ((1, 2), pa.list_(pa.int64())),
-        ({"a": ["x"]}, pa.struct([("a", pa.list_(pa.string()))])),
-    ):
-        assert ground_truth_type(example) == expected
-    for example in ([], None, {"a": []}):
-        with pytest.raises(
-            DataError, match=r"^ground_truth: must be a string, a number, a non-empty list .*, got (None|\[\])\."
-        ):
-            ground_truth_type(example)
-
-
-def test_a_field_is_found_by_its_path() -> None:
-    schema = row_schema(pa.struct([("numbers", pa.large_list(pa.int8()))]))
-    assert find_type(schema, "prompt") == PROMPT_TYPE
-    assert find_type(schema, "prompt.[].role") == pa.string()
-    assert find_type(schema, "reward_model.ground_truth.numbers.[]") == pa.int8()
-    for name in ("promt", "prompt.role", "prompt.[].name", "ability.x", "extra_info.[]", "extra_info.hint"):
-        assert find_type(schema, name) is None
-
-
-def test_metadata_that_is_no_object_counts_for_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "x.parquet"
-    for metadata, found in (
-        ({"millrace": "[1]"}, {}),
-        ({"other": "1"}, {}),
-        (None, {}),
-        ({"millrace": '{"a": 1}'}, {"a": 1}),
-    ):
-        pq.write_table(pa.table({"x": [1]}).replace_schema_metadata(metadata), file)
-        assert provenance(file) == found
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        provenance_metadata({"x": float("nan")})
-    assert provenance_metadata({"b": "ö", "a": 1}) == {b"millrace": '{"a": 1, "b": "ö"}'.encode()}
-
-
-def test_a_mixture_names_its_parts_and_adds_up_their_rows(tmp_path: Path) -> None:
-    parts = [
-        StageResult(tmp_path / name, name, cached, {"train": rows, f"train/{name}": 1})
-        for name, rows, cached in (("one", 1_200, True), ("two", 30, False))
-    ]
-    counts = {"train": 1_230, "train/one": 1, "train/two": 1}
-    made = publish_mixture("dataset", tmp_path / "mix", parts)
-    assert made == StageResult(tmp_path / "mix", "mix", False, counts)
-    assert (tmp_path / "mix" / "README.md").read_text() == (
-        "# Mixture of 2 datasets\n\n| part | rows |\n| --- | --- |\n| [one](../one) | 1,200 train, 1 train/one |\n"
-        "| [two](../two) | 30 train, 1 train/two |\n"
-    )
-    assert publish_mixture("dataset", tmp_path / "mix", parts).cached is False
-    assert publish_mixture("dataset", tmp_path / "mix", parts[:1]) == StageResult(
-        tmp_path / "mix", "mix", True, {"train": 1_200, "train/one": 1}
-    )

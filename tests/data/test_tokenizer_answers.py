@@ -9,12 +9,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.demonstrations import tokenize_demonstrations
-from data.tokenizer import Asked, PromptTokenizer
+from data.tokenizer import Messages, PromptTokenizer
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
-from tests.data.kinds import KINDS, scratch
+from tests.data.conftest import asked
+from tests.helpers.tokenizer_kinds import KINDS, scratch
 
 NUM_ROWS = 200
 WORDS = (
@@ -40,9 +41,9 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, KINDS[request.param].saved(tmp_path_factory.mktemp("tokenizer"))
 
 
-def conversations(rng: random.Random, name: str) -> list[tuple[Asked, str]]:
+def conversations(rng: random.Random, name: str) -> list[tuple[Messages, str]]:
     """Questions, some with messages before them or words of the assistant's after them, and answers."""
-    found: list[tuple[Asked, str]] = []
+    found: list[tuple[Messages, str]] = []
     thinks = name == "qwen3-thinking"
     for place, (question, answer) in enumerate(zip(*(sentences(rng, NUM_ROWS) for _ in range(2)), strict=True)):
         said = f"<think>\n{question}\n</think>\n\n{answer}" if thinks or (name == "qwen3" and place % 2) else answer
@@ -53,7 +54,7 @@ def conversations(rng: random.Random, name: str) -> list[tuple[Asked, str]]:
             words = [{"role": "user", "content": question}, {"role": "assistant", "content": "So: 19 +"}]
             found.append((words, f" {answer}"))
         else:
-            found.append((question, said))
+            found.append((*asked(question), said))
     return found
 
 
@@ -66,9 +67,9 @@ def test_prompt_and_answer_are_the_tokens_of_the_whole_conversation(kind: tuple[
         own = PromptTokenizer(folder, chat=True, short_way=short_way)
         texts = own.texts(prompts)
         ids = own.encode_prompts(texts)
-        found, unwritten = own.encode_answers(prompts, texts, ids, answers)
+        found, unwritten = own.encode_answers(prompts, texts, answers)
         for place, ((prompt, answer), text, before, learned) in enumerate(zip(rows, texts, ids, found, strict=True)):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            messages = list(prompt)
             goes_on = messages[-1]["role"] == "assistant"
             if not KINDS[name].writes and not goes_on:
                 assert (learned, "the end of the prompt" in unwritten[place]) == (b"", True)
@@ -94,7 +95,7 @@ def test_plain_prompts_and_answers_are_the_tokens_of_one_text(kind: tuple[str, P
     answers = [rng.choice(["", " ", "\n"]) + answer for answer in sentences(rng, NUM_ROWS)]
     own = PromptTokenizer(folder, chat=False)
     ids = own.encode_prompts(prompts)
-    found, unwritten = own.encode_answers(prompts, prompts, ids, answers)
+    found, unwritten = own.encode_answers(asked(*prompts), prompts, answers)
     num_joint = 0
     for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         before, learned = listed(ids[place]), listed(found[place])
@@ -117,9 +118,9 @@ def test_the_tokenizer_of_a_model_made_from_nothing_writes_answers_and_their_end
         own = PromptTokenizer(folder, chat=chat)
         prompts = [f"{a} + {b} =" for a in range(9) for b in range(9)]
         answers = [f" {a + b} > {a}" for a in range(9) for b in range(9)]
-        texts = own.texts(prompts)
+        texts = own.texts(asked(*prompts))
         ids = own.encode_prompts(texts)
-        found, unwritten = own.encode_answers(prompts, texts, ids, answers)
+        found, unwritten = own.encode_answers(asked(*prompts), texts, answers)
         assert unwritten == {}
         for prompt, answer, before, learned in zip(prompts, answers, ids, found, strict=True):
             assert listed(before) + listed(learned) == tokens_of(tokenizer, f"{prompt}{answer}<eos>")
@@ -127,12 +128,9 @@ def test_the_tokenizer_of_a_model_made_from_nothing_writes_answers_and_their_end
 
 def test_demonstrations_and_solutions_are_the_same_tokens(kind: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = kind
-    rows = [row for row in conversations(random.Random(3), name) if isinstance(row[0], str)]
+    rows = [row for row in conversations(random.Random(3), name) if len(row[0]) == 1]
     file = tmp_path / "talks.jsonl"
-    lines = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
-        for asked, answer in rows
-    ]
+    lines = [{"messages": [*prompt, {"role": "assistant", "content": answer}]} for prompt, answer in rows]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = WarmStartConfig(demonstrations=str(file), held_out_rows=0)
     if not KINDS[name].writes:
@@ -145,7 +143,7 @@ def test_demonstrations_and_solutions_are_the_same_tokens(kind: tuple[str, Path]
     prompts, answers = [prompt for prompt, _ in rows], [answer for _, answer in rows]
     texts = own.texts(prompts)
     ids = own.encode_prompts(texts)
-    found, _ = own.encode_answers(prompts, texts, ids, answers)
+    found, _ = own.encode_answers(prompts, texts, answers)
     expected = dict.fromkeys(zip(ids, found, strict=True))
     shown = read_demonstrations(made.directory / "train.parquet")
     assert len(shown) == len(expected)

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-import data
 from data.demonstrations import tokenize_demonstrations, try_demonstrations
+from data.filter import filter_dataset
+from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PromptTokenizer
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
@@ -53,10 +54,10 @@ def test_prompts_are_those_that_the_template_renders(
 ) -> None:
     tasks = [CountdownData(train_size=20, validation_size=4, template="chat", number_high=high) for high in (40, 60)]
     parts = tuple(MixturePart(data=task, name=f"to-{task.number_high}") for task in tasks)
-    dataset = data.build_dataset(MixtureData(parts=parts) if mixture else tasks[0], seed=1, root=artifacts_root)
+    dataset = build_dataset(MixtureData(parts=parts) if mixture else tasks[0], seed=1, root=artifacts_root)
     settings = FilterConfig(max_prompt_tokens=2_000)
     found = {
-        name: data.filter_dataset(dataset.directory, folder, settings, root=artifacts_root, chat_template_kwargs=names)
+        name: filter_dataset(dataset.directory, folder, settings, root=artifacts_root, chat_template_kwargs=names)
         for name, names in (("without", None), ("none", {}), ("quiet", QUIET), ("both", QUIET | LOUD))
     }
     assert found["none"].directory == found["without"].directory
@@ -70,7 +71,7 @@ def test_prompts_are_those_that_the_template_renders(
 
 def test_a_dataset_does_not_depend_on_them() -> None:
     plain, quiet = (CountdownData(chat_template_kwargs=names) for names in ({}, QUIET))
-    assert data.dataset_fingerprint(plain, 1) == data.dataset_fingerprint(quiet, 1)
+    assert dataset_fingerprint(plain, 1) == dataset_fingerprint(quiet, 1)
 
 
 def test_demonstrations_are_those_that_the_template_renders(

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import data
+from data.records import commit_of, snapshot
 from data.schema import provenance
-from data.sources import commit_of, snapshot
+from data.tasks import build_dataset
 from rlcore.config import Gsm8kData, MappedData
 from rlcore.errors import DataError
 from tests.hub_server import Repository, serving, use_hub
@@ -77,18 +77,18 @@ def test_the_published_gsm8k_is_the_default_and_a_second_start_needs_no_network(
     published = Repository({OLD: gsm8k(OLD), NEW: gsm8k(NEW)}, {"main": OLD, "v1": OLD})
     with serving({"datasets/openai/gsm8k": published}) as hub:
         reach(hub.port)
-        first = data.build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
+        first = build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
         assert questions(first) == [f"main a train {row}" for row in range(4)]
         assert provenance(first.directory / "train.parquet")["inputs"] == {"hub": "openai/gsm8k/main", "commit": OLD}
 
         num_asked = len(hub.asked)
-        assert data.build_dataset(Gsm8kData(revision=OLD), seed=1, root=artifacts_root).cached
-        assert data.build_dataset(Gsm8kData(revision="v1"), seed=1, root=artifacts_root).cached
+        assert build_dataset(Gsm8kData(revision=OLD), seed=1, root=artifacts_root).cached
+        assert build_dataset(Gsm8kData(revision="v1"), seed=1, root=artifacts_root).cached
         assert hub.asked[num_asked:] == ["GET /api/datasets/openai/gsm8k/revision/v1"]
     reach(hub.port)  # where nobody listens any more
-    again = data.build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
+    again = build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
     assert (again.fingerprint, again.cached) == (first.fingerprint, True)
-    elsewhere = data.build_dataset(Gsm8kData(), seed=1, root=tmp_path / "elsewhere")
+    elsewhere = build_dataset(Gsm8kData(), seed=1, root=tmp_path / "elsewhere")
     assert (elsewhere.fingerprint, elsewhere.cached) == (first.fingerprint, False)
     assert questions(elsewhere) == questions(first)
 
@@ -98,17 +98,17 @@ def test_when_the_branch_moves_the_dataset_is_another_and_a_commit_is_the_same_f
     settings = MappedData(source="somebody/puzzles", question="q", answer="a")
     with serving({"datasets/somebody/puzzles": repository}) as hub:
         reach(hub.port)
-        before = data.build_dataset(settings, seed=1, root=artifacts_root)
+        before = build_dataset(settings, seed=1, root=artifacts_root)
         assert questions(before) == [f"a {row}" for row in range(4)]
         repository.refs["main"] = NEW
-        assert data.build_dataset(settings, seed=1, root=artifacts_root).cached, "one process, one commit"
+        assert build_dataset(settings, seed=1, root=artifacts_root).cached, "one process, one commit"
         reach(hub.port)
-        after = data.build_dataset(settings, seed=1, root=artifacts_root)
+        after = build_dataset(settings, seed=1, root=artifacts_root)
         assert questions(after) == [f"b {row}" for row in range(4)]
         pinned = settings.model_copy(update={"revision": OLD})
-        assert data.build_dataset(pinned, seed=1, root=artifacts_root).fingerprint == before.fingerprint
+        assert build_dataset(pinned, seed=1, root=artifacts_root).fingerprint == before.fingerprint
     reach(hub.port)
-    assert data.build_dataset(settings, seed=1, root=artifacts_root).fingerprint == after.fingerprint
+    assert build_dataset(settings, seed=1, root=artifacts_root).fingerprint == after.fingerprint
 
 
 def test_a_branch_that_moves_between_question_and_download(reach):
@@ -125,7 +125,7 @@ def test_what_cannot_be_had_is_one_error_with_a_remedy(reach, artifacts_root):
 
     def refused(**settings):
         with pytest.raises(DataError) as caught:
-            data.build_dataset(Gsm8kData(**settings), seed=1, root=artifacts_root)
+            build_dataset(Gsm8kData(**settings), seed=1, root=artifacts_root)
         return str(caught.value)
 
     with serving({"datasets/somebody/puzzles": repository}) as hub:
