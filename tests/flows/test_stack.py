@@ -23,9 +23,9 @@ import pytest
 from flows.commands.runs import stop
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
-from flows.stack.command import down as down_command
-from flows.stack.command import status as status_command
-from flows.stack.command import up as up_command
+from flows.commands.stack import down as down_command
+from flows.commands.stack import status as status_command
+from flows.commands.stack import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.services import end_server, end_worker, listener, mlflow_recipe, prefect_recipe
 from flows.stack.state import Databases, Service, StackState, read_stack, stack_store, write_stack

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import EXIT_RESUMABLE, CheckpointError, StopRequestedError
-from rlcore.run.process import run_one
+from rlcore.run.process import run as run_process
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
+from tests.helpers.whole_run import WholeRun
 from tests.run.running import steps_of, weights_of, write_settings
 from tests.run.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.small_run import SmallRun, prepare
@@ -128,7 +129,7 @@ def test_a_stop_while_another_process_has_the_run_is_a_stop(undisturbed: SmallRu
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     settings = write_settings(run)
     with RunLock(run.layout.run_dir):
-        assert run_one(settings, None, lambda event: None, Asked(lambda: True)) == EXIT_RESUMABLE
+        assert run_process(settings, WholeRun(settings), Asked(lambda: True)) == EXIT_RESUMABLE
 
 
 def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:

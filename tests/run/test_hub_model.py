@@ -32,7 +32,7 @@ def test_a_model_of_the_hub_trains_like_its_directory(tmp_path: Path) -> None:
         "from tests.run.running import write_settings; "
         "settings = write_settings(prepare(Path(sys.argv[1]), *sys.argv[2:])); print(settings, flush=True); "
         "sys.argv = ['process', '--settings', str(settings)]; "
-        "runpy.run_module('rlcore.run.process', run_name='__main__', alter_sys=True)"
+        "runpy.run_module('tests.helpers.whole_run', run_name='__main__', alter_sys=True)"
     )
     overrides = ["tracking.enabled=false", "warm_start.enabled=false", f"model.path={HUB_ID}"]
     trained = subprocess.run(

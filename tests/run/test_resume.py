@@ -24,12 +24,12 @@ DEADLINE_S = 240
 
 def start(settings: Path, log: Path) -> BaseProcess:
     """The trainer process in a session of its own, its output in a file."""
-    return fork_module("rlcore.run.process", ["--settings", str(settings)], output=log)
+    return fork_module("tests.helpers.whole_run", ["--settings", str(settings)], output=log)
 
 
 def finish(settings: Path, log: Path) -> None:
     arguments = ["--settings", str(settings)]
-    assert run_module("rlcore.run.process", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
+    assert run_module("tests.helpers.whole_run", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
 
 
 def kill_all(process: BaseProcess) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(undisturbed: SmallRun
     before = settings.read_text()
     settings.write_text(other.config.model_dump_json())
     log = tmp_path / "out.log"
-    code = run_module("rlcore.run.process", ["--settings", str(settings)], output=log, timeout_s=DEADLINE_S)
+    code = run_module("tests.helpers.whole_run", ["--settings", str(settings)], output=log, timeout_s=DEADLINE_S)
     settings.write_text(before)
     assert code == 1
     assert "optim.lr: 0.0003 in the checkpoint, 0.001 now" in log.read_text()

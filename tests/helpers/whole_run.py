@@ -1,0 +1,51 @@
+"""A run from its first command to its last in a trainer process, without a flow; events are printed.
+
+python -m tests.helpers.whole_run --settings RUN_DIR/settings.json
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.config import RunConfig
+from rlcore.errors import EXIT_RESUMABLE
+from rlcore.run.process import run
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import end_at_once
+
+
+def print_event(event: Mapping[str, object]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+class WholeRun:
+    """In place of a `Channel`: the commands that the stages of a run send. `send`: receives the events."""
+
+    def __init__(self, settings: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> None:
+        self._config = RunConfig.model_validate_json(settings.read_bytes())
+        self.send = send
+
+    def commands(self, stop: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
+        yield {"command": "warm_start"}
+        if self._config.pass_rates.is_wanted:
+            yield {"command": "measure_pass_rates"}
+        yield {"command": "train", "to_step": self._config.trainer.total_steps}
+        yield {"command": "validate", "checkpoint": "start", "name": "before"}
+        yield {"command": "validate", "checkpoint": "last", "name": "after"}
+        yield {"command": "export", "checkpoint": "last"}
+
+
+def run_whole(settings: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> int:
+    """Train to the end, or until a signal stops it; return the exit code."""
+    stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
+    stop.install()
+    return run(settings, WholeRun(settings, send), stop)
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.basicConfig(level=logging.INFO)
+    sys.exit(run_whole(Path(sys.argv[2])))
