@@ -1,6 +1,6 @@
 """The command line: collects the commands, and ends the process with an exit code and one message.
 
-Each command is a function of `flows/commands/`, `flows/sweep/command.py` or `flows/stack/command.py`: its parameters
+Each command is a function of `flows/commands/` or `flows/sweep/command.py`: its parameters
 are the words and options, its docstring the help. Those modules import nothing heavy when they load.
 """
 
@@ -20,13 +20,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands import data, run, runs, tracking
+from flows.commands import data, run, runs, stack, tracking
 from flows.commands.checkpoints import checkpoints
 from flows.commands.doctor import doctor
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rescore, rollouts
 from flows.commands.settings import group_of
-from flows.stack import command as stack
 from flows.sweep.command import sweep
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import ONE_WISH_S

@@ -79,11 +79,6 @@ class Session:
 
     # ------------------------------------------------------------------ commands
 
-    def verify(self) -> Mapping[str, object]:
-        """Read every byte of what the stages before the training have made. Raises as `RunInputs.verify` does."""
-        self._inputs.verify()
-        return {}
-
     def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
         """Make the model of step 0, unless it is there; see `WarmStart.to`."""
         result = self._warm_start.to(to_step)
