@@ -16,7 +16,7 @@ from flows.stages.dataset import Dataset
 from flows.stages.stage import Stage
 from flows.stages.validate import Validate
 from flows.stages.warm_start import WarmStart
-from flows.sweep.record import committed
+from flows.sweep.points import committed
 from flows.work.checkpoints import committed_step
 from flows.work.open_run import OpenRun, _changed_files, open_run, require_same_rows, require_same_run
 from flows.work.protocol import Note
