@@ -17,7 +17,7 @@ from rlcore.run.inputs import find_start_model, stage_settings, start_model_fing
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.checkpoint.test_store import edit_manifest
-from tests.config.test_fingerprint import changed
+from tests.helpers.settings import changed
 from tests.small_run import SmallRun
 from tests.small_run import make as prepare
 

@@ -31,7 +31,7 @@ from rlcore.types import TrainBatch
 from rlcore.workers.group import Answered
 from rlcore.workers.trained import ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
-from tests.config.test_rules import settings
+from tests.helpers.settings import settings
 from tests.models.tiny import answers
 
 
