@@ -1,16 +1,13 @@
 """Settings of the algorithm: advantages, losses, KL, optimizer, critic."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import MayChange, Section, names_a_function, with_home
+from rlcore.config.base import MayChange, Run, Section, names_a_function, with_home
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
-
-if TYPE_CHECKING:
-    from rlcore.config.run import RunConfig
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """Advantages that are a function with options, as those of one's own are."""
@@ -164,7 +161,7 @@ class OverlongConfig(Section):
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
     """A loss or an advantage has a short name, or is `module:function`, which a process of its own tries."""
 
-    def check(algo: "AlgoConfig", _: "RunConfig") -> Problem | None:
+    def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
         if given in known or names_a_function(given):
             return None

@@ -4,14 +4,13 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-if TYPE_CHECKING:
-    from rlcore.config.rules import EffectiveWhen, Rule
-
+Run = Any
+"""Type of a `RunConfig` where its sections are declared, which it is made of."""
 FILE_ENDINGS = (".yaml", ".yml")
 """Endings that tell the path of a file from a name in a folder of `conf/`."""
 
@@ -48,8 +47,8 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
-    checks: ClassVar[tuple["Rule", ...]] = ()
-    effective: ClassVar["EffectiveWhen | None"] = None
+    checks: ClassVar[tuple[Any, ...]] = ()
+    effective: ClassVar[Any] = None
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

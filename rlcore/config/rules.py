@@ -9,13 +9,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt, prod
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from rlcore.config.base import Section, covers, leaves, value_at
+from rlcore.config.base import Run, Section, covers, leaves, value_at
 from rlcore.config.problems import Problem, plain_text, shown
-
-if TYPE_CHECKING:
-    from rlcore.config.run import RunConfig
 
 _ALLOWS: dict[str, Callable[[Any, Any], bool]] = {
     "divide": lambda value, bound: bound % value == 0,
@@ -32,13 +29,13 @@ class Rule:
     """The settings that a check reads, and the check of a section in a run: a problem or None."""
 
     reads: tuple[str, ...]
-    check: Callable[[Any, "RunConfig"], Problem | None]
+    check: Callable[[Any, Run], Problem | None]
 
 
-def rule(key: str, others: str, says: str, holds: Callable[[Any, "RunConfig"], bool], remedy: str) -> Rule:
+def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
     """A rule about one key, given others (in one text, with spaces); the problem shows the values of all."""
 
-    def check(section: Any, run: "RunConfig") -> Problem | None:
+    def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _got(section, run, key, *names), remedy)
 
     names = tuple(others.split())
@@ -62,7 +59,7 @@ class Bound:
         """The rule that the setting of this name keeps the bound."""
         names = tuple(self.others.replace(" x ", " + ").split(" + "))
 
-        def check(section: Any, run: "RunConfig") -> Problem | None:
+        def check(section: Any, run: Run) -> Problem | None:
             value, *others = (_value(section, run, name) for name in (key, *names))
             if value is None or None in others or (self.only_with and not _value(section, run, self.only_with)):
                 return None
@@ -84,7 +81,7 @@ def rules_of(section: type[Section]) -> tuple[Rule, ...]:
     return (*bounds, *(each for kind in section.__mro__ for each in vars(kind).get("checks", ())))
 
 
-def broken_rules(config: "RunConfig", unsound: Collection[str] = ()) -> list[Problem]:
+def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
     """Every broken rule, except rules that read a key or section named in `unsound`."""
     found = []
     for prefix, section in sections_in(config):
@@ -117,11 +114,11 @@ def _full(name: str, prefix: str) -> str:
     return prefix + name[1:] if name.startswith(".") else name
 
 
-def _value(section: Section, run: "RunConfig", name: str) -> Any:
+def _value(section: Section, run: Run, name: str) -> Any:
     return value_at(section, name[1:]) if name.startswith(".") else value_at(run, name)
 
 
-def _got(section: Section, run: "RunConfig", key: str, *others: str) -> str:
+def _got(section: Section, run: Run, key: str, *others: str) -> str:
     """Values of settings in words: `48 with batch_size 64`."""
     first, *rest = ("its settings" if isinstance(value := _value(section, run, name), Section) else shown(value)
                     for name in (key, *others))  # fmt: skip
@@ -163,7 +160,7 @@ class EffectiveWhen:
             return None
         return self.why or ", ".join(f"{name}={shown(value)}" for name, value in by.items())
 
-    def way_out(self, config: "RunConfig", name: str) -> str:
+    def way_out(self, config: Run, name: str) -> str:
         """What the first of `by`, of this name, has to be."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
@@ -175,7 +172,7 @@ class EffectiveWhen:
 
 
 def without_effect(
-    config: "RunConfig", given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
+    config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
     """A warning for each group of settings that cannot have an effect here: keys and values, why, what to do.
 
@@ -210,7 +207,7 @@ def without_effect(
     return lines
 
 
-def effects_in(config: "RunConfig") -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
+def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
     """What is declared, with the full names of `by`, and the settings and sections that it is declared at."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):

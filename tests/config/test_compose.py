@@ -385,7 +385,7 @@ def test_every_kind_of_mistake_at_once():
         "model.path=./no/where", "trainer.mini_batch_size=48", "paths.root=${foo}", "tracking=off",
     )  # fmt: skip
     keys = ["algo", "override", "seed", "paths.root", "rollout.engine", "trainer.total_steps", "tracking", "sed"]
-    assert [line.partition(":")[0] for line in lines] == [*keys, "trainer.mini_batch_size", "model.path"]
+    assert [line.partition(":")[0] for line in lines] == [*keys, "model.path", "trainer.mini_batch_size"]
 
 
 def test_defaults_alone_say_what_is_missing():
