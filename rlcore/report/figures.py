@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from rlcore.config import RunConfig
-from rlcore.report import numbers, performance
-from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, table
+from rlcore.report import performance
+from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, compact, table
 from rlcore.report.plots import (
     CYCLE,
     FEW_POINTS,
@@ -114,14 +114,6 @@ class Panel:
 STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
-def _pass_rates(record: RunRecord, panel: Panel, figure: "Figure") -> None:
-    counts = np.array(record.rows_by_passes)
-    axes = figure.subplots()
-    colours = [LIGHT["grey" if passes in (0, len(counts) - 1) else "blue"] for passes in range(len(counts))]
-    axes.bar(np.arange(len(counts)), 100 * counts / max(1, counts.sum()), 0.8, color=colours)
-    tidy(axes, x=f"of {len(counts) - 1} answers right", y=panel.unit)
-
-
 def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
     axes = figure.subplots()
     for metric, colour, label in (("sft/loss", "grey", "training"), ("sft/held_out_loss", "blue", "held out")):
@@ -164,9 +156,6 @@ LEARNING = (
           "share", {"critic/vf_explained_var": ("orange", "explained variance")}, when=_has_critic),
     Panel("value_loss", "Value loss", "Half the squared error, clipped.", "loss",
           {"critic/vf_loss": ("orange", "value loss")}, when=_has_critic),
-    Panel("pass_rates", "Pass rates before training", "Training rows by how many of the start model's answers are "
-          "right. Grey: never or always solved, so their groups teach nothing.", "% of training rows",
-          draw=_pass_rates, when=lambda record: bool(record.rows_by_passes)),
     Panel("supervised", "Supervised stage", "Cross-entropy at the demonstrations' answers, before the steps above.",
           "nats/token", draw=_supervised, when=lambda record: record.config.warm_start.enabled),
 )  # fmt: skip
@@ -286,7 +275,7 @@ def _extent(series: Series) -> Cell:
 
 
 def _pair(values: Mapping[str, float], sign: str) -> Cell:
-    return Cell(f" {sign} ".join(map(numbers.compact, values.values())), {key: float(v) for key, v in values.items()})
+    return Cell(f" {sign} ".join(map(compact, values.values())), {key: float(v) for key, v in values.items()})
 
 
 def _last_held_out(record: RunRecord) -> Value:

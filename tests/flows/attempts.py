@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from flows.stack.state import read_stack
 from tests.flows.conftest import basic
 from tests.flows.stack import Stack
-from tests.report.chromium import Tab
+from tests.helpers.chromium import Tab
 
 
 @dataclass(frozen=True)

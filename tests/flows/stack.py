@@ -22,7 +22,7 @@ from flows.stack.services import free_port, prefect_recipe, start, wait_until_re
 from flows.stack.state import Databases, StackState, read_stack, write_stack
 from rlcore.storage.locks import read_holder
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
-from tests.report.chromium import Tab
+from tests.helpers.chromium import Tab
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}

@@ -35,7 +35,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destina
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
 from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
-from tests.report.runs import write_run
+from tests.helpers.reports import write_run
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from tests.flows.attempts import Attempt, told_to_a_page
 from tests.flows.conftest import REPOSITORY, WAIT_S, numbers, wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
-from tests.report.chromium import open_tab
+from tests.helpers.chromium import open_tab
 from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
 

@@ -24,8 +24,8 @@ from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.mlflow_store import NOTE_TAG, PARENT_TAG, MlflowStore
-from tests.report.runs import write_run
-from tests.tracking.conftest import Server, running_server
+from tests.helpers.mlflow import Server, running_server
+from tests.helpers.reports import write_run
 
 pytestmark = [pytest.mark.slow]
 LEARNING_RATES = [1e-4, 2e-4, 3e-4]
