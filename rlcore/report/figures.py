@@ -52,6 +52,7 @@ Lines = Mapping[str, tuple[str, str]]
 """Colour and label of each line, by its metric."""
 
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
+STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
 # ------------------------------------------------------------------ the panels
@@ -62,8 +63,9 @@ class Panel:
     """A picture over steps, declared. `lines`, the held-out statistics and the rest are drawn together.
 
     `held_out`: so many of the main held-out statistics with their intervals. `band`: metrics of its lower and its upper
-    edge, and its label. `limit`: label of a dashed line, and its height by the settings. `draw`: draws a picture that
-    is none over steps. `when`: the runs that can have it. `flat`: why it may be 0 at every step.
+    edge, and its label. `limit`: label of a dashed line, and its height by the settings. `from_zero`: whether the y
+    axis begins at 0. `draw`: draws a picture that is none of a run's own steps. `when`: the runs that can have it.
+    `flat`: why it may be 0 at every step.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Panel:
         statistics = record.core_statistics[: self.held_out]
         for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
-            # Beside each other, so that intervals do not hide each other.
+            # Shifted, so that intervals do not hide each other.
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
@@ -109,9 +111,6 @@ class Panel:
                 axes.axhline(height, color=LIGHT["red"], linewidth=0.9, linestyle=(0, (4, 3)), label=label)
         if self.from_zero:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
-
-
-STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
 def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
