@@ -24,9 +24,9 @@ from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
 from tests.helpers.attempts import Attempt, told_to_a_page
+from tests.helpers.chromium import open_tab
 from tests.helpers.serving import serving
 from tests.helpers.stack import RETRY, SUSPEND, Stack, stack_up
-from tests.report.chromium import open_tab
 from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
 

@@ -27,7 +27,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.publish import published_directory, write_json_atomically
-from tests.evaluation.results import problem, result
+from tests.helpers.validations import problem, result
 
 
 def of_name(plan: RunPlan, name: str) -> list[tuple[str, bool]]:

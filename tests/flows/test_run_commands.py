@@ -36,7 +36,7 @@ from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
 from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
-from tests.report.runs import write_run
+from tests.helpers.reports import write_run
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
 from tests.helpers.attempts import Attempt
+from tests.helpers.chromium import Tab, open_tab
+from tests.helpers.reports import write_run
 from tests.helpers.serving import serving
-from tests.report.chromium import Tab, open_tab
-from tests.report.runs import write_run
 
 pytestmark = pytest.mark.prefect
 
@@ -369,7 +369,7 @@ def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
     run_id = run_of(reference.millrace.root, reference.run_dir.name).info.run_id
     (model,) = [each for each in models_of(store.client, store.experiment_id, run_id) if "best" in each.tags]
     step = int(model.tags["step"])
-    # As `mlflow.transformers` loads them: tests/tracking/test_store.py.
+    # As `mlflow.transformers` loads them: tests/tracking/test_models.py.
     kept = download_artifacts(model.artifact_location, dst_path=str(tmp_path))
     fresh = Millrace(artifacts_root, {})
     judged = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")

@@ -10,7 +10,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.sweep_load import load_sweep
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
-from tests.report.runs import validation
+from tests.helpers.reports import validation
 
 UNTRACKED = ("tracking.enabled=false",)
 

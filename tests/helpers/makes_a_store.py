@@ -1,4 +1,4 @@
-"""Makes MLflow's tables itself, as a process to be forked: python -m tests.tracking.makes_a_store ADDRESS [killed]."""
+"""Makes MLflow's tables itself, as a process to be forked: python -m tests.helpers.makes_a_store ADDRESS [killed]."""
 
 import os
 import signal

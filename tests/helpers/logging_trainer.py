@@ -1,5 +1,5 @@
 """A trainer that logs, saves every 10 steps and says so, as a process to be forked:
-python -m tests.tracking.logging_trainer RUN_DIR ROOT STEP JOURNAL_BYTES LAST."""
+python -m tests.helpers.logging_trainer RUN_DIR ROOT STEP JOURNAL_BYTES LAST."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.tracking.journal import RunJournal
-from tests.tracking.reading import values
+from tests.helpers.mlflow import values
 
 if __name__ == "__main__":
     run_dir, root, start, journal_bytes, last = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])

@@ -16,16 +16,15 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
 from rlcore.tracking.companion import PREFIX
 from rlcore.tracking.delivery import Delivery
 from rlcore.tracking.journal import RunJournal
-from tests.tracking.reading import client_of, delivery_of, main_run, points
+from tests.helpers.mlflow import client_of, delivery_of, main_run, points
 
 NOBODY = -1
 """No process has this id: the trainer is gone."""
 
 
 @pytest.fixture
-def tracker(config: RunConfig, run_dir: Path) -> RunJournal:
-    """A trainer that has done a step; nothing is delivered beside it."""
-    offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
+def tracker(offline: RunConfig, run_dir: Path) -> RunJournal:
+    """A trainer that has done a step."""
     tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
     tracker.append_step(1, {"a": 1.5})
     return tracker
@@ -44,7 +43,7 @@ def test_it_ends_when_mlflow_has_the_trainers_end(
     assert points(client, main_run(client), "a") == [(1, 1.5)]
 
 
-def test_it_ends_for_a_trainer_that_is_gone_without_a_record(tracker: RunJournal, run_dir: Path, root: Path) -> None:
+def test_a_lost_trainer_ends_the_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
@@ -52,18 +51,17 @@ def test_it_ends_for_a_trainer_that_is_gone_without_a_record(tracker: RunJournal
 
 
 def test_it_ends_without_a_status_where_another_trainer_goes_on(
-    tracker: RunJournal, config: RunConfig, run_dir: Path, root: Path
+    tracker: RunJournal, offline: RunConfig, run_dir: Path, root: Path
 ) -> None:
     saved = tracker.sync()
     lose(run_dir)
-    offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
     with delivery_of(run_dir) as delivery:
         RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
         program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
     assert main_run(client_of(root)).info.status == "RUNNING"
 
 
-def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
+def test_delivery_of_a_lost_trainer_ends_with_a_warning(
     tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
@@ -110,7 +108,7 @@ def test_values_that_are_taken_again_are_told_once(
         if len(waits) == 3:
             tracker.finish("FINISHED")
 
-    monkeypatch.setattr(program, "_wait", waited)
+    monkeypatch.setattr(program, "wait_for_turn", waited)
     with delivery_of(run_dir) as delivery:
         deleted = deleted_before_step_2(delivery, client, tracker)
         with caplog.at_level(logging.WARNING):
@@ -129,7 +127,7 @@ def test_the_wait_is_over_at_once_when_the_trainer_ends(
         delivery.catch_up()
         assert not delivery.has_news()
         tracker.finish("FINISHED")
-        program._wait(delivery, os.getppid(), 600.0)
+        program.wait_for_turn(delivery, os.getppid(), 600.0)
         assert delivery.catch_up() == "FINISHED"
         assert not delivery.has_news()
 

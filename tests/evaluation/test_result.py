@@ -10,7 +10,7 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult, compare, pass_curve, vote
 from rlcore.evaluation.stats import pass_at_k
 from rlcore.tracking.connection import mlflow_name
-from tests.evaluation.results import FAILED, answer, problem, random_result, result
+from tests.helpers.validations import FAILED, answer, problem, random_result, result
 
 
 def test_summary_by_hand():
@@ -58,7 +58,7 @@ def test_where_the_scorer_always_failed_there_is_no_figure():
     assert (pass_curve(judged), judged.by_difficulty()) == ({}, {})
 
 
-def test_every_figure_has_its_interval_and_a_name_that_mlflow_takes():
+def test_every_figure_has_an_interval_and_a_valid_name():
     found = random_result(0, 0.5).summary()
     names = [name for name in found if not name.endswith(("/ci_low", "/ci_high"))]
     assert len(found) == 3 * len(names)
@@ -202,7 +202,7 @@ def test_difficulties_are_rows_of_their_own():
     assert found == {1: (1, 1.0, 1.0, 1.0), 3: (2, 0.25, 0.5, 0.0)}
 
 
-def test_the_pass_curve_goes_from_the_mean_to_pass_at_k():
+def test_the_pass_curve_ends_at_pass_at_k():
     found = random_result(3, 0.4, num_samples=6)
     curve = pass_curve(found)
     assert list(curve) == [1, 2, 4, 6]

@@ -1,34 +1,21 @@
-"""The trainer's side: at once, without MLflow in its process, and forgiving."""
+"""The trainer's journal: at once, without MLflow in its process, and forgiving."""
 
 import json
-import math
-import sys
-import time
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from rlcore.config import RunConfig, TrackingConfig
+from rlcore.config import RunConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
-from rlcore.tracking.catalog import describe
-from rlcore.tracking.companion import Companion
-from rlcore.tracking.connection import mlflow_name
-from rlcore.tracking.delivery import STATE_FILE, read_state
+from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.journal import RunJournal, load_journal, read_journal
-from rlcore.tracking.lineage import SystemSampler
+from tests.helpers.mlflow import client_of, main_run, main_runs, points, shown, wait_until
 from tests.test_imports import loaded_by
-from tests.tracking.conftest import wait_until
-from tests.tracking.reading import client_of, main_run, points, shown
 
 
-@pytest.fixture
-def offline(config: RunConfig) -> RunConfig:
-    return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
-
-
-def test_from_the_first_step_to_the_end_without_mlflow_in_the_trainers_process(root: Path, run_dir: Path):
+def test_a_trainer_delivers_without_mlflow_in_its_process(root: Path, run_dir: Path):
     code = (
         "from pathlib import Path; from rlcore.config import RunConfig\n"
         "from rlcore.tracking.journal import RunJournal\n"
@@ -72,7 +59,7 @@ def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
     assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
 
 
-def test_going_back_within_one_process_is_a_new_attempt_if_something_is_cut(offline: RunConfig, run_dir: Path):
+def test_going_back_is_a_new_attempt_if_lines_are_cut(offline: RunConfig, run_dir: Path):
     """A worker is lost in the middle of a chunk, the trainer's process lives on."""
     tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
@@ -87,9 +74,7 @@ def test_going_back_within_one_process_is_a_new_attempt_if_something_is_cut(offl
     assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
 
 
-def test_the_process_beside_a_trainer_that_goes_back_sends_the_repeated_steps(
-    config: RunConfig, root: Path, run_dir: Path
-):
+def test_repeated_steps_are_sent_again(config: RunConfig, root: Path, run_dir: Path):
     tracker = RunJournal(run_dir, config, tags={})
     tracker.resume_at(0, 0)
     tracker.append_step(1, {"a": 1.0})
@@ -125,7 +110,7 @@ def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, 
         ("FAILED", "KILLED", ["FAILED"]),
     ],
 )
-def test_a_process_that_did_nothing_can_finish_a_run_and_changes_no_other_end(
+def test_an_idle_process_changes_no_end_but_to_finished(
     offline: RunConfig, run_dir: Path, first: FinalStatus | None, second: FinalStatus, found: list[FinalStatus]
 ):
     tracker = RunJournal(run_dir, offline, tags={})
@@ -164,83 +149,17 @@ def test_a_run_that_never_began_is_not_made(config: RunConfig, run_dir: Path):
     assert not (run_dir / "tracking.json").exists()
 
 
-def test_what_ends_the_delivery_is_told(config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture):
-    tracker = RunJournal(run_dir, config, tags={})
-    (run_dir / STATE_FILE).write_text("{")
-    tracker.append_step(1, {"a": 1.0})
-    assert not tracker.finish("FINISHED")
-    wait_until(lambda: any("tracking.json: cannot be read" in line for line in caplog.messages))
-
-
-def test_a_companion_that_cannot_be_started_is_told_and_forgiven(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_flow_and_the_trainer_share_one_run(
+    config: RunConfig, root: Path, run_dir: Path, tmp_path: Path, empty_store: Path
 ):
-    monkeypatch.setattr(sys, "executable", str(run_dir / "no-python"))
-    companion = Companion(run_dir, TrackingConfig())
-    for _ in range(10):
-        companion.ensure_running()
-    assert not companion.finish(1.0)
-    assert caplog.text.count("cannot be started") == 3
-
-
-def test_the_delivery_takes_no_module_from_the_working_directory(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "argparse.py").write_text("open('imported', 'w').close()\n")
-    monkeypatch.chdir(tmp_path)
-    companion = Companion(run_dir, TrackingConfig())
-    companion.ensure_running()
-    companion.finish(60.0)
-    assert not (tmp_path / "imported").exists()
-
-
-def test_the_first_sample_has_the_processor_time_since_the_sampler_was_made(tmp_path: Path):
-    sampler = SystemSampler(tmp_path)
-    before = time.process_time()
-    while time.process_time() - before < 0.03:  # a tick of the kernel's clock is 0.01 s
-        pass
-    assert sampler.sample()["system/process_cpu_percent"] > 0
-
-
-def test_what_each_gpu_tells_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """NVML as it answers for two GPUs, of which the first keeps its power to itself: this machine has none."""
-
-    class NVMLError(Exception):
-        pass
-
-    def power(gpu: int) -> int:
-        if gpu == 0:
-            raise NVMLError("Not Supported")
-        return 312_500  # milliwatts
-
-    answers: dict[str, object] = {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=(gpu + 1) * 1_500_000_000),
-        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=40 + gpu),
-        "nvmlDeviceGetPowerUsage": power,
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
-    sample = SystemSampler(tmp_path).sample()
-    assert {name: value for name, value in sample.items() if name.startswith("system/gpu_")} == {
-        "system/gpu_0_memory_used_gb": 1.5,
-        "system/gpu_0_utilization_percent": 40,
-        "system/gpu_1_memory_used_gb": 3.0,
-        "system/gpu_1_utilization_percent": 41,
-        "system/gpu_1_power_watts": 312.5,
-    }
-
-
-def test_the_machine_is_sampled_under_documented_names(tmp_path: Path):
-    sample = SystemSampler(tmp_path).sample()
-    assert {"system/cpu_percent", "system/memory_used_gb", "system/disk_free_gb"} <= sample.keys()
-    assert all(math.isfinite(value) and value >= 0 for value in sample.values())
-    assert sample["system/process_memory_gb"] < sample["system/memory_used_gb"]
-    memory = psutil.virtual_memory()
-    assert sample["system/memory_used_gb"] == pytest.approx(memory.used / 1e9, rel=0.5)
-    assert sample["system/memory_percent"] == pytest.approx(memory.percent, rel=0.5)
-    assert sample["system/disk_free_gb"] == pytest.approx(psutil.disk_usage(str(tmp_path)).free / 1e9, rel=0.1)
-    for name in sample:
-        assert describe(name) is not None
-        assert mlflow_name(name) == name
+    first = ensure_mlflow_run(run_dir, config, {"stage": "train"}).id
+    assert ensure_mlflow_run(run_dir, config, {}).id == first
+    assert read_state(run_dir).mlflow_run_id == first
+    assert len(main_runs(client_of(root))) == 1
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+    address = f"sqlite:///{tmp_path}/other/mlflow.db"
+    moved = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": address}))
+    other = ensure_mlflow_run(run_dir, moved, {}).id
+    assert other != first, "another store has a run of its own"
+    assert (read_state(run_dir).uri, read_state(run_dir).mlflow_run_id) == (address, other)

@@ -1,8 +1,9 @@
-"""Run folders as a real run leaves them, made of made-up numbers: the real settings, journal and validation files."""
+"""Run folders as a real run leaves them, runs in memory with planted curves, and pages taken apart."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy as np
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.tracking.journal import JOURNAL_FILE, Journal
+from rlcore.report.build import ReportFiles
+from rlcore.report.record import RunRecord
+from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_journal
 from rlcore.tracking.lineage import Origin, Stage, read_origin
 
 
@@ -167,3 +170,104 @@ def with_stages(run_dir: Path, *stages: Stage) -> None:
     origin = read_origin(run_dir)
     assert origin is not None
     replace(origin, stages=stages).write(run_dir)
+
+
+def record_of(
+    curves: Mapping[str, Sequence[float]],
+    *,
+    validations: Mapping[str, ValidationResult] | None = None,
+    config: RunConfig | None = None,
+    nonfinite: Mapping[int, tuple[str, ...]] | None = None,
+) -> RunRecord:
+    """Step 1 is the first value of each curve."""
+    length = max((len(values) for values in curves.values()), default=0)
+    steps = tuple(
+        StepRecord(
+            step,
+            1_000.0 + step,
+            {name: float(values[step - 1]) for name, values in curves.items() if step <= len(values)},
+            (nonfinite or {}).get(step, ()),
+        )
+        for step in range(1, length + 1)
+    )
+    return RunRecord(Path("planted"), config or RunConfig(), steps, (), validations or {}, None, (), ())
+
+
+FEW = ("critic/score/mean",)
+"""Metrics of a run whose report is drawn quickly."""
+
+VOID = {"meta", "br", "img", "link", "input", "hr", "base"}
+
+
+@dataclass
+class Page(HTMLParser):
+    """Tags, attributes, text and tables of a page."""
+
+    tags: list[str] = field(default_factory=list)
+    attributes: list[tuple[str, str, str]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)
+    _table: str = ""
+    _cell: list[str] | None = None
+
+    def __post_init__(self):
+        super().__init__(convert_charrefs=True)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        found = dict(attrs)
+        if str(found.get("id", "")).startswith("t-"):
+            self._table = str(found["id"])[2:]
+        if tag == "tr":
+            self.tables.setdefault(self._table, []).append([])
+        if tag in ("td", "th"):
+            self._cell = []
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+        if tag in ("td", "th") and self._cell is not None:
+            self.tables[self._table][-1].append("".join(self._cell))
+            self._cell = None
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self._cell is not None:
+            self._cell.append(data)
+
+    @property
+    def words(self) -> str:
+        return "".join(self.text)
+
+
+def parse(html: str) -> Page:
+    page = Page()
+    page.feed(html)
+    page.close()
+    assert page.open == [], f"never closed: {page.open}"
+    return page
+
+
+def page_of(files: ReportFiles) -> Page:
+    """The page of a report."""
+    return parse(files.html.read_text())
+
+
+def table(files: ReportFiles, name: str) -> list[dict[str, object]]:
+    """Rows of a table of the JSON, by column title."""
+    found = json.loads(files.json.read_text())["tables"][name]
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def series(run_dir: Path, name: str) -> list[float]:
+    """The values of a metric in a run's journal."""
+    steps = load_journal(run_dir / JOURNAL_FILE).steps
+    return [record.metrics[name] for record in steps if name in record.metrics]

@@ -1,11 +1,10 @@
 """MLflow behind HTTP that is away, dies, or is slow: training does not notice and every value arrives once."""
 
-import logging
 import selectors
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,26 @@ from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.journal import RunJournal
+from tests.helpers.mlflow import (
+    Server,
+    config,
+    held_port,
+    journal_points,
+    main_run,
+    points,
+    root,
+    server,
+    values,
+    wait_until,
+)
 from tests.storage.small_disk import fill, small_disk
-from tests.tracking.conftest import Server, held_port, wait_until
-from tests.tracking.reading import journal_points, main_run, points, values
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["small_disk"]
+__all__ = ["config", "root", "server", "small_disk"]
 
 
-def config_for(config: RunConfig, uri: str, **more: object) -> RunConfig:
-    update = {"uri": uri, **more}
-    return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update=update))
-
-
-def num_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    """How often MLflow has begun to fail."""
-    return sum("does not take the values" in line for line in caplog.messages)
+Begin = Callable[[str], RunJournal]
 
 
 @pytest.fixture
@@ -40,56 +42,30 @@ def run_dir(root: Path, request: pytest.FixtureRequest) -> Path:
     return root / "runs" / request.node.name
 
 
-def test_a_server_that_dies_and_comes_back_has_every_value_once(
-    server: Server, config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture
-):
-    tracker = RunJournal(run_dir, config_for(config, server.uri), tags={})
-    tracker.resume_at(0, 0)
+@pytest.fixture
+def begin(config: RunConfig, run_dir: Path) -> Begin:
+    """The journal of a trainer that delivers to this address."""
 
-    def train(first: int, last: int) -> None:
-        for step in range(first, last + 1):
-            tracker.append_step(step, values(step, 30))
+    def begin(uri: str) -> RunJournal:
+        elsewhere = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": uri}))
+        journal = RunJournal(run_dir, elsewhere, tags={})
+        journal.resume_at(0, 0)
+        return journal
 
-    train(1, 50)
-    wait_until(lambda: read_state(run_dir).journal_bytes > 0)
-    server.kill()
-    train(51, 100)
-    wait_until(lambda: num_warnings(caplog) == 1)
-    server.start()
-    train(101, 150)
-    assert tracker.finish("FINISHED", timeout_s=90.0)
-    client = MlflowClient(server.uri)
-    run = main_run(client, run_dir.name)
-    assert run.info.status == "FINISHED"
-    for name in values(1, 30):
-        assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("rlcore.tracking")]
-    assert len([line for line in said if "does not take the values" in line]) == 1, "one warning, not one a try"
-    assert len([line for line in said if "takes the values again" in line]) == 1
+    return begin
 
 
-@pytest.mark.lengthy
-def test_a_store_on_a_full_disk_has_every_value_once_when_there_is_room(
-    config: RunConfig, run_dir: Path, empty_store: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
-):
-    """MLflow's database has a file system of its own here: the journal's is another test's."""
-    shutil.copy(empty_store, small_disk / "mlflow.db")
-    uri = f"sqlite:///{small_disk}/mlflow.db"
-    tracker = RunJournal(run_dir, config_for(config, uri), tags={})
-    tracker.resume_at(0, 0)
+def train(journal: RunJournal, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        journal.append_step(step, values(step, 30))
 
-    def train(first: int, last: int) -> None:
-        for step in range(first, last + 1):
-            tracker.append_step(step, values(step, 30))
 
-    train(1, 20)
-    wait_until(lambda: read_state(run_dir).journal_bytes > 0)
-    ballast = fill(small_disk)
-    train(21, 120)
-    wait_until(lambda: num_warnings(caplog) == 1)
-    ballast.unlink()
-    train(121, 130)
-    assert tracker.finish("FINISHED", timeout_s=90.0)
+def num_warnings(caplog: pytest.LogCaptureFixture) -> int:
+    """How often MLflow has begun to fail."""
+    return sum("does not take the values" in line for line in caplog.messages)
+
+
+def assert_every_value_once(uri: str, run_dir: Path) -> None:
     client = MlflowClient(uri)
     run = main_run(client, run_dir.name)
     assert run.info.status == "FINISHED"
@@ -97,28 +73,57 @@ def test_a_store_on_a_full_disk_has_every_value_once_when_there_is_room(
         assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
 
 
-def test_a_server_that_is_never_there_costs_nothing_and_is_caught_up_later(
-    config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture
+def test_a_restarted_server_has_every_value_once(
+    server: Server, begin: Begin, run_dir: Path, caplog: pytest.LogCaptureFixture
+):
+    journal = begin(server.uri)
+    train(journal, 1, 50)
+    wait_until(lambda: read_state(run_dir).journal_bytes > 0)
+    server.kill()
+    train(journal, 51, 100)
+    wait_until(lambda: num_warnings(caplog) == 1)
+    server.start()
+    train(journal, 101, 150)
+    assert journal.finish("FINISHED", timeout_s=90.0)
+    assert_every_value_once(server.uri, run_dir)
+    assert num_warnings(caplog) == 1, "one warning, not one a try"
+    assert sum("takes the values again" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.lengthy
+def test_a_store_on_a_full_disk_gets_every_value_later(
+    begin: Begin, run_dir: Path, empty_store: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
+):
+    """MLflow's database has a file system of its own here: the journal's is another test's."""
+    shutil.copy(empty_store, small_disk / "mlflow.db")
+    uri = f"sqlite:///{small_disk}/mlflow.db"
+    journal = begin(uri)
+    train(journal, 1, 20)
+    wait_until(lambda: read_state(run_dir).journal_bytes > 0)
+    ballast = fill(small_disk)
+    train(journal, 21, 120)
+    wait_until(lambda: num_warnings(caplog) == 1)
+    ballast.unlink()
+    train(journal, 121, 130)
+    assert journal.finish("FINISHED", timeout_s=90.0)
+    assert_every_value_once(uri, run_dir)
+
+
+def test_a_server_that_is_never_there_is_caught_up_later(
+    config: RunConfig, begin: Begin, run_dir: Path, caplog: pytest.LogCaptureFixture
 ):
     with held_port() as nobody:
-        away = config_for(config, f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        tracker = RunJournal(run_dir, away, tags={})
-        tracker.resume_at(0, 0)
-        for step in range(1, 101):
-            tracker.append_step(step, values(step))
+        journal = begin(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        train(journal, 1, 100)
         wait_until(lambda: num_warnings(caplog) == 1)
-        assert not tracker.finish("FINISHED", timeout_s=0.5)
+        assert not journal.finish("FINISHED", timeout_s=0.5)
         assert f"millrace sync {run_dir}" in caplog.text
         assert len(journal_points(run_dir / "metrics.jsonl", "test/m0")) == 100
         with pytest.raises(TrackingError, match="cannot be reached"):
             sync_run(run_dir)
-    root = Path(config.paths.root)
-    sync_run(run_dir, f"sqlite:///{root}/mlflow.db")
-    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
-    assert main_run(client, run_dir.name).info.status == "FINISHED"
-    assert points(client, main_run(client, run_dir.name), "test/m0") == journal_points(
-        run_dir / "metrics.jsonl", "test/m0"
-    )
+    uri = f"sqlite:///{config.paths.root}/mlflow.db"
+    sync_run(run_dir, uri)
+    assert_every_value_once(uri, run_dir)
 
 
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -192,7 +197,7 @@ def proxy(server: Server) -> Iterator[SlowProxy]:
 def test_a_slow_server_holds_up_nothing_and_doubles_nothing(
     server: Server,
     proxy: SlowProxy,
-    config: RunConfig,
+    begin: Begin,
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -200,62 +205,43 @@ def test_a_slow_server_holds_up_nothing_and_doubles_nothing(
     """Slower than the client's patience at first: the server has done what the client believes to have failed."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     proxy.delay_s = 2.0
-    tracker = RunJournal(run_dir, config_for(config, f"http://127.0.0.1:{proxy.port}"), tags={})
-    tracker.resume_at(0, 0)
-    for step in range(1, 101):
-        tracker.append_step(step, values(step, 30))
+    journal = begin(f"http://127.0.0.1:{proxy.port}")
+    train(journal, 1, 100)
     wait_until(lambda: proxy.num_connections > 2)
     assert num_warnings(caplog) == 1
     proxy.delay_s = 0.3
     wait_until(lambda: read_state(run_dir).journal_bytes > 0)
     connections = proxy.num_connections
     proxy.delay_s = 2.0  # in the middle of the delivery
-    for step in range(101, 121):
-        tracker.append_step(step, values(step, 30))
+    train(journal, 101, 120)
     wait_until(lambda: proxy.num_connections > connections + 1)  # a request that has timed out has a new one
     proxy.delay_s = 0.02
-    assert tracker.finish("FINISHED", timeout_s=90.0)
-    client = MlflowClient(server.uri)
-    run = main_run(client, run_dir.name)
-    assert run.info.status == "FINISHED"
-    for name in values(1, 30):
-        assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
+    assert journal.finish("FINISHED", timeout_s=90.0)
+    assert_every_value_once(server.uri, run_dir)
 
 
-def test_a_server_that_answers_with_errors_gets_every_value_once_when_it_has_stopped_to(
-    server: Server, proxy: SlowProxy, config: RunConfig, run_dir: Path
+def test_a_server_that_answered_with_errors_gets_every_value_once(
+    server: Server, proxy: SlowProxy, begin: Begin, run_dir: Path
 ):
     proxy.is_broken = True
-    tracker = RunJournal(run_dir, config_for(config, f"http://127.0.0.1:{proxy.port}"), tags={})
-    tracker.resume_at(0, 0)
-
-    def train(first: int, last: int) -> None:
-        for step in range(first, last + 1):
-            tracker.append_step(step, values(step, 30))
-
-    train(1, 50)
+    journal = begin(f"http://127.0.0.1:{proxy.port}")
+    train(journal, 1, 50)
     wait_until(lambda: proxy.num_errors >= 2)
     proxy.is_broken = False
     wait_until(lambda: read_state(run_dir).journal_bytes > 0)
-    proxy.is_broken = True
-    errors = proxy.num_errors
-    train(51, 100)
+    proxy.is_broken, errors = True, proxy.num_errors
+    train(journal, 51, 100)
     wait_until(lambda: proxy.num_errors > errors)
     proxy.is_broken = False
-    assert tracker.finish("FINISHED", timeout_s=90.0)
-    client = MlflowClient(server.uri)
-    run = main_run(client, run_dir.name)
-    assert run.info.status == "FINISHED"
-    for name in values(1, 30):
-        assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
+    assert journal.finish("FINISHED", timeout_s=90.0)
+    assert_every_value_once(server.uri, run_dir)
 
 
-def test_finish_waits_no_longer_than_told(config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture):
+def test_finish_waits_no_longer_than_told(begin: Begin, run_dir: Path):
     """A server that accepts and never answers; the process beside the trainer is gone afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracker = RunJournal(run_dir, config_for(config, f"http://127.0.0.1:{silent.getsockname()[1]}"), tags={})
-        tracker.resume_at(0, 0)
-        tracker.append_step(1, values(1))
-        assert not tracker.finish("FAILED", timeout_s=3.0)
-    with caplog.at_level(logging.WARNING), pytest.raises(TrackingError, match="cannot be reached"):
+        journal = begin(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        train(journal, 1, 1)
+        assert not journal.finish("FAILED", timeout_s=3.0)
+    with pytest.raises(TrackingError, match="cannot be reached"):
         sync_run(run_dir)  # not "in use by": nobody delivers any more

@@ -1,4 +1,4 @@
-"""MLflow's server on a sqlite file, as a process to be forked: python -m tests.tracking.mlflow_server DATABASE PORT."""
+"""MLflow's server on a sqlite file, as a process to be forked: python -m tests.helpers.mlflow_server DATABASE PORT."""
 
 import os
 import sys

@@ -12,8 +12,20 @@ from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state, sync_run
 from rlcore.tracking.journal import Record, iter_lines
 from tests.forked import ForkedCommand
-from tests.tracking.conftest import wait_until
-from tests.tracking.reading import client_of, delivery_of, journal_points, main_run, points, values
+from tests.helpers.mlflow import (
+    client_of,
+    config,
+    delivery_of,
+    journal_points,
+    main_run,
+    points,
+    root,
+    run_dir,
+    values,
+    wait_until,
+)
+
+__all__ = ["config", "root", "run_dir"]
 
 
 class Trainer:
@@ -21,7 +33,7 @@ class Trainer:
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
-        self.process = ForkedCommand("tests.tracking.logging_trainer", words, os.environ)
+        self.process = ForkedCommand("tests.helpers.logging_trainer", words, os.environ)
         self.run_dir = run_dir
         self.checkpoint = checkpoint
 
@@ -87,9 +99,7 @@ def wait_for_delivery(run_dir: Path) -> None:
     wait_until(lambda: read_state(run_dir).journal_bytes != before.journal_bytes)
 
 
-def test_the_process_beside_a_killed_trainer_delivers_the_rest_and_says_killed(
-    config: RunConfig, root: Path, run_dir: Path
-):
+def test_the_rest_of_a_killed_trainer_is_delivered(config: RunConfig, root: Path, run_dir: Path):
     trainer = Trainer(run_dir, root, (0, 0), 100_000)
     trainer.run_until(10)
     companion = companion_of(trainer)

@@ -1,4 +1,4 @@
-"""The page of answers as a file: what its data say, and clicking through it in a real browser."""
+"""Sample answers: a table in the report, and the page of answers as a file, clicked through in a real browser."""
 
 import dataclasses
 import json
@@ -9,10 +9,10 @@ import pytest
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
-from rlcore.report.samples import at_each_step, build_sample_browser
-from tests.report.chromium import open_tab
-from tests.report.pages import parse
-from tests.report.runs import validation, write_run
+from rlcore.report.page import at_each_step, build_sample_browser, sample_table
+from rlcore.report.record import read_run
+from tests.helpers.chromium import open_tab
+from tests.helpers.reports import parse, validation, write_run
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror="document.title=1"> & \u2028 \x00'
 NUM_PROBLEMS = 40
@@ -162,15 +162,6 @@ def test_clicking_through_it(run_dir, page, tmp_path):
             "[environment] reward 1",
         ]
 
-        # Keys: to the left an earlier step, down the next problem.
-        tab.click('.item[data-key^="12:"]')
-        shows("Prompt 12 ")
-        tab.press("ArrowLeft")
-        shows("Prompt 12 · step 20")
-        following = ids()[ids().index(12) + 1]
-        tab.press("ArrowDown")
-        shows(f"Prompt {following} ")
-
         # A problem that was not judged at a step has no button of it.
         tab.click('.item[data-key^="5:"]')
         shows("Prompt 5 · step 40")
@@ -204,15 +195,10 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         assert "9 tokens, cut" in tab.texts("#answers .note")[0]
         assert tab.value("document.querySelectorAll('img').length") == 0
         assert tab.value("document.title") == "Answers of browsed · Millrace"
-        tab.type(" no such words")
-        counts("0 prompts")
-        assert ids() == []
-        assert tab.texts("#detail") == ["No answer matches."]
         assert tab.problems == []
 
 
-@pytest.fixture
-def unscored_page(run_dir, tmp_path):
+def test_where_the_scorer_failed_nothing_has_changed(run_dir, tmp_path):
     """The scorer fails on all answers to problem 9 at step 40, and on those to problem 8 at every step."""
     folder = shutil.copytree(run_dir, tmp_path / "unscored")
     unscored = {"score": 0.0, "parts": {}, "failure": "the judge was away"}
@@ -229,32 +215,11 @@ def unscored_page(run_dir, tmp_path):
             for problem in result.problems
         ]
         dataclasses.replace(result, problems=tuple(problems)).write(folder / "validation" / f"step-{step:06d}.json")
-    return build_sample_browser(folder)
-
-
-def test_where_the_scorer_failed_nothing_has_changed(run_dir, unscored_page):
-    problems = {problem["id"]: problem for problem in data_of(unscored_page)["problems"]}
+    problems = {problem["id"]: problem for problem in data_of(build_sample_browser(folder))["problems"]}
     first, last = (result_at(run_dir, step).problems[9 - (step == 20)].mean_score for step in (0, 20))
     assert (problems[9]["change"], problems[8]["change"]) == (last - first, None)
     assert problems[9]["at"][2]["score"] is None
     assert {answer["score"] for answer in problems[9]["at"][2]["answers"]} == {None}
-
-
-@pytest.mark.program("chromium")
-def test_an_answer_without_a_score_is_neither_right_nor_wrong(unscored_page, tmp_path):
-    with open_tab(tmp_path / "profile") as tab:
-        tab.open(unscored_page)
-        tab.wait("document.querySelector('.item') !== null")
-        tab.click('.item[data-key^="9:"]')
-        tab.wait("document.querySelector('#detail h2').innerText.startsWith('Prompt 9 · step 40')")
-        assert set(tab.texts("#answers .mark")) == {"no score"}
-        assert "the judge was away" in tab.texts("#answers .note")[0]
-        assert tab.texts('.item[data-key^="8:"] .figure') == [""]
-        tab.click("#score")
-        tab.type("..1")
-        tab.wait(f"document.querySelector('#count').innerText === '{NUM_PROBLEMS - 1} prompts'")
-        assert not tab.texts('.item[data-key^="8:"]')
-        assert tab.problems == []
 
 
 @pytest.mark.program("chromium")
@@ -275,3 +240,14 @@ def test_a_report_opens_without_a_word_of_complaint(grpo_report, tmp_path):
         tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         assert tab.value("getComputedStyle(document.querySelector('svg.chart text')).fill") != light
         assert tab.problems == []
+
+
+def test_samples_are_answers_to_the_same_problem(grpo_run):
+    before, after = (ValidationResult.read(grpo_run / "validation" / f"{name}.json") for name in ("before", "after"))
+    first, *_ = sample_table(read_run(grpo_run)).rows
+    was, became = next(
+        (a, b) for a, b in zip(before.problems, after.problems, strict=True) if not a.greedy.solved and b.greedy.solved
+    )
+    assert [cell.text.partition("\n")[0] for cell in first] == [
+        "newly solved", was.prompt_text, first[2].text, was.greedy.text, became.greedy.text
+    ]  # fmt: skip
