@@ -460,15 +460,15 @@ def suggestion(config: RunConfig) -> str:
 
 def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The first variant in which a budget of several answers fits; the last one with a budget of one."""
-    for variant, least in _variants(config):
-        found = _with_budget(_with_share(variant, shape, device), shape, device, least=least)
+    for variant, least in variants(config):
+        found = with_budget(with_share(variant, shape, device), shape, device, least=least)
         if found is not None:
             return found
     least = longest_tokens(config)
-    return _with(_with_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
+    return with_values(with_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
 
 
-def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
+def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     """From the fastest to the one that needs least memory, with the token budget below which the next one is better:
     nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
     reference, or the base under adapters, offloaded; the optimizers' moments as well; layers recomputed as well."""
@@ -476,21 +476,21 @@ def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
     offloads = [*moments, "algo.kl.offload", *(["model.lora.offload"] if has_lora else [])]
-    variant = _with(config, {**dict.fromkeys(offloads, False), "model.gradient_checkpointing": False})
+    variant = with_values(config, {**dict.fromkeys(offloads, False), "model.gradient_checkpointing": False})
     if has_vllm:
-        yield _with(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
-        variant = _with(variant, {"rollout.sleep_level": 2})
+        yield with_values(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
+        variant = with_values(variant, {"rollout.sleep_level": 2})
     yield variant, several
-    variant = _with(variant, {"algo.kl.offload": _has_reference(config)})
+    variant = with_values(variant, {"algo.kl.offload": _has_reference(config)})
     if has_lora and has_vllm:
-        variant = _with(variant, {"model.lora.offload": True, "rollout.sleep_level": 1})
+        variant = with_values(variant, {"model.lora.offload": True, "rollout.sleep_level": 1})
     yield variant, several
-    variant = _with(variant, dict.fromkeys(moments, True))
+    variant = with_values(variant, dict.fromkeys(moments, True))
     yield variant, several
-    yield _with(variant, {"model.gradient_checkpointing": True}), several
+    yield with_values(variant, {"model.gradient_checkpointing": True}), several
 
 
-def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
+def with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The engine gets what every answer at its longest would take, as far as it is free beside what is always held; if
     that is less, its passes are short."""
     if config.rollout.engine != "vllm":
@@ -498,34 +498,37 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     assert device.total_bytes is not None
     parts = plan_memory(config, shape, device).phases[HAND_OVER]
     others = sum(size for name, size in parts.items() if name != "engine")
-    free = _room(device) - others
+    free = room(device) - others
     wanted = wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
     share = min(wanted, free) / device.total_bytes
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
     given = config.rollout.max_batched_tokens
     if free < wanted and given is not None:  # left to vLLM it is no larger
         short = max(SHORT_PASS_TOKENS, config.rollout.max_num_seqs)
-        config = _with(config, {"rollout.max_batched_tokens": min(given, short)})
-    return _with(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
+        config = with_values(config, {"rollout.max_batched_tokens": min(given, short)})
+    return with_values(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 
-def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
+def with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
     """The largest token budget whose plan fits; None where `least` tokens do not."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
-        found = _with(config, {"trainer.max_tokens_per_micro_batch": budget})
-        if plan_memory(found, shape, device).peak_bytes <= _room(device):
+        found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
+        if plan_memory(found, shape, device).peak_bytes <= room(device):
             return found
     return None
 
 
-def _room(device: Device) -> int:
+def room(device: Device) -> int:
+    """Bytes of a device that chosen settings may take."""
     assert device.total_bytes is not None
     return device.total_bytes - CONTEXT_BYTES - round(KEPT_FREE * device.total_bytes)
 
 
-def _with(section: S, values: Mapping[str, object]) -> S:
+def with_values(section: S, values: Mapping[str, object]) -> S:
     """The settings with other values by dotted key; nothing is validated again."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        section = section.model_copy(update={name: _with(getattr(section, name), {rest: value}) if rest else value})
+        section = section.model_copy(
+            update={name: with_values(getattr(section, name), {rest: value}) if rest else value}
+        )
     return section

@@ -246,7 +246,7 @@ def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
         (("trainer.max_tokens_per_micro_batch=10",), 10),
     ):
         assert planning.micro_batch_tokens(settings(*overrides)) == tokens
-    below = planning._with(settings(), {"trainer.max_tokens_per_micro_batch": 9})
+    below = planning.with_values(settings(), {"trainer.max_tokens_per_micro_batch": 9})
     assert planning.micro_batch_tokens(below) == 10
 
 
