@@ -14,7 +14,6 @@ from typing import Literal, TypeVar
 from pydantic import JsonValue
 
 from rlcore.config import RunConfig
-from rlcore.config.algo import OFFLOAD_PIECE_BYTES
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
@@ -60,12 +59,11 @@ GB = 1e9
 S = TypeVar("S", bound=Section)
 
 FROZEN_BASE = "policy: frozen base"
-GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, OPTIMIZER_STEP, HAND_OVER = (
+GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, HAND_OVER = (
     "generation",
     "log-probabilities",
     "policy update",
     "critic update",
-    "optimizer step",
     "hand-over",
 )
 
@@ -226,14 +224,12 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """The policy or the critic on one rank. `parameters`: that are trained. `largest`: elements of the largest trained
-    tensor that the optimizer steps by itself. `gathered`, `whole`: bytes of the weights that FSDP2 holds in the compute
-    type during a pass, and of all that it can gather."""
+    """The policy or the critic on one rank. `parameters`: that are trained. `gathered`, `whole`: bytes of the
+    weights that FSDP2 holds in the compute type during a pass, and of all that it can gather."""
 
     name: str
     shape: ModelShape
     parameters: int
-    largest: int
     offloads: bool
     gathered: int
     whole: int
@@ -241,11 +237,6 @@ class _Trained:
     def gradients(self, ranks: int) -> dict[str, int]:
         """Float32 gradients; they go with the optimizer's step."""
         return {f"{self.name}: gradients": FULL * self.parameters // ranks}
-
-    def brought_back(self, ranks: int) -> int:
-        """Most of its offloaded moments on the device at one time: a piece, or one larger tensor."""
-        piece = max(MOMENTS * self.largest // ranks, OFFLOAD_PIECE_BYTES)
-        return min(piece, MOMENTS * self.parameters // ranks) if self.offloads else 0
 
 
 def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Trained]:
@@ -256,14 +247,13 @@ def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Train
         gathered += itemsize * shape.hidden * shape.intermediate
     whole = itemsize * (shape.policy_parameters - shape.layers * in_4_bits)
     parameters = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
-    largest = shape.embedding if lora is None else 0
-    policy = _Trained("policy", shape, parameters, largest, config.optim.offload, gathered, whole)
+    policy = _Trained("policy", shape, parameters, config.optim.offload, gathered, whole)
     if config.critic is None:
         return [policy]
     own = critic_shape(config, shape)
     gathered = itemsize * (own.embedding + PREFETCHED_LAYERS * own.layer_parameters)
     parameters, offloads = own.critic_parameters, config.critic.optim.offload
-    return [policy, _Trained("critic", own, parameters, own.embedding, offloads, gathered, itemsize * parameters)]
+    return [policy, _Trained("critic", own, parameters, offloads, gathered, itemsize * parameters)]
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
@@ -319,13 +309,6 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     phases[POLICY_UPDATE]["head"] = head(gradient="all" if lora is None else "hidden")
     engine = awake if config.rollout.engine == "vllm" else asleep
     phases[HAND_OVER] = {**beside_engine, **engine, "one whole tensor": whole}
-    steps = [
-        {**held, **each.gradients(ranks), **asleep, "moments, a piece brought back": piece}
-        for each in models
-        if (piece := each.brought_back(ranks))
-    ]
-    if steps:
-        phases[OPTIMIZER_STEP] = max(steps, key=lambda parts: sum(parts.values()))
     return phases
 
 
