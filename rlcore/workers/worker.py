@@ -4,6 +4,7 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from rlcore.workers.actor import Actor, Reference
 from rlcore.workers.canary import Canary, HandOver, probed_difference
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
-from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryMeter, MemoryPeak, RankProfiler
+from rlcore.workers.measure import BYTES_PER_GB, MemoryMeter, MemoryPeak, RankProfiler
 from rlcore.workers.passes import PassBudget
 from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
 
@@ -90,9 +91,9 @@ class Worker:
         computes_on_gpu = self._config.runtime.device != "cpu" and torch.cuda.is_available()
         if computes_on_gpu and self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers
             let_segments_grow()  # before anything uses CUDA
-        self._place = place = choose_place(self._config.runtime, self._config.model)
-        on_gpu = place.device.type == "cuda"
-        self._gpu_use = GpuUseMeter(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}" if on_gpu else None)
+        place = choose_place(self._config.runtime, self._config.model)
+        self._place = place
+        self._on_gpu_since = time.monotonic() if place.device.type == "cuda" else None
         if place.device.type == "cpu":
             keep_freed_memory()
         if self._world_size > 1 or place.device.type == "cuda":
@@ -350,8 +351,9 @@ class Worker:
         )
 
     def gpu_use(self) -> GpuUse | None:
-        """What this rank has used since its start; None on a CPU."""
-        return self._gpu_use.use()
+        """Time for which this rank has held its GPU; None on a CPU."""
+        began = self._on_gpu_since
+        return None if began is None else GpuUse(began, time.monotonic() - began)
 
     def _rest_engine(self) -> None:
         """Let the engine release the memory that training needs."""

@@ -40,7 +40,7 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
 
 
 def test_dropout_of_a_repeated_pass_depends_on_its_cut(tmp_path: Path) -> None:
-    loss = "algo.policy_loss=tests.run.harmful:at_most_four"
+    loss = "algo.policy_loss=tests.helpers.harmful:at_most_four"
     run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05", loss)
     whole = batch_from(random_batch(np.random.default_rng(7)))
     counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 8)
