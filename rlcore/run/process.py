@@ -4,8 +4,7 @@
 
 With the descriptors it serves commands, one JSON object a line, and answers in the same form:
 
-    {"command": "verify"}                                     # reads every byte of the run's inputs
-    {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
+    {"command": "warm_start"}
     {"command": "pass_rates"}                                 # of the training rows, by the start model
     {"command": "train", "to_step": 40}                       # "settle": false: the next command waits for the save
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
@@ -85,7 +84,6 @@ class Channel:
 
 
 COMMANDS: Mapping[str, Callable[..., Mapping[str, object]]] = {
-    "verify": Session.verify,
     "warm_start": Session.warm_start,
     "pass_rates": Session.measure_pass_rates,
     "train": Session.train,
@@ -98,7 +96,6 @@ COMMANDS: Mapping[str, Callable[..., Mapping[str, object]]] = {
 
 def whole_run(config: RunConfig) -> Iterator[Mapping[str, Any]]:
     """The commands of a run, in place of a flow's."""
-    yield {"command": "verify"}
     yield {"command": "warm_start"}
     if config.pass_rates.is_wanted:
         yield {"command": "pass_rates"}

@@ -118,7 +118,7 @@ def test_a_stop_between_two_commands_saves_and_says_so(caplog: pytest.LogCapture
 def test_the_commands_of_a_whole_run(samples: int) -> None:
     trainer = TrainerConfig(total_steps=7)
     commands = list(whole_run(RunConfig(trainer=trainer, pass_rates=PassRatesConfig(samples=samples))))
-    names = ["verify", "warm_start", "pass_rates", "train", "validate", "validate", "export"]
+    names = ["warm_start", "pass_rates", "train", "validate", "validate", "export"]
     assert [command["command"] for command in commands] == [name for name in names if samples or name != "pass_rates"]
     assert commands[-4:] == [
         {"command": "train", "to_step": 7},
