@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.checks.rig import Verdict
-from data import build_dataset, filter_dataset
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.run.layout import RunLayout

@@ -47,7 +47,7 @@ from rlcore.tracking.lineage import first_gpu
 from rlcore.workers.memory_plan import require_fit
 
 if TYPE_CHECKING:
-    from data.custom import FirstRow
+    from data.trial import FirstRow
 
 LOSS_DEADLINE_S = 120.0
 """Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
@@ -247,7 +247,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
         is_scorer_tried = not config.data.environment and (not is_ours or bool(config.reward.weights))
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
-        from data.custom import first_row
+        from data.trial import first_row
 
         if (row := first_row(data, config.data.seed, Path(config.paths.root).resolve())) is not None:
             rows.append(row)
@@ -291,7 +291,7 @@ def check_rows(config: RunConfig) -> int | None:
     Raises:
         DataError: file and line of a row that cannot be used.
     """
-    from data.custom import require_sound_rows
+    from data.trial import require_sound_rows
 
     root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
     found: list[int | None] = []

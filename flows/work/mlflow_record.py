@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data import StageResult
+from data.stage import StageResult
 from flows.parameters import MLFLOW_PAGE
 from flows.stages.export import Weights
 from flows.stages.report import ReportPage, report_fingerprint

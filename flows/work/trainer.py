@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from flows.server.launch import python_path, start_tethered
+from flows.server.launch import python_path, start_process
 from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
 from flows.work.slots import HeldSlots, Slots, Wish
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
@@ -303,7 +303,7 @@ class _Child:
             if lock is not None:
                 line += ["--lock-fd", str(lock)]
                 inherited.append(lock)
-            self.process = start_tethered(line, log_file, _environment() | held.environment, inherited)
+            self.process = start_process(line, log_file, _environment() | held.environment, inherited)
         except BaseException:
             os.close(self._commands_fd)
             os.close(self._replies_fd)

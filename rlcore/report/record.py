@@ -19,7 +19,7 @@ from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report.series import Series, series_of, warmed_up
-from rlcore.tracking.cost import Spent, spent
+from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
     WORKERS,
@@ -95,14 +95,9 @@ class RunRecord:
         return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
 
     @cached_property
-    def spent(self) -> Spent | None:
-        """What all attempts have cost; None where no GPU was held."""
-        return spent(self.run_dir / JOURNAL_FILE)
-
-    @property
-    def price(self) -> float | None:
-        """Price of `spent`; None where no GPU was held or the settings name no price."""
-        return None if self.spent is None else self.spent.price(self.config.tracking.price_per_gpu_hour)
+    def gpu_seconds(self) -> float | None:
+        """GPU-seconds of all attempts; None where no GPU was held."""
+        return gpu_seconds(self.run_dir / JOURNAL_FILE)
 
     @property
     def gained(self) -> float:

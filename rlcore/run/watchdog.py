@@ -23,7 +23,7 @@ import psutil
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.faults import Fault, as_ours, fault_of, note_fault
+from rlcore.run.faults import Fault, as_ours, fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
@@ -165,6 +165,10 @@ class Watchdog:
             if late is not None:
                 self._hangs(late.phase, now - late.begun)
                 return
+
+    def num_faults(self, kind: str) -> int:
+        """Count the run's faults of this kind."""
+        return sum(fault.kind == kind for fault in read_faults(self._layout.run_dir))
 
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error as one of ours, where it is a known fault."""

@@ -11,7 +11,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,9 +184,6 @@ def _user() -> str:
         return "unknown"
 
 
-MILLIJOULES = 1e3
-
-
 class SystemSampler:
     """Samples the machine. Percentages of processor time are since the sample before.
 
@@ -253,19 +250,6 @@ def first_gpu() -> tuple[str, int | None] | None:
     on it.
     """
     return next(_gpus(_start_nvml()), None)
-
-
-def energy_reader(uuid: str) -> Callable[[], float | None]:
-    """Reads the joules that a GPU, by its UUID, has taken since its driver was loaded; None where NVML knows none."""
-    nvml = _start_nvml()
-
-    def read() -> float | None:
-        try:
-            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(nvml.nvmlDeviceGetHandleByUUID(uuid))) / MILLIJOULES
-        except nvml.NVMLError:  # older cards have no counter, slices of a card none of their own
-            return None
-
-    return (lambda: None) if nvml is None else read
 
 
 def _start_nvml() -> Any:

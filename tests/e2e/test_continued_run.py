@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import EXIT_RESUMABLE, CheckpointError, StopRequestedError
-from rlcore.run.process import run_one
+from rlcore.run.process import run as run_process
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
 from tests.helpers.running import steps_of, weights_of, write_record
 from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
+from tests.helpers.whole_run import WholeRun
 from tests.small_run import SmallRun
 
 __all__ = ["undisturbed"]
@@ -108,7 +109,7 @@ def test_a_stop_while_waiting_for_the_lock(undisturbed: SmallRun, tmp_path: Path
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     run_dir = write_record(run)
     with RunLock(run.layout.run_dir):
-        assert run_one(run_dir, None, lambda event: None, Asked(lambda: True)) == EXIT_RESUMABLE
+        assert run_process(run_dir, WholeRun(run_dir), Asked(lambda: True)) == EXIT_RESUMABLE
 
 
 def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock
-from tests.checkpoint.test_store import edit_manifest, flip
+from tests.helpers.published import edit_manifest, flip
 from tests.helpers.running import steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed

@@ -19,7 +19,7 @@ def test_a_model_of_the_hub_trains_like_its_directory(tmp_path: Path) -> None:
         "from tests.helpers.running import write_record; "
         "run_dir = write_record(prepare(Path(sys.argv[1]), *sys.argv[2:])); print(run_dir, flush=True); "
         "sys.argv = ['process', '--run', str(run_dir)]; "
-        "runpy.run_module('rlcore.run.process', run_name='__main__', alter_sys=True)"
+        "runpy.run_module('tests.helpers.whole_run', run_name='__main__', alter_sys=True)"
     )
     overrides = ["tracking.enabled=false", "warm_start.enabled=false", f"model.path={HUB_ID}"]
     trained = subprocess.run(

@@ -104,7 +104,7 @@ def test_a_supervised_step_is_that_of_transformers(
         assert (gradient - parameter.grad).norm() < 1e-3 * scale, name
 
 
-@pytest.mark.lengthy  # on small models: trainer/test_step.py, models/test_policy.py, workers/test_gradients.py
+@pytest.mark.lengthy  # on small models: trainer/test_step.py, models/test_policy.py, workers/test_worker_gradients.py
 def test_a_step_of_grpo_is_that_of_transformers(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = prepare(
         tmp_path, f"model.path={smollm2}", "model.dtype=float32", "data.template=chat", "data.train_size=8",

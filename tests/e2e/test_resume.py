@@ -112,7 +112,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(undisturbed: SmallRun
     before = record.read_text()
     other.inputs.write(other.config, undisturbed.layout)
     log = tmp_path / "out.log"
-    code = run_module("rlcore.run.process", ["--run", str(run_dir)], output=log, timeout_s=DEADLINE_S)
+    code = run_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log, timeout_s=DEADLINE_S)
     record.write_text(before)
     assert code == 1
     assert "optim.lr: 0.0003 in the checkpoint, 0.001 now" in log.read_text()

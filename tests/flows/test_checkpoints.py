@@ -8,15 +8,15 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from flows.commands.checkpoints import export_to, forked
-from flows.commands.evaluate import evaluation_settings
+from flows.evaluation import evaluation_settings
 from flows.work.runs import named_run
+from flows.work.weights import export_to, forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
-from tests.checkpoint.test_store import edit_manifest, flip
 from tests.flows.conftest import Millrace
 from tests.helpers.hub_model import HUB_ID, cache_of
+from tests.helpers.published import edit_manifest, flip
 from tests.helpers.sessions import run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.evaluate import evaluation_settings
+from flows.evaluation import evaluation_settings
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError

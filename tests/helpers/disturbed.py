@@ -28,10 +28,10 @@ import psutil
 
 from rlcore import stacks
 from rlcore.checkpoint.catalog import list_checkpoints
-from rlcore.run.process import run
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
 from rlcore.tracking.journal import Journal
+from tests.helpers.whole_run import run_whole
 
 PR_SET_CHILD_SUBREAPER = 36
 DEADLINE_S = 240.0
@@ -145,7 +145,7 @@ def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
             if disturbance is not None:
                 disturbance.moment(str(event.get("stage")))
 
-        code = run(run_dir, None, heard)
+        code = run_whole(run_dir, heard)
     except BaseException as error:
         print(f"ended by {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = 1

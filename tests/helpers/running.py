@@ -38,13 +38,13 @@ def write_record(run: SmallRun) -> Path:
 
 def start(run_dir: Path, log: Path) -> BaseProcess:
     """The trainer process in a session of its own, its output in a file."""
-    return fork_module("rlcore.run.process", ["--run", str(run_dir)], output=log)
+    return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
 
 
 def finish(run_dir: Path, log: Path) -> None:
     """Run the trainer process to its end."""
     arguments = ["--run", str(run_dir)]
-    assert run_module("rlcore.run.process", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
+    assert run_module("tests.helpers.whole_run", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
 
 
 def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from rlcore.errors import (
     HangError,
     HostMemoryError,
     NonFiniteError,
+    RankMemoryError,
     WorkerLostError,
 )
 from rlcore.run import faults
@@ -29,6 +30,7 @@ ERRORS = {
     "host out of memory": MemoryError("no room for a copy"),
     "GPU out of memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "GPU out of memory, by CUDA": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported late"),
+    "rank out of memory": RankMemoryError("a pass on one of 2 ranks (DefaultCPUAllocator: can't allocate memory)"),
     "lost worker": WorkerLostError("rank 1 has ended"),
     "hang": HangError("no end after 60 s"),
     "disk": DiskSpaceError("no room"),

@@ -14,8 +14,8 @@ from rlcore.errors import ModelError
 from rlcore.run.inputs import find_start_model, stage_settings, start_model_fingerprint, suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
-from tests.checkpoint.test_store import edit_manifest
 from tests.config.test_fingerprint import changed
+from tests.helpers.published import edit_manifest
 from tests.small_run import SmallRun
 from tests.small_run import make as prepare
 
@@ -178,7 +178,6 @@ def test_a_damaged_input_is_made_again(
     assert damaged.read_bytes() == whole
     assert again.inputs.filtered_directory.name == prepared.inputs.filtered_directory.name
     assert again.model_directory.name == prepared.model_directory.name
-    assert "other content than before" not in caplog.text
 
 
 def test_a_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rlcore.run.inputs import (
 )
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.lineage import Origin, Stage
-from tests.storage.test_publish import publish
+from tests.helpers.published import publish
 
 
 def test_inputs_come_back_as_they_were_written(tmp_path: Path) -> None:

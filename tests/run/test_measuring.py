@@ -47,7 +47,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
-from tests.storage.test_finished import flip
+from tests.helpers.published import flip
 
 PROMPT = Prompt(7, (1, 2), "countdown", "{}", difficulty=3)
 RIGHT = Answer("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")

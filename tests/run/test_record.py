@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
+from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.state import LoopState
 from rlcore.checkpoint.store import Found
 from rlcore.run.faults import Fault, note_fault
@@ -16,12 +16,12 @@ from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.passes import Shortage
-from tests.checkpoint.test_store import save
+from tests.helpers.checkpoints import save
 from tests.run.conftest import Told
 
 
 def journaled(record: RunRecord) -> list[tuple[str, int, Mapping[str, object]]]:
-    record._tracker.journal.require_written()
+    record.journal.require_written()
     return [(event.name, event.step, event.data) for event in load_journal(record.layout.journal).events]
 
 
@@ -125,7 +125,7 @@ def test_faults_are_noted_in_the_journal_once(record: RunRecord) -> None:
 
 def test_a_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp_path: Path) -> None:
     taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
-    refused = Refusal(tmp_path / "step-000003", 3, "a flipped bit")
+    refused = CheckpointInfo.refused(tmp_path / "step-000003", 3, "a flipped bit")
     events = RunEvents(record, "train")
     events.went_on(2, Found(taken, (refused,)))
     path = str(tmp_path / "step-000003")

@@ -10,7 +10,7 @@ from rlcore.run.inputs import RunInputs, planned_start_model, stage_layout
 from rlcore.run.start_model import UNTAUGHT, StartModel, known_start_model, remove_left
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
-from tests.storage.test_publish import publish
+from tests.helpers.published import publish
 
 
 def manifest(**values: object) -> Manifest:

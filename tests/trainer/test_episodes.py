@@ -233,7 +233,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_the_same(tmp_path
         variables = {**os.environ, "KILLED_ONCE": str(tmp_path / mark), "JOURNAL": str(run.layout.journal)}
         for end in ends:
             words = ["--run", str(file)]
-            code = run_module("rlcore.run.process", words, output=log, environment=variables, timeout_s=240)
+            code = run_module("tests.helpers.whole_run", words, output=log, environment=variables, timeout_s=240)
             assert code == end, log.read_text()
     assert steps_of(killed) == steps_of(whole)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data import StageResult
+from data.stage import StageResult
 from flows.chain import finished
 from flows.stages.export import Weights, best_step_wanted, found_weights
 from flows.stages.pass_rates import PassRateTable

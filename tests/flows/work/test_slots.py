@@ -228,13 +228,13 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slots_command(tmp_path, number=None, gpus="1,3", per_gpu=2, as_json=True)
+    slots_command(tmp_path, gpus="1,3", per_gpu=2, as_json=True)
     assert json.loads(capsys.readouterr().out)["devices"] == ["1", "1", "3", "3"]
-    slots_command(tmp_path, number=None, gpus=None, per_gpu=None, as_json=False)
+    slots_command(tmp_path)
     assert "slot 2, GPU 3: free" in capsys.readouterr().out
     for gpus in ("all", "0,0", "-1", ""):
         with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
-            slots_command(tmp_path, number=None, gpus=gpus, per_gpu=1, as_json=False)
+            slots_command(tmp_path, gpus=gpus, per_gpu=1)
     with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which are 4; got 5"):
         Slots(tmp_path).require(5)
     (tmp_path / "slots" / "slots.json").unlink()
