@@ -57,7 +57,6 @@ class Session:
         with ExitStack() as opened:
             if not self._is_locked:
                 opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
-            layout.require_kinds()
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
             remove_left(config, self._inputs)
@@ -79,9 +78,9 @@ class Session:
 
     # ------------------------------------------------------------------ commands
 
-    def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
-        """Make the model of step 0, unless it is there; see `WarmStart.to`."""
-        result = self._warm_start.to(to_step)
+    def warm_start(self) -> Mapping[str, object]:
+        """Make the model of step 0, unless it is there; see `WarmStart.make`."""
+        result = self._warm_start.make()
         return {**asdict(result), "directory": str(result.directory)}
 
     def measure_pass_rates(self) -> Mapping[str, object]:
