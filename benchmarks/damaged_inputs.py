@@ -242,6 +242,10 @@ DAMAGES: Mapping[str, Damage] = {
     "kind: newest checkpoint, a shard is a pipe": Damage(
         lambda at: instead(next((at.newest / "policy").glob("*.safetensors")), os.mkfifo), "step-000004"
     ),
+    "kind: journal, a pipe": Damage(lambda at: instead(at.journal, os.mkfifo), "metrics.jsonl"),
+    "kind: journal, a folder": Damage(lambda at: instead(at.journal, Path.mkdir), "metrics.jsonl"),
+    "kind: samples, a file": Damage(lambda at: instead(at.run / "samples", Path.touch), "samples"),
+    "kind: checkpoints, a file": Damage(lambda at: instead(at.run / "checkpoints", Path.touch), "checkpoints"),
     "kind: record, a pipe": Damage(lambda at: instead(at.run / "run.json", os.mkfifo), "run.json"),
     "kind: filtered manifest, a folder": Damage(
         lambda at: instead(at.one("filtered/*/manifest.json"), Path.mkdir), "filtered"

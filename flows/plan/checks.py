@@ -92,6 +92,7 @@ def check_before_plan(config: RunConfig) -> None:
         if path is not None:
             require_trainable(key, path)
             (require_same_tokens if key == "critic.path" else require_embeddings)(key, path, tokens)
+    RunLayout.of(config).require_kinds()
     require_root(Path(config.paths.root))
 
 

@@ -1,10 +1,15 @@
 """Where everything of a run lies on disk. No torch: plans and command lines read it too."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, run_directory
+from rlcore.errors import DataError
+
+FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
+"""Of the files in a run's folder."""
 
 
 class _Below:
@@ -53,3 +58,20 @@ class RunLayout:
     def of(cls, config: RunConfig) -> "RunLayout":
         """The layout that the settings name."""
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
+
+    def require_kinds(self) -> None:
+        """Check that each path of the run that exists is a folder, or an ordinary file, as it must be. (Opening a FIFO
+        would wait for ever.)
+
+        Raises:
+            DataError: names each path that is of another kind.
+        """
+        folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
+        folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
+        problems = [f"{path}: must be a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
+        files = sorted(self.run_dir.glob("*.*")) if self.run_dir.is_dir() else []
+        problems += [
+            f"{path}: must be an ordinary file" for path in files if path.suffix in FILE_SUFFIXES and not path.is_file()
+        ]
+        if problems:
+            raise DataError(f"{'; '.join(problems)}. Move away what is in the way, then start again.")

@@ -57,6 +57,7 @@ class Session:
         with ExitStack() as opened:
             if not self._is_locked:
                 opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
+            layout.require_kinds()
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
             remove_left(config, self._inputs)

@@ -1,16 +1,18 @@
 """A journal that was cut, changed or lost between two starts: told, and its steps trained again where that can be."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rlcore.errors import DataError
 from rlcore.report.record import read_run
 from rlcore.run.layout import RunLayout
 from tests.helpers.running import steps_of as steps_in_order
 from tests.helpers.running import weights_of
-from tests.helpers.sessions import Event, elsewhere, run_to_the_end, verified_steps
+from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, undisturbed
 from tests.small_run import SmallRun
 
@@ -91,3 +93,14 @@ def test_the_report_names_lost_steps(undisturbed: SmallRun, tmp_path: Path) -> N
     missing = "\n".join(read_run(run_dir).missing)
     assert "metrics.jsonl has no line of step 6" in missing
     assert "metrics.jsonl: was cut" in missing
+
+
+def test_a_part_of_another_kind_is_refused(undisturbed: SmallRun, tmp_path: Path) -> None:
+    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
+    run.layout.run_dir.mkdir(parents=True)
+    run.layout.answers.touch()
+    os.mkfifo(run.layout.journal)
+    with pytest.raises(
+        DataError, match=r"/answers: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move away"
+    ):
+        session_of(run).__enter__()
