@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
-REFERENCE = ("test_pipeline.py", "test_tracking_commands.py")
+REFERENCE = ("test_pipeline.py", "commands/test_tracking.py")
 SERVER = (
     "test_children.py", "test_guard.py", "test_own_deployment.py", "test_recover.py", "test_sweep.py", "test_tasks.py",
     "test_untold.py",

@@ -91,7 +91,7 @@ def messages_of(stack: Stack, *runs: str) -> list[str]:
 
 
 def test_a_schedule_fires_twice_and_its_runs_do_not_overlap(stack: Stack) -> None:
-    deployment = stack.deployment("train/local")["id"]
+    deployment = stack.deployment("pipeline/train")["id"]
     schedule = {
         "active": True,
         "schedule": {"interval": EVERY_S, "anchor_date": datetime.now(UTC).isoformat()},
@@ -302,14 +302,14 @@ def test_a_run_joins_the_ray_head_of_the_stack_and_no_file_has_the_login(stack: 
     head = read_stack(stack.root).service("ray")
     assert head is not None
     joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]
-    stack.wait(stack.start("train/local", overrides=joins), "COMPLETED")
+    stack.wait(stack.start("pipeline/train", overrides=joins), "COMPLETED")
     assert sorted(numbers(stack.run_dir("on_head"))) == [0, 1]
     stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
 def test_the_log_of_ray_workers_is_in_the_flow_runs_log(stack: Stack) -> None:
     loud = "algo.policy_loss=tests.flows.spoken:speaks"
-    run = stack.start("train/local", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
+    run = stack.start("pipeline/train", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
     stack.wait(run, "COMPLETED")
     lines = messages_of(stack, run)
     assert any(re.search(r"pid=\d+.*a worker speaks", line) for line in lines), lines

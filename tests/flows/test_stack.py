@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from flows.commands.runs import stop
-from flows.server.api import require_same_series
-from flows.server.database import PREFECT_DATABASE
 from flows.commands.stack import down as down_command
 from flows.commands.stack import status as status_command
 from flows.commands.stack import up as up_command
+from flows.server.api import require_same_series
+from flows.server.database import PREFECT_DATABASE
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.services import end_server, end_worker, listener, mlflow_recipe, prefect_recipe
 from flows.stack.state import Databases, Service, StackState, read_stack, stack_store, write_stack
@@ -274,7 +274,7 @@ def added_by_hand(stack: Stack) -> dict[str, Any]:
     assert deployment["schedules"] == []
     added = {"active": True, "schedule": {"cron": "0 3 1 1 *", "timezone": "UTC"}}
     (mine,) = stack.ask(f"deployments/{deployment['id']}/schedules", [added])
-    stack.ask(f"deployments/{stack.deployment('dataset/local')['id']}", {"paused": True}, "PATCH")
+    stack.ask(f"deployments/{stack.deployment('pipeline/dataset')['id']}", {"paused": True}, "PATCH")
     assert isinstance(mine, dict)
     return mine
 
@@ -291,7 +291,7 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
     mine = added_by_hand(stack)
     up_command(stack.root)
     said = capsys.readouterr().out.splitlines()
-    assert stack.deployment("dataset/local")["paused"] is True
+    assert stack.deployment("pipeline/dataset")["paused"] is True
     # Prefect's own command applies the same file, and leaves schedules too.
     applied = stack.prefect("deploy", "--all")
     assert applied.returncode == 0, applied.stdout + applied.stderr

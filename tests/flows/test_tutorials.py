@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.flows.conftest import REPOSITORY
 from tests.flows.stack import Stack
-from tests.flows.test_documented_commands import BLOCK, REPOSITORY
+from tests.helpers.pages import BLOCK
 
 pytestmark = pytest.mark.lengthy  # what each command does has its own tests
 
