@@ -25,8 +25,9 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "rlcore.run.process", "rlcore.workers.worker", "flows.cli", "flows.plan.checks", "pandas", "pyarrow.parquet",
-        "mlflow", "mlflow.store.tracking.sqlalchemy_store", "matplotlib.figure", "matplotlib.backends.backend_svg", 
-        "fastapi", "rich.console",
+        "mlflow",
+        "mlflow.store.tracking.sqlalchemy_store", "matplotlib.figure", "matplotlib.backends.backend_svg", "fastapi",
+        "rich.console",
     ]
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from flows.commands.options import RootOfRun, Run
 from rlcore.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from rlcore.checkpoint.catalog import CheckpointRow
+    from rlcore.checkpoint.catalog import CheckpointInfo
     from rlcore.run.layout import RunLayout
 
 
@@ -70,7 +70,7 @@ def checkpoints(
         raise CheckpointError(f"{layout.checkpoints}: {len(broken)} of {len(rows)} checkpoints are broken:\n{reasons}")
 
 
-def _marks(rows: "Sequence[CheckpointRow]") -> dict[int, list[str]]:
+def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
     """`last` and `best` by step; of equal scores the later is best."""
     from rlcore.checkpoint.catalog import by_score
 
@@ -82,13 +82,13 @@ def _marks(rows: "Sequence[CheckpointRow]") -> dict[int, list[str]]:
     return marks
 
 
-def _documents(rows: "Sequence[CheckpointRow]") -> list[dict[str, Any]]:
+def _documents(rows: "Sequence[CheckpointInfo]") -> list[dict[str, Any]]:
     marks = _marks(rows)
     plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
     return [one | {"path": str(one["path"]), "marks": marks.get(one["step"], [])} for one in plain]
 
 
-def _show(layout: "RunLayout", rows: "Sequence[CheckpointRow]") -> None:
+def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
     from rich.table import Table
 
     from flows.progress import console_for_tables

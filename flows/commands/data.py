@@ -55,22 +55,16 @@ def inspect(
     num_rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show of each file, chosen at random.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page to this file instead.")] = None,
 ) -> None:
     """Show a dataset: rows, counts, lengths, duplicates.
 
     Examples:
       millrace data inspect artifacts/datasets/<fingerprint> --rows 5
     """
-    from data.inspect import as_html, as_rich, inspect_dataset
+    from data.inspect import as_rich, inspect_dataset
 
     report = inspect_dataset(path, num_rows=num_rows, seed=seed)
-    if html is not None:
-        from rlcore.storage.publish import write_text_atomically
-
-        write_text_atomically(html, as_html(report))
-        print(html)
-    elif as_json:
+    if as_json:
         print(report.as_json())
     else:
         from rich.console import Console

@@ -271,8 +271,4 @@ def _prefect_hint(api: "PrefectApi", root: Path) -> str:
         return api.url.removesuffix("/api")
     if api.home == root / "prefect":
         return beside_python(f"millrace up --root {quote(str(root))} --workers 0")
-    from flows.server.database import address_in
-
-    where = {"PREFECT_HOME": str(api.home), **address_in(api.home)}
-    told = " ".join(f"{name}={quote(value)}" for name, value in where.items())
-    return f"{told} {beside_python('prefect server start')}"
+    return f"PREFECT_HOME={quote(str(api.home))} {beside_python('prefect server start')}"

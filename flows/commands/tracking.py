@@ -61,11 +61,11 @@ def reachable(page: str, root: Path) -> str:
 
 
 def _running_mlflow(root: Path) -> "Service | None":
-    from flows.stack.services import answers
+    from flows.stack.services import is_ready
     from flows.stack.state import read_stack
 
     found = read_stack(root).service("mlflow")
-    return found if found is not None and found.process() is not None and answers(found) else None
+    return found if found is not None and is_ready(found) else None
 
 
 def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
@@ -116,14 +116,11 @@ def ui(
     Examples:
       millrace ui --port 5000
     """
-    import psutil
-
-    from flows.server.launch import end_of, start_tethered
+    from flows.server.launch import end_of
     from flows.server.secret import how_to_log_in, login_of, mlflow_client
-    from flows.stack.services import end_server, is_free, mlflow_recipe, wait_until_ready
-    from flows.stack.state import Databases, StackState, tracking_in_stack
+    from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+    from flows.stack.state import StackState, mlflow_database, mlflow_file, tracking_in_stack
     from rlcore.config import TrackingConfig
-    from rlcore.storage.locks import birth_of
     from rlcore.tracking.connection import has_store
     from rlcore.tracking.mlflow_store import MlflowStore
 
@@ -134,32 +131,32 @@ def ui(
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
         print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
         return
-    if port is not None and not is_free(port):
+    try:
+        free_port(port or 0)
+    except OSError as error:
         raise MillraceError(
             f"--port {port}: is in use on this machine. Name another one, or none: a free one is taken."
-        )
-    databases = Databases.chosen(root)
-    if not has_store(databases.mlflow):
+        ) from error
+    database = mlflow_database(root)
+    if not has_store(database):
         raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")
-    recipe = mlflow_recipe(root, databases, port, StackState())
-    log_file = root / "mlflow-ui.log"
-    log_file.unlink(missing_ok=True)
-    server = start_tethered(recipe.command, log_file, {**os.environ, **recipe.environment})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    server = start_mlflow(root, port, StackState(), tether=True)
+    process = server.process()
     try:
-        born = birth_of(psutil.Process(server.pid))
-        wait_until_ready(recipe.started(server.pid, born, log_file))
+        wait_until_ready(server)
         tracking = TrackingConfig()
-        if not databases.mlflow_is_the_file(root):
+        if database != mlflow_file(root):
             os.environ.update(mlflow_client(login_of(root)))
-            tracking = TrackingConfig(uri=recipe.url)
-        page = MlflowStore(tracking, root).runs_url(recipe.url)
-        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nAnswers: {recipe.url}/answers/")
+            tracking = TrackingConfig(uri=server.url)
+        page = MlflowStore(tracking, root).runs_url(server.url)
+        print(f"MLflow: {page} (until Ctrl-C; its log: {server.log})\nAnswers: {server.url}/answers/")
         print(f"Log in with {how_to_log_in(root)}", flush=True)
-        code = server.wait()
-        raise MillraceError(f"MLflow's server has ended by itself (exit code {code}).\n{end_of(str(log_file))}")
+        if process is not None:
+            process.wait()
+        raise MillraceError(f"MLflow's server has ended by itself.\n{end_of(server.log)}")
     except KeyboardInterrupt:
         pass
     finally:
-        if server.poll() is None:
-            end_server(psutil.Process(server.pid))
+        if process is not None:
+            end_server(process)

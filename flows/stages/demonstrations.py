@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data import StageResult
+from data.stage import StageResult
 from flows.stages.rows import (
     before_its_tokenizer,
     describe_rows,
@@ -39,7 +39,7 @@ class Demonstrations(Stage[StageResult]):
         return []
 
     def make(self, run: OpenRun) -> StageResult:
-        from data import tokenize_demonstrations
+        from data.demonstrations import tokenize_demonstrations
 
         return tokenize_demonstrations(
             run.config.warm_start,

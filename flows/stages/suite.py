@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from data import StageResult
-from data.stage import SPLITS
+from data.stage import SPLITS, StageResult
 from flows.stages.rows import (
     before_its_tokenizer,
     describe_rows,
@@ -40,7 +39,7 @@ class Suite(Stage[StageResult]):
         return status_of_rows(self.name, planned_suite(seen), self.suite.name)
 
     def check(self, trial: Trial) -> list[str]:
-        from data.custom import require_sound_rows
+        from data.trial import require_sound_rows
 
         seen, suite = trial.config, suite_settings(trial.config, self.suite)
         once = suite.filter.duplicates == "error"

@@ -26,7 +26,7 @@ from rlcore.score import Score
 from rlcore.start import import_path
 
 if TYPE_CHECKING:
-    from data.custom import FirstRow
+    from data.trial import FirstRow
 
 LOSS_DEADLINE_S = 120.0
 """Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
@@ -59,7 +59,7 @@ class Trial:
 
     def first_row(self, task: TaskData) -> "FirstRow | None":
         """The first row of one of `tasks`; None where it is not known before the dataset is made."""
-        from data.custom import first_row
+        from data.trial import first_row
 
         if id(task) not in self._rows:
             root = Path(self.config.paths.root).resolve()
@@ -105,7 +105,7 @@ def count_rows(config: RunConfig) -> int | None:
     Raises:
         DataError: file and line of a row that cannot be used.
     """
-    from data.custom import require_sound_rows
+    from data.trial import require_sound_rows
 
     root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
     found: list[int | None] = []

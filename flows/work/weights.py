@@ -7,7 +7,7 @@ from flows.parameters import RunSettings, compose_settings
 from flows.work.runs import named_run
 from rlcore.checkpoint.catalog import find_checkpoint
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import fingerprint
+from rlcore.config.fingerprint import RUN_FILE, fingerprint
 from rlcore.config.problems import override_value
 from rlcore.errors import CheckpointError, DataError
 from rlcore.models.hub import require_reachable
@@ -85,7 +85,7 @@ def weights_of(source: str, root: Path | None) -> Weights:
         CheckpointError: it has no such checkpoint.
     """
     name, at, checkpoint = source.rpartition("@")
-    if not at or (Path(source) / "settings.json").is_file():  # a folder's own name may have one
+    if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
         name, checkpoint = source, ""
     config, layout = named_run([name], root)
     if checkpoint == START:

@@ -1,6 +1,6 @@
 """The trainer process of a run: it serves commands on one descriptor and sends events on another.
 
-    python -m rlcore.run.process --settings RUN_DIR/settings.json --commands-fd N --replies-fd M [--lock-fd L]
+    python -m rlcore.run.process --run RUN_DIR --commands-fd N --replies-fd M [--lock-fd L]
 
 A command is a method of `Session` with its arguments, one JSON object a line; events are sent in the same form:
 
@@ -28,12 +28,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcore.config import RunConfig
-from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, MillraceError, StopRequestedError
+from rlcore.config.fingerprint import RUN_FILE
+from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, DataError, MillraceError, StopRequestedError
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Report, end_at_once, say_and_end
+from rlcore.tracking.lineage import read_origin
 from rlcore.user_code import working_by
 
 EXIT_DONE, EXIT_FAILED = 0, 1
@@ -115,10 +116,9 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
     return {"event": "error", "command": command, "type": type(error).__name__, "message": message}
 
 
-def run(settings: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = False) -> int:
+def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = False) -> int:
     """Serve a run until it is stopped; return the exit code. `is_locked`: see `Session`."""
     report = channel.send
-    config = RunConfig.model_validate_json(settings.read_bytes())
 
     def give_up(error: MillraceError) -> None:
         """End the process with this error: a phase or a stop lasts too long. Called from a thread."""
@@ -130,7 +130,10 @@ def run(settings: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = F
         say_and_end(say, _exit_code(error))
 
     try:
-        layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
+        if (origin := read_origin(run_dir)) is None:
+            raise DataError(f"{run_dir / RUN_FILE}: is not there. Name the folder of a run that `millrace train` began")
+        config = origin.settings
+        layout = RunLayout(Path(config.paths.root).resolve(), run_dir.resolve())
         session_here = Session(config, layout, report=report, stop=stop, give_up=give_up, is_locked=is_locked)
         with working_by(layout.code), session_here as session:
             return serve(session, channel.commands(stop), report, stop)
@@ -143,7 +146,7 @@ def run(settings: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = F
 def main() -> None:
     """Entry point of `python -m rlcore.run.process`."""
     parser = argparse.ArgumentParser(description="The trainer process of a run.")
-    parser.add_argument("--settings", type=Path, required=True, help="settings.json in the run's folder")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder, with run.json in it")
     parser.add_argument("--commands-fd", type=int, required=True, help="descriptor from which commands are read")
     parser.add_argument("--replies-fd", type=int, required=True, help="descriptor to which events are written")
     parser.add_argument("--lock-fd", type=int, help="descriptor of the run's lock, which this process inherits")
@@ -152,7 +155,7 @@ def main() -> None:
     stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
     stop.install()
     channel = Channel(given.commands_fd, given.replies_fd)
-    code = run(given.settings, channel, stop, is_locked=given.lock_fd is not None)
+    code = run(given.run, channel, stop, is_locked=given.lock_fd is not None)
     sys.stdout.flush()
     sys.exit(code)
 

@@ -13,6 +13,7 @@ from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.measuring import PassRateMeasuring
 from rlcore.run.record import RunRecord
+from rlcore.run.start_model import remove_left
 from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
 from rlcore.run.training import RunTraining, Training
@@ -59,6 +60,7 @@ class Session:
             layout.require_kinds()
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
+            remove_left(config, self._inputs)
             self._record = RunRecord(config, layout, guard)
             self._warm_start = WarmStart(config, self._inputs, guard)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))

@@ -342,7 +342,7 @@ def completions(many: Sequence[Sequence[str]], cwd: Path) -> list[list[str]]:
 def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path: Path) -> None:
     for run_id in ("debug-s1-aa", "debug-s2-bb", "mine-s1-cc"):
         (tmp_path / "other" / "runs" / run_id).mkdir(parents=True)
-        (tmp_path / "other" / "runs" / run_id / "settings.json").touch()
+        (tmp_path / "other" / "runs" / run_id / "run.json").touch()
     (tmp_path / "artifacts" / "runs").mkdir(parents=True)
     (tmp_path / "other" / "runs" / "debug-s1-aa").rename(tmp_path / "artifacts" / "runs" / "debug-s1-aa")
     expected: dict[tuple[str, ...], list[str]] = {

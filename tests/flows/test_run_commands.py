@@ -19,12 +19,12 @@ from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN
 from flows.stages.report import write_report
-from flows.work.open_run import STOP_FILE, note_told, open_run, settings_text
+from flows.work.open_run import STOP_FILE, anchored, note_told, open_run
 from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.answers.query import Query, find_answers
-from rlcore.config import RunConfig, TrackingConfig
+from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
 from rlcore.run.disk import GOES_ON, PAUSED
@@ -34,6 +34,7 @@ from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_hol
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
+from rlcore.tracking.lineage import Origin
 from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
 from tests.report.runs import write_run
 
@@ -44,7 +45,7 @@ def layout(tmp_path: Path) -> RunLayout:
     config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
-    layout.settings_json.write_text(settings_text(config, layout))
+    Origin(anchored(config, layout)).write(layout.run_dir)
     return layout
 
 
@@ -57,8 +58,7 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
     monkeypatch.chdir(layout.root)
     config = load_config([f"paths.root={layout.root}"], experiment="debug")
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    written = RunConfig.model_validate_json(settings_text(config, layout))
-    assert written.tracking.uri == (kept and kept.format(layout.root))
+    assert anchored(config, layout).tracking.uri == (kept and kept.format(layout.root))
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
@@ -208,12 +208,12 @@ def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: py
     assert "nobody works on it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("settings", ['{"trainer": null}', '{"trainer": "none"}', None])
+@pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])
 def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout, settings: str | None) -> None:
     (layout.run_dir / STOP_FILE).write_text('{"time": "today"}')
-    layout.settings_json.unlink()
+    layout.run_json.unlink()
     if settings is not None:
-        layout.settings_json.write_text(settings)
+        layout.run_json.write_text(settings)
     found = status_of(layout.run_dir)
     assert (found.state, found.total_steps) == ("not begun", None)
 
@@ -297,12 +297,10 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeyp
 
     root = layout.run_dir.parents[1]
     assert all_runs(root) == [layout.run_dir]
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refuse)
-        with pytest.raises(DataError, match=r"settings\.json: cannot be read \(Permission denied\)\. Make it readable"):
-            named_run([str(layout.run_dir)], None)
     layout.answers.mkdir()
     monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .*Permission denied.*make it readable"):
+        named_run([str(layout.run_dir)], None)
     for look in (lambda: all_runs(root), lambda: find_answers(layout.answers, Query())):
         with pytest.raises(PermissionError):
             look()
@@ -316,7 +314,7 @@ def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
 def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
-        (tmp_path / "runs" / f"run-{number}" / "settings.json").touch()
+        (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
     with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
         named_runs(["other"], tmp_path)
 

@@ -1,6 +1,6 @@
 """A run from its first command to its last in a trainer process, without a flow; events are printed.
 
-python -m tests.helpers.whole_run --settings RUN_DIR/settings.json
+python -m tests.helpers.whole_run --run RUN_DIR
 """
 
 import json
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcore.config import RunConfig
 from rlcore.errors import EXIT_RESUMABLE
 from rlcore.run.process import run
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import end_at_once
+from rlcore.tracking.lineage import read_origin
 
 
 def print_event(event: Mapping[str, object]) -> None:
@@ -23,8 +23,10 @@ def print_event(event: Mapping[str, object]) -> None:
 class WholeRun:
     """In place of a `Channel`: the commands that the stages of a run send. `send`: receives the events."""
 
-    def __init__(self, settings: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> None:
-        self._config = RunConfig.model_validate_json(settings.read_bytes())
+    def __init__(self, run_dir: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> None:
+        origin = read_origin(run_dir)
+        assert origin is not None
+        self._config = origin.settings
         self.send = send
 
     def commands(self, stop: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
@@ -37,11 +39,11 @@ class WholeRun:
         yield {"command": "export", "checkpoint": "last"}
 
 
-def run_whole(settings: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> int:
+def run_whole(run_dir: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> int:
     """Train to the end, or until a signal stops it; return the exit code."""
     stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
     stop.install()
-    return run(settings, WholeRun(settings, send), stop)
+    return run(run_dir, WholeRun(run_dir, send), stop)
 
 
 if __name__ == "__main__":

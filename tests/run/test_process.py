@@ -21,6 +21,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.process import Channel, serve
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
+from rlcore.tracking.lineage import Origin
 
 Event = Mapping[str, object]
 
@@ -141,7 +142,7 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
-def test_commands_that_came_before_the_other_side_closed_are_all_done(pipes: Pipes) -> None:
+def test_commands_before_the_close_are_all_done(pipes: Pipes) -> None:
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
     os.close(pipes.commands)
     assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
@@ -205,11 +206,10 @@ def test_a_run_is_served_by_a_channel(
     monkeypatch.setattr(process, "serve", answer)
     monkeypatch.setattr(process, "say_and_end", said)
     config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
-    settings = tmp_path / "settings.json"
-    settings.write_text(config.model_dump_json())
+    Origin(config).write(tmp_path)
     os.write(pipes.commands, b'{"command": "close"}\n')
     os.close(pipes.commands)
-    assert process.run(settings, pipes.channel, Asked()) == 3
+    assert process.run(tmp_path, pipes.channel, Asked()) == 3
     assert commands == [{"command": "close"}]
     assert ended == [1, 75]
     told = [json.loads(line) for line in os.read(pipes.replies, 1000).splitlines()]
@@ -223,8 +223,8 @@ def test_the_command_line_of_the_process(
 ) -> None:
     seen: list[tuple[Path, bool]] = []
 
-    def noted(settings: Path, channel: Channel, stop: StopFlag, *, is_locked: bool) -> int:
-        seen.append((settings, is_locked))
+    def noted(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool) -> int:
+        seen.append((run_dir, is_locked))
         channel.send({"event": "note", "text": "a"})
         channel._replies.close()  # the process would end here
         return 75
@@ -233,14 +233,14 @@ def test_the_command_line_of_the_process(
     ends = ["--commands-fd", str(reads), "--replies-fd", str(writes)]
     monkeypatch.setattr(process, "run", noted)
     monkeypatch.setattr(StopFlag, "install", lambda stop: None)
-    monkeypatch.setattr(sys, "argv", ["process", "--settings", "s.json", *ends, *words])
+    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *ends, *words])
     with pytest.raises(SystemExit) as done:
         process.main()
     assert done.value.code == 75
-    assert seen == [(Path("s.json"), bool(words))]
+    assert seen == [(Path("r"), bool(words))]
     assert os.read(reads, 1000) == b'{"event": "note", "text": "a"}\n'
     os.close(reads)
-    monkeypatch.setattr(sys, "argv", ["process", "--settings", "s.json", *words])
+    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *words])
     with pytest.raises(SystemExit) as refused:
         process.main()
     assert refused.value.code == 2
@@ -260,9 +260,8 @@ def test_an_error_before_the_first_command_is_told(
         raise error
 
     monkeypatch.setattr(process, "Session", fails)
-    settings = tmp_path / "settings.json"
-    settings.write_text(RunConfig().model_dump_json())
-    assert process.run(settings, pipes.channel, Asked()) == code
+    Origin(RunConfig()).write(tmp_path)
+    assert process.run(tmp_path, pipes.channel, Asked()) == code
     assert str(error) in caplog.text
     assert json.loads(os.read(pipes.replies, 1000)) == {
         "event": "error",

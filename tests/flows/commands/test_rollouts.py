@@ -13,8 +13,8 @@ from flows.progress import printable
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import with_scorer
-from tests.run.running import small
-from tests.run.sessions import run_to_the_end
+from tests.helpers.running import small
+from tests.helpers.sessions import run_to_the_end
 from tests.small_run import SmallRun
 
 
@@ -72,9 +72,9 @@ def test_weights_of_a_run_are_those_of_its_own_scorer(
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
     copy = tmp_path / "weighted"
     shutil.copytree(run.layout.run_dir, copy)
-    settings = json.loads((copy / "settings.json").read_text())
-    settings["reward"]["weights"] = {"correct": 3.0}
-    (copy / "settings.json").write_text(json.dumps(settings))
+    record = json.loads((copy / "run.json").read_text())
+    record["settings"]["reward"]["weights"] = {"correct": 3.0}
+    (copy / "run.json").write_text(json.dumps(record))
 
     def means(scorer: str, *weights: str) -> tuple[float, float]:
         rollouts.rescore([str(copy), *weights], scorer=scorer, as_json=True)
