@@ -195,7 +195,7 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     assert stack.mlflow_status("cancelled") == "KILLED"
 
 
-@pytest.mark.lengthy  # what stop says: test_run_commands.py; a cancellation: test_a_cancelled_run_has_saved
+@pytest.mark.lengthy  # what stop says: test_runs.py; a cancellation: test_a_cancelled_run_has_saved
 def test_a_run_stopped_by_millrace_is_cancelled_and_resumes_by_retry(
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
