@@ -128,13 +128,17 @@ def _require_packages(config: RunConfig) -> None:
     if config.rollout.engine == "vllm":
         require_vllm()
     require_base(config.model.lora)
-    _require_device(config)
+    require_device(config)
     if SMOLLM2 in model_paths(config).values():
         require_smollm2(given_model(config))
 
 
-def _require_machine(config: RunConfig) -> None:
-    """Engine, device, cluster and models, which a run would miss only after its data is made."""
+def require_machine(config: RunConfig) -> None:
+    """Require engine, device, cluster and models, which a run would miss only after its data is made.
+
+    Raises:
+        EngineError, ConfigError, ModelError: what is missing, and what to do.
+    """
     _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
@@ -147,7 +151,12 @@ def _require_machine(config: RunConfig) -> None:
             require_whole_model(key, path)
 
 
-def _require_device(config: RunConfig) -> None:
+def require_device(config: RunConfig) -> None:
+    """Require the GPU that `runtime.device=cuda` names.
+
+    Raises:
+        ConfigError: this machine shows none.
+    """
     runtime = config.runtime
     if runtime.device != "cuda" or runtime.ray_address is not None or first_gpu() is not None:
         return
@@ -178,7 +187,7 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
-    _require_machine(config)
+    require_machine(config)
     _require_memory(config, plan)
     if short := [report.problem for report in plan.disk.file_systems if not report.enough]:
         raise DiskSpaceError(
@@ -201,7 +210,7 @@ def check_evaluation(config: RunConfig) -> None:
     """
     for suite in config.validation.suites:
         check_before_plan(suite_settings(config, suite))
-    _require_machine(config)
+    require_machine(config)
 
 
 def check_stages(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:

@@ -53,7 +53,7 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
 
 def check_machine() -> list[Line]:
     """Check concurrently what a run needs and its start does not check."""
-    checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, _ports)
+    checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, port_lines)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
 
@@ -91,7 +91,7 @@ def _names() -> Iterator[Line]:
 def _packages() -> Iterator[Line]:
     tested = tested_versions(SOURCE_FOLDER / "constraints.txt")
     wanted = [Requirement(text) for text in metadata.requires("millrace") or ()]
-    lines = [_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    lines = [package_line(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     as_tested = sum(line.level == "ok" for line in lines)
     if as_tested:
         what = "are as tested" if tested else "are in their ranges"
@@ -107,7 +107,8 @@ def tested_versions(constraints: Path) -> dict[str, str]:
     return {canonicalize_name(name): version.split()[0] for name, _, version in pins}
 
 
-def _package(wanted: Requirement, tested: Mapping[str, str]) -> Line:
+def package_line(wanted: Requirement, tested: Mapping[str, str]) -> Line:
+    """The line of a package: its version, against its range and the tested one."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -218,7 +219,8 @@ def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
     return Line(name, "ok", version)
 
 
-def _ports() -> Iterator[Line]:
+def port_lines() -> Iterator[Line]:
+    """Whether servers on loopback can be reached, and no proxy stands before them."""
     try:
         with socket.create_server((LOCAL_NAMES[0], 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

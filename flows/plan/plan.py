@@ -142,7 +142,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         warm_start_memory=None
         if has_start_model or not seen.warm_start.enabled
         else plan_memory_here(stage_settings(seen)),
-        published_model=_published_model(seen),
+        published_model=published_model_of(seen),
     )
 
 
@@ -152,7 +152,8 @@ def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
     return None if shape is None else fitted(config, shape, device_of(config))[1]
 
 
-def _published_model(config: RunConfig) -> str | None:
+def published_model_of(config: RunConfig) -> str | None:
+    """`model.path` of a model with a known published shape that is not on this machine."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None

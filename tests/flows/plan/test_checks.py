@@ -59,7 +59,7 @@ def test_a_device_file_counts_as_a_gpu_and_another_machine_may_have_one(
 ) -> None:
     def require(**more: object) -> None:
         runtime = config.runtime.model_copy(update={"device": "cuda", **more})
-        checks._require_device(config.model_copy(update={"runtime": runtime}))
+        checks.require_device(config.model_copy(update={"runtime": runtime}))
 
     names = ["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "dxg", "kfd", "sda"]
     seen = [name for name in names if any(fnmatch(name, pattern) for pattern in checks.GPU_FILES)]
@@ -103,7 +103,7 @@ def test_an_evaluation_needs_a_device_and_the_functions_of_its_suites(
 def test_a_cluster_is_asked_for_by_runs_of_the_cluster_alone(config: RunConfig) -> None:
     def require(backend: str) -> None:
         runtime = config.runtime.model_copy(update={"backend": backend, "ray_address": "127.0.0.1:9"})
-        checks._require_machine(config.model_copy(update={"runtime": runtime}))
+        checks.require_machine(config.model_copy(update={"runtime": runtime}))
 
     require("local")
     with pytest.raises(ConfigError, match=r"runtime\.ray_address"):

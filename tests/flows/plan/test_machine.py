@@ -55,10 +55,10 @@ def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_package_is_judged_by_its_range_and_by_the_tested_version() -> None:
     here = metadata.version("numpy")
-    assert doctor._package(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
-    assert doctor._package(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
-    assert doctor._package(Requirement("numpy<2"), {}).level == "error"
-    assert doctor._package(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
+    assert doctor.package_line(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
+    assert doctor.package_line(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
+    assert doctor.package_line(Requirement("numpy<2"), {}).level == "error"
+    assert doctor.package_line(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
     assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
 
 
@@ -93,8 +93,8 @@ def test_a_proxy_that_stands_before_loopback(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    (line,) = doctor._ports()
+    (line,) = doctor.port_lines()
     assert (line.level, "no_proxy=127.0.0.1,localhost" in line.remedy) == ("warning", True)
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
-    (line,) = doctor._ports()
+    (line,) = doctor.port_lines()
     assert line.level == "ok"

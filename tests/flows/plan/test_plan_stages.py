@@ -155,7 +155,7 @@ def test_a_published_model_is_named_while_its_files_are_not_here(tmp_path: Path)
 
     def named(path: str | None) -> str | None:
         model = config.model.model_copy(update={"path": path})
-        return plans._published_model(config.model_copy(update={"model": model}))
+        return plans.published_model_of(config.model_copy(update={"model": model}))
 
     assert [named(path) for path in (None, "org/unknown", "Qwen/Qwen2.5-0.5B")] == [None, None, "Qwen/Qwen2.5-0.5B"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
