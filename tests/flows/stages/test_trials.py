@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,10 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import trial
-from data.trial import first_row
-from flows.plan.checks import try_parts
-from flows.plan.plan import make_plan
-from rlcore.config import CustomData, ScratchModel
+from data.trial import FirstRow, first_row
+from flows.chain import stages_of
+from flows.plan.checks import check_stages
+from flows.stages.trials import count_rows, of_the_judge, try_tokenizer
+from flows.work.open_run import OpenRun
+from rlcore.config import CustomData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.models.tokenizer import build_scratch_tokenizer
@@ -57,6 +60,11 @@ Try = Callable[..., str]
 
 
 @pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
+
+
+@pytest.fixture
 def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     """A dry run's tries, with functions of one's own in the module `tried_out`."""
     (tmp_path / "tried_out.py").write_text(OWN)
@@ -65,7 +73,8 @@ def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatc
 
     def run(*overrides: str) -> str:
         config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *overrides])
-        return try_parts(config, make_plan(config))
+        run = OpenRun(config)
+        return check_stages(run, [stage for stage in stages_of(config) if not stage.status(run).cached])
 
     return run
 
@@ -305,3 +314,59 @@ def test_a_prompt_that_ends_with_the_answer_in_the_assistants_words(dry_run: Try
     )
     with pytest.raises(DataError, match=r"train\.parquet: row 0: .* must not end with the row's ground truth '7'"):
         dry_run(*overrides("It is 7."))
+
+
+def test_a_judge_without_a_verdict_is_told_as_a_judge_and_other_failures_are_not() -> None:
+    assert of_the_judge("JudgeError: no verdict of http://a") == (
+        "reward.judge: must give a verdict on any answer; got no verdict of http://a. Look whether the endpoint "
+        "answers, and serves reward.judge.model"
+    )
+    assert of_the_judge("KeyError: JudgeError: x") == ""
+
+
+def test_the_tokenizer_of_a_folder_is_loaded_where_no_row_is_known(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
+        try_tokenizer(tmp_path / "empty", [], config)
+    (tmp_path / "model").mkdir()
+    build_scratch_tokenizer(ScratchModel(), tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    try_tokenizer(tmp_path / "model", [], config)
+
+
+def test_a_template_that_cannot_go_on_with_a_conversation_is_told_for_an_environment(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    build_scratch_tokenizer(ScratchModel(), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
+    chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
+    try_tokenizer(tmp_path, [chat], config)
+    data = config.data.model_copy(update={"environment": "data.calculator:Countdown"})
+    played = config.model_copy(update={"data": data})
+    try_tokenizer(tmp_path, [replace(chat, prompt_form="text")], played)
+    with pytest.raises(
+        ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"
+    ):
+        try_tokenizer(tmp_path, [chat], played)
+
+
+def test_the_most_rows_are_those_of_the_files_or_of_the_settings(tmp_path: Path) -> None:
+    for name, number in (("train", 3), ("test", 2)):
+        lines = (json.dumps({"question": f"{name} {n}?", "answer": "1"}) for n in range(number))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    root = f"paths.root={tmp_path / 'root'}"
+    config = load_config(["experiment=debug", root])
+    assert count_rows(config) == config.data.train_size  # type: ignore[union-attr]
+    read = [
+        "model.path=some/model",
+        "warm_start.enabled=false",
+        "filter.max_prompt_tokens=256",
+        "reward.num_processes=1",
+    ]
+    mapped = load_config(["experiment=debug", root, *read, "data=mapped", f"data.source={tmp_path}"])
+    assert count_rows(mapped) == 3
+    ours = load_config(["experiment=debug", root, "data=custom", "data.train_size=9"])
+    assert count_rows(ours) == 9
+    (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "1"}\n{"question": "a?"')
+    with pytest.raises(DataError, match=r"test\.jsonl: line 2: is no JSON"):
+        count_rows(mapped)

@@ -1,6 +1,5 @@
 """What is checked before a run starts, by the words that it is told in."""
 
-import json
 import re
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -8,37 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from data.trial import FirstRow
 from flows.plan import checks
-from flows.plan.checks import (
-    _try_tokenizer,
-    check_before_plan,
-    check_before_start,
-    check_evaluation,
-    check_rows,
-    of_the_judge,
-    require_root,
-)
+from flows.plan.checks import check_before_plan, check_before_start, check_evaluation, require_root
 from flows.plan.plan import make_plan
 from flows.work.slots import Slots
-from rlcore.config import RunConfig, ScratchModel, SuiteConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.storage.disk import RoomReport
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
-
-
-def test_a_judge_without_a_verdict_is_told_as_a_judge_and_other_failures_are_not() -> None:
-    assert of_the_judge("JudgeError: no verdict of http://a") == (
-        "reward.judge: must give a verdict on any answer; got no verdict of http://a. Look whether the endpoint "
-        "answers, and serves reward.judge.model"
-    )
-    assert of_the_judge("KeyError: JudgeError: x") == ""
 
 
 def test_a_root_that_cannot_be_written_is_told_with_the_folder_that_is_there(tmp_path: Path) -> None:
@@ -78,7 +59,7 @@ def test_a_device_file_counts_as_a_gpu_and_another_machine_may_have_one(
 ) -> None:
     def require(**more: object) -> None:
         runtime = config.runtime.model_copy(update={"device": "cuda", **more})
-        checks._require_device(config.model_copy(update={"runtime": runtime}))
+        checks.require_device(config.model_copy(update={"runtime": runtime}))
 
     names = ["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "dxg", "kfd", "sda"]
     seen = [name for name in names if any(fnmatch(name, pattern) for pattern in checks.GPU_FILES)]
@@ -91,54 +72,6 @@ def test_a_device_file_counts_as_a_gpu_and_another_machine_may_have_one(
         require()
     monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*", "nul[l]"))
     require()
-
-
-def test_the_tokenizer_of_a_folder_is_loaded_where_no_row_is_known(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
-        _try_tokenizer(tmp_path / "empty", [], config)
-    (tmp_path / "model").mkdir()
-    build_scratch_tokenizer(ScratchModel(), tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    _try_tokenizer(tmp_path / "model", [], config)
-
-
-def test_a_template_that_cannot_go_on_with_a_conversation_is_told_for_an_environment(
-    config: RunConfig, tmp_path: Path
-) -> None:
-    build_scratch_tokenizer(ScratchModel(), tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
-    chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
-    _try_tokenizer(tmp_path, [chat], config)
-    data = config.data.model_copy(update={"environment": "data.calculator:Countdown"})
-    played = config.model_copy(update={"data": data})
-    _try_tokenizer(tmp_path, [replace(chat, prompt_form="text")], played)
-    with pytest.raises(
-        ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"
-    ):
-        _try_tokenizer(tmp_path, [chat], played)
-
-
-def test_the_most_rows_are_those_of_the_files_or_of_the_settings(tmp_path: Path) -> None:
-    for name, number in (("train", 3), ("test", 2)):
-        lines = (json.dumps({"question": f"{name} {n}?", "answer": "1"}) for n in range(number))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    root = f"paths.root={tmp_path / 'root'}"
-    config = load_config(["experiment=debug", root])
-    assert check_rows(config) == config.data.train_size  # type: ignore[union-attr]
-    read = [
-        "model.path=some/model",
-        "warm_start.enabled=false",
-        "filter.max_prompt_tokens=256",
-        "reward.num_processes=1",
-    ]
-    mapped = load_config(["experiment=debug", root, *read, "data=mapped", f"data.source={tmp_path}"])
-    assert check_rows(mapped) == 3
-    ours = load_config(["experiment=debug", root, "data=custom", "data.train_size=9"])
-    assert check_rows(ours) == 9
-    (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "1"}\n{"question": "a?"')
-    with pytest.raises(DataError, match=r"test\.jsonl: line 2: is no JSON"):
-        check_rows(mapped)
 
 
 def test_the_users_functions_are_looked_for_before_the_plan(config: RunConfig) -> None:
@@ -170,7 +103,7 @@ def test_an_evaluation_needs_a_device_and_the_functions_of_its_suites(
 def test_a_cluster_is_asked_for_by_runs_of_the_cluster_alone(config: RunConfig) -> None:
     def require(backend: str) -> None:
         runtime = config.runtime.model_copy(update={"backend": backend, "ray_address": "127.0.0.1:9"})
-        checks._require_machine(config.model_copy(update={"runtime": runtime}))
+        checks.require_machine(config.model_copy(update={"runtime": runtime}))
 
     require("local")
     with pytest.raises(ConfigError, match=r"runtime\.ray_address"):

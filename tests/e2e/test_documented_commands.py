@@ -25,6 +25,7 @@ from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
 from rlcore.config.sweep_load import load_sweep
 from tests.file_shapes import write_files, write_tokenizer
+from tests.helpers.pages import BLOCK
 from tests.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CONFIGS
 
@@ -32,7 +33,6 @@ REPOSITORY = Path(__file__).parents[2]
 PAGES = (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"))
 # The changelog says what was.
 PAGES_NOW = sorted(page for page in PAGES if page.name != "CHANGELOG.md")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ +)?(?:\.venv/bin/)?((?:millrace|make|prefect|python -m)(?: .*)?)")
 # What stands for something of the reader's own, and what a test has in its place.
 STANDS_FOR = {

@@ -5,15 +5,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from flows import chain
 from flows.plan import plan as plans
-from flows.plan.plan import RunPlan, TokenBudget, count_parameters, make_plan
+from flows.plan.plan import RunPlan, count_parameters, make_plan
 from flows.stages.report import Report, report_fingerprint
-from flows.stages.stage import made_again
 from flows.stages.warm_start import _ends
 from flows.work.open_run import OpenRun, open_run
 from rlcore.checkpoint.state import TrainerState
@@ -66,17 +63,6 @@ def commit(config: RunConfig, step: int) -> None:
 def test_a_warm_start_ends_by_what_its_settings_name(settings: dict[str, object], told: str) -> None:
     none = {"epochs": None, "stop_at_reward": None, "patience": None, "max_steps": 7}
     assert _ends(WarmStartConfig().model_copy(update=none | settings)) == told
-
-
-def test_damage_is_told_in_words() -> None:
-    assert (made_again("x: hash"), made_again("")) == ("made again: x: hash", "")
-
-
-def test_tokens_are_those_of_the_steps_that_are_left(tmp_path: Path) -> None:
-    config = load(tmp_path)
-    assert plans._tokens(config, 0) == TokenBudget(8, 32, 40, 1_280, 2_560)
-    assert plans._tokens(config, 1) == TokenBudget(8, 32, 40, 1_280, 1_280)
-    assert plans._tokens(config, 3).max_tokens_left == 0
 
 
 def test_a_plan_of_an_empty_root_says_what_is_to_do(artifacts_root: Path) -> None:
@@ -154,29 +140,6 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
     )
 
 
-def test_adapters_are_counted_as_two_matrices_beside_each_target(tmp_path: Path) -> None:
-    tensors = {
-        "model.layers.0.self_attn.q_proj.weight": (6, 4),
-        "model.layers.0.self_attn.q_proj.bias": (6,),
-        "model.layers.0.mlp.up_proj.weight": (10, 4),
-        "model.norm.q_proj.weight": (4,),
-    }
-    lora = LoraConfig(rank=3, target_modules=("q_proj",))
-    assert plans._adapters(tensors, lora) == 3 * (6 + 4)
-    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "more.safetensors").write_bytes(b"torn")
-    assert plans._file_shapes(str(tmp_path)) == tensors
-    assert plans._file_shapes(str(tmp_path / "model.safetensors")) == {}
-    config = load(tmp_path)
-    for model, trained in (
-        ({"path": str(tmp_path)}, 24 + 6 + 40 + 4),
-        ({"path": str(tmp_path), "lora": lora}, 30),
-    ):
-        found = count_parameters(config.model_copy(update={"model": config.model.model_copy(update=model)}))
-        assert found is not None
-        assert (found.trained, found.policy) == (trained, 74)
-
-
 def test_adapters_of_a_published_shape_are_counted_by_it(tmp_path: Path) -> None:
     name = "Qwen/Qwen2.5-0.5B"
     config, lora = load(tmp_path), LoraConfig(rank=3)
@@ -192,7 +155,7 @@ def test_a_published_model_is_named_while_its_files_are_not_here(tmp_path: Path)
 
     def named(path: str | None) -> str | None:
         model = config.model.model_copy(update={"path": path})
-        return plans._published_model(config.model_copy(update={"model": model}))
+        return plans.published_model_of(config.model_copy(update={"model": model}))
 
     assert [named(path) for path in (None, "org/unknown", "Qwen/Qwen2.5-0.5B")] == [None, None, "Qwen/Qwen2.5-0.5B"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
