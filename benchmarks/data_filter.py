@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=4_096, help="rows of one block of the usual way")
     parser.add_argument("--turns", type=int, default=2, help="runs of the filter; a block before, between and after")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a limit is missed")
-    parser.add_argument("--write", action="store_true", help="write docs/results/data_filter.json")
+    parser.add_argument("--write", action="store_true", help="write build/results/data_filter.json")
     parser.add_argument("--second", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     settings = CountdownData(train_size=arguments.rows, validation_size=1_024, template="chat")

@@ -43,7 +43,7 @@ def check(arguments: argparse.Namespace, folder: Path) -> Verdict:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     layout = RunLayout.of(config)
-    RunInputs(filtered.directory, tokenizer).write(layout)
+    RunInputs(filtered.directory, tokenizer).write(config, layout)
     begun = time.perf_counter()
     with Session(config, layout, report=lambda event: None, stop=StopFlag(lambda: None)) as session:
         result: Any = session.warm_start()

@@ -36,9 +36,9 @@ from rlcore.rollout.scoring import ScoringPool, require_environment, require_sco
 from rlcore.rollout.scoring_worker import wrong_weights
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
-from rlcore.run.given_models import model_paths
 from rlcore.run.inputs import given_model, require_smollm2, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
+from rlcore.run.model_digests import model_paths
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
 from rlcore.start import import_path

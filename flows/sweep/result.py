@@ -27,7 +27,7 @@ from rlcore.errors import is_stop
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking.cost import NOTHING, spent
+from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds
 from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import JOURNAL_FILE, read_journal
 from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, PARENT_TAG, MlflowStore, compare_url
@@ -100,7 +100,7 @@ def write_comparison(folder: Path, points: Sequence[PointRecord]) -> Path | None
     """The report that compares all runs that are there and have come to a score; None where fewer than two have."""
     file = folder / "comparison" / "comparison.html"
     scored = [member for point in points for member in point.members if point.scores or member.score is not None]
-    run_dirs = [one.run_dir for one in scored if RunLayout.of(one.config).settings_json.is_file()]
+    run_dirs = [one.run_dir for one in scored if RunLayout.of(one.config).run_json.is_file()]
     if len(run_dirs) < FEWEST_TO_COMPARE:
         return None
     if _is_current(file, run_dirs):
@@ -229,9 +229,8 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
         if result.best_score is not None:
             store.log_metrics(run, 0, {f"best/{metric}": result.best_score}, time.time())
         runs = {member.run_dir for point in points for member in point.members}
-        if costs := [cost for run_dir in runs if (cost := spent(run_dir / JOURNAL_FILE)) is not None]:
-            total = sum(costs, NOTHING).metrics(sweep.base.tracking.price_per_gpu_hour)
-            store.log_metrics(run, 0, total, time.time())
+        if costs := [cost for run_dir in runs if (cost := gpu_seconds(run_dir / JOURNAL_FILE)) is not None]:
+            store.log_metrics(run, 0, {GPU_SECONDS: sum(costs)}, time.time())
         for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
             if file is not None:
                 store.client.log_artifact(run, str(file), "sweep")
