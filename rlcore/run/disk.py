@@ -14,7 +14,7 @@ from pathlib import Path
 from rlcore.config import CheckpointConfig, DataConfig, RunConfig
 from rlcore.config.data import parts_of
 from rlcore.config.model import SMOLLM2
-from rlcore.config.run import suite_settings
+from rlcore.config.suite import suite_settings
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
