@@ -22,7 +22,7 @@ from rlcore import sandbox
 from rlcore.config import CustomData, RunConfig
 from rlcore.config.data import PROGRAMS, has_default_scorer, parts_of, scorers_of
 from rlcore.config.model import SMOLLM2
-from rlcore.config.run import suite_settings
+from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, tokens_of

@@ -18,7 +18,7 @@ from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.data import parts_of
-from rlcore.config.run import suite_settings
+from rlcore.config.suite import suite_settings
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.base import expanded
 from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of
-from rlcore.config.run import suite_settings
+from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool

@@ -32,8 +32,8 @@ def names_a_function(name: str) -> bool:
 
 
 class MayChange:
-    """Annotation of a setting, or of a section of a run, that may differ when the run goes on: a label or a place, what
-    is kept and judged, or where and how fast the same numbers are computed. All others are part of its fingerprint."""
+    """Annotation of a setting or a section that may differ when a run is resumed: a label or a place, what is kept and
+    evaluated, or where and how fast the same numbers are computed. All others are part of the run's fingerprint."""
 
 
 class Section(BaseModel):

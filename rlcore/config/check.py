@@ -14,8 +14,8 @@ from pydantic_core import ErrorDetails
 from rlcore.config.base import covers, keys_of, leaves
 from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
-from rlcore.config.run import RunConfig, all_keys, free_mappings, problems_in, section_names
-from rlcore.config.suite import SUITES, put_suites, suites_in
+from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
+from rlcore.config.suite import SUITES, problems_in, put_suites, suites_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An experiment's file: its name for people, its keys, and the members of groups chosen by it and its bases."""
+    """An experiment's file: its name in messages, its keys, and the members of groups chosen by it and its bases."""
 
     name: str
     keys: Mapping[str, Any]

@@ -37,7 +37,7 @@ def fingerprint(stage: str, payload: Any) -> str:
 
 @cache
 def may_change() -> frozenset[str]:
-    """Keys and sections that may differ when a run goes on: those annotated with `MayChange`.
+    """Keys and sections that may differ when a run is resumed: those annotated with `MayChange`.
 
     `trainer.total_steps` may too, see `total_steps_may_change`; `lasting_settings` says where `validation.suites` and
     `warm_start.steps_per_chunk` may not.

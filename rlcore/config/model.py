@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import MayChange, Run, Section, expanded, with_home
+from rlcore.config.base import MayChange, Run, Section, expanded, value_at, with_home
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
@@ -151,31 +151,24 @@ def _fits_the_context(model: "ModelConfig", run: Run) -> Problem | None:
     )
 
 
-def _is_there(model: "ModelConfig", run: Run) -> Problem | None:
-    """A path that cannot be a hub id is a transformers directory. (SmolLM2's package is not needed for a plan.)"""
-    return None if model.path == SMOLLM2 else _missing_model(".path", model.path)
+def _model_is_there(key: str, *others: str) -> Rule:
+    """A path that cannot be a hub id is a transformers directory, or one of `others`. It would fail late: a critic's
+    after policy and engine have been loaded."""
 
+    def check(_: Any, run: Run) -> Problem | None:
+        path = value_at(run, key)
+        if path is None or path in others or (expanded(path) / "config.json").is_file():
+            return None
+        # A hub id is a name, or an owner and a name.
+        if not (path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()):
+            return None
+        got = f"{path or repr(path)}, which {'has no config.json' if expanded(path).is_dir() else 'is no directory'}"
+        remedy = (
+            "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
+        )
+        return Problem(key, "must be a transformers model directory", got, remedy)
 
-def _critic_is_there(_: "ModelConfig", run: Run) -> Problem | None:
-    """The critic's path is one too; otherwise it would fail after policy and engine have been loaded."""
-    path = None if run.critic is None else run.critic.path
-    if path != SMOLLM2:
-        return _missing_model("critic.path", path)
-    remedy = "Set model.path to it and critic.path=null: the critic starts from the same weights"
-    return Problem("critic.path", "must be a transformers model directory", path, remedy)
-
-
-def _missing_model(key: str, path: str | None) -> Problem | None:
-    # A hub id is a name, or an owner and a name.
-    if path is None or not (
-        path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()
-    ):
-        return None
-    if (expanded(path) / "config.json").is_file():
-        return None
-    state = "has no config.json" if expanded(path).is_dir() else "is no directory"
-    remedy = "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
-    return Problem(key, "must be a transformers model directory", f"{path or repr(path)}, which {state}", remedy)
+    return Rule((key,), check)
 
 
 def _adapters_name_layers(lora: "LoraConfig", run: Run) -> Problem | None:
@@ -285,8 +278,8 @@ class ModelConfig(Section):
         Rule((".path", ".scratch.max_integer", "data"), _reads_the_prompts),
         Rule(("rollout.tensor_parallel_size", ".path", ".scratch.num_heads", ".scratch.intermediate_size"),
              _heads_are_dealt_to_the_gpus),
-        Rule((".path",), _is_there),
-        Rule(("critic.path",), _critic_is_there),
+        _model_is_there("model.path", SMOLLM2),  # its package is not needed for a plan
+        _model_is_there("critic.path"),
         Rule((".path", ".scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
              _fits_the_context),
         rule(".attention", "runtime.device", "must be auto or sdpa on a CPU",

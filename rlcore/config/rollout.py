@@ -7,7 +7,8 @@ from pydantic import Field
 
 from rlcore.config.algo import GROUP_ADVANTAGES
 from rlcore.config.base import MayChange, Run, Section, names_a_function
-from rlcore.config.data import BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, parts_of
+from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, parts_of, taken
+from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 _OF_VLLM = EffectiveWhen(".engine", "vllm")
@@ -321,6 +322,21 @@ class SuiteConfig(JudgingConfig):
     """Longest answer, in tokens. None: rollout.max_response_tokens."""
 
 
+def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
+    """Each suite's figures have a name of their own, and its answers fit where the run's do."""
+    if names := taken(suite.name for suite in validation.suites):
+        says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
+        return Problem(".suites", says, names, "Write another `name` into the file")
+    prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
+    for suite in validation.suites:
+        longest = (suite.max_prompt_tokens or prompt) + (suite.max_response_tokens or response)
+        if longest > prompt + response:
+            says = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
+            remedy = f"Lower the suite's limits, or raise the run's by {longest - prompt - response}"
+            return Problem(".suites", says, f"{suite.name}: {longest}, the run {prompt + response}", remedy)
+    return None
+
+
 class ValidationConfig(JudgingConfig):
     """How a model is judged on held-out problems: those of its own data, and suites."""
 
@@ -331,6 +347,7 @@ class ValidationConfig(JudgingConfig):
         rule(".suites", "", "must not name a seed in their data",
              lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),
              "Set the suite's own seed, which fixes its rows and its answers"),
+        Rule((".suites", "filter.max_prompt_tokens", "rollout.max_response_tokens"), _suites_have_names_and_room),
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:

@@ -134,8 +134,8 @@ class EffectiveWhen:
     """A setting is read only where one of the settings `by` (in one text, with spaces) has one of the values.
 
     Without `values`, which may be a function, it must be on, and with `unless` have none of these. `of` limits it to
-    some values of the setting. `why` and `remedy` replace the words made of the above. Nothing is said where none of
-    `by` exists (another task, a section that is null).
+    some values of the setting. `why` and `remedy` replace the generated reason and remedy. There is no warning where
+    none of `by` exists (another task, a section that is null).
     """
 
     by: str

@@ -1,38 +1,18 @@
 """`RunConfig`: all settings of a run, typed and validated, and their dotted keys."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, get_origin
+from typing import Annotated, get_origin
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
-from rlcore.config.base import MayChange, Section, covers, keys_of, value_at
-from rlcore.config.data import (
-    ALL_SOURCES,
-    CountdownData,
-    DataConfig,
-    FilterConfig,
-    MappedData,
-    MixtureData,
-    ParquetData,
-    PassRatesConfig,
-    TaskData,
-    taken,
-)
+from rlcore.config.base import MayChange, Section, keys_of, value_at
+from rlcore.config.data import CountdownData, DataConfig, FilterConfig, PassRatesConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
-from rlcore.config.problems import Problem
-from rlcore.config.rollout import (
-    EpisodeConfig,
-    RewardConfig,
-    RolloutConfig,
-    SandboxConfig,
-    SuiteConfig,
-    ValidationConfig,
-)
-from rlcore.config.rules import Rule, broken_rules, rule
+from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
+from rlcore.config.rules import Rule, rule
 from rlcore.config.trainer import (
     AlarmConfig,
     AnswersConfig,
@@ -54,23 +34,6 @@ def _warmup_fits(optim: str, total: str) -> Rule:
         return bool(steps < total_steps or steps == total_steps == 1)
 
     return rule(f"{optim}.warmup_steps", total, f"must be under {total}", holds, "Warm up for fewer steps")
-
-
-def _suites_have_names_and_room(run: "RunConfig", _: "RunConfig") -> Problem | None:
-    """Each suite's figures have a name of their own, and its answers fit where the run's do."""
-    key = "validation.suites"
-    if names := taken(suite.name for suite in run.validation.suites):
-        says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
-        return Problem(key, says, names, "Write another `name` into the file")
-    room = run.filter.max_prompt_tokens + run.rollout.max_response_tokens
-    for suite in run.validation.suites:
-        seen = suite_settings(run, suite)
-        longest = seen.filter.max_prompt_tokens + seen.rollout.max_response_tokens
-        if longest > room:
-            says = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
-            remedy = f"Lower the suite's limits, or raise the run's by {longest - room}"
-            return Problem(key, says, f"{suite.name}: {longest}, the run {room}", remedy)
-    return None
 
 
 class RunConfig(Section):
@@ -111,8 +74,6 @@ class RunConfig(Section):
         _warmup_fits("optim", "trainer.total_steps"),
         _warmup_fits("critic.optim", "trainer.total_steps"),
         _warmup_fits("warm_start.optim", "warm_start.max_steps"),
-        Rule(("validation.suites", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
-             _suites_have_names_and_room),
     )  # fmt: skip
 
     @property
@@ -121,54 +82,6 @@ class RunConfig(Section):
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
         answers = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)
         return min(self.rollout.max_num_seqs, answers)
-
-
-def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """A run's settings with the suite's data, seed, lengths and sampling in place of its own. Its seed fixes both the
-    rows and the sampled tokens."""
-    prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
-    response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
-    changes: dict[str, Any] = {
-        "data": _held_out_alone(suite.data).model_copy(update={"seed": suite.seed}),
-        "seed": suite.seed,
-        "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
-        "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),
-        "validation": ValidationConfig(**dict(suite.judging)),
-    }
-    if not suite.data.environment:
-        changes["episode"] = EpisodeConfig()  # its tools are shown where there is an environment to call them
-    return config.model_copy(update=changes)
-
-
-def _held_out_alone(data: TaskData) -> TaskData:
-    """The settings of a task whose training rows nobody reads: they need not be there."""
-    if isinstance(data, ParquetData):
-        return data.model_copy(update={"train_file": data.validation_file})
-    if isinstance(data, MappedData):
-        return data.model_copy(update={"train_split": data.validation_split})
-    return data
-
-
-def problems_in(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
-    """Every broken rule of a run, and of its datasets and suites as if each were the run's only one.
-
-    Rules that read a key or section named in `unsound` are left out.
-    """
-    found = broken_rules(run, unsound)
-    for key, name, alone in _alone(run):
-        if not any(covers(key, each) or covers(each, key) for each in unsound):
-            found += [replace(each, key=key, rule=f"{name}: {each.key} {each.rule}")
-                      for each in broken_rules(alone, unsound) if each not in found]  # fmt: skip
-    return found
-
-
-def _alone(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """The settings of each dataset of a mixture, and of each suite: their key, their name, a run of nothing else."""
-    for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
-        yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
-    for suite in run.validation.suites:  # the warm start learns from the run's own data
-        alone = suite_settings(run, suite).model_copy(update={"warm_start": WarmStartConfig()})
-        yield "validation.suites", suite.name, alone
 
 
 @cache

@@ -1,6 +1,7 @@
-"""Files of settings: their content, and that of suites in place of their names."""
+"""Files of settings, suites among them; a run's settings as one suite sees them, and the problems of all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, expanded
+from rlcore.config.base import FILE_ENDINGS, covers, expanded
+from rlcore.config.data import FilterConfig, MappedData, MixtureData, ParquetData, TaskData
+from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Findings, Problem, did_you_mean
+from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
+from rlcore.config.rules import broken_rules
+from rlcore.config.run import RunConfig
 
 SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
 SUITES = "validation.suites"
@@ -68,3 +74,51 @@ def _read(name: str) -> dict[str, Any] | Problem:
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
         return Problem(SUITES, content, got, "conf/suite/gsm8k.yaml shows the form")
     return {"name": file.stem, **content}
+
+
+def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
+    """A run's settings with the suite's data, seed, lengths and sampling in place of its own. Its seed fixes both the
+    rows and the sampled tokens."""
+    prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
+    response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
+    changes: dict[str, Any] = {
+        "data": _held_out_alone(suite.data).model_copy(update={"seed": suite.seed}),
+        "seed": suite.seed,
+        "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
+        "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),
+        "validation": ValidationConfig(**dict(suite.judging)),
+    }
+    if not suite.data.environment:
+        changes["episode"] = EpisodeConfig()  # its tools are shown where there is an environment to call them
+    return config.model_copy(update=changes)
+
+
+def _held_out_alone(data: TaskData) -> TaskData:
+    """The settings of a task whose training rows nobody reads: they need not be there."""
+    if isinstance(data, ParquetData):
+        return data.model_copy(update={"train_file": data.validation_file})
+    if isinstance(data, MappedData):
+        return data.model_copy(update={"train_split": data.validation_split})
+    return data
+
+
+def problems_in(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
+    """Every broken rule of a run, and of its datasets and suites as if each were the run's only one.
+
+    Rules that read a key or section named in `unsound` are left out.
+    """
+    found = broken_rules(run, unsound)
+    for key, name, alone in _alone(run):
+        if not any(covers(key, each) or covers(each, key) for each in unsound):
+            found += [replace(each, key=key, rule=f"{name}: {each.key} {each.rule}")
+                      for each in broken_rules(alone, unsound) if each not in found]  # fmt: skip
+    return found
+
+
+def _alone(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
+    """The settings of each dataset of a mixture, and of each suite: their key, their name, a run of nothing else."""
+    for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
+        yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
+    for suite in run.validation.suites:  # the warm start learns from the run's own data
+        alone = suite_settings(run, suite).model_copy(update={"warm_start": WarmStartConfig()})
+        yield "validation.suites", suite.name, alone

@@ -15,7 +15,7 @@ from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, Sui
 from rlcore.config.data import scorers_of
 from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
-from rlcore.config.run import suite_settings
+from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import content_digest, digests_in
