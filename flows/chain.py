@@ -107,13 +107,13 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
     for stage in stages:
         if not stage.in_trainer:  # before the first stages there is no process, after the last ones it may end
-            run.trainer.let_go()
+            run.trainer.close()
         made.append((stage, do(stage, run)))
         if stage == Filter():
             record.start(made.of(Dataset()), made.of(Filter()))
             if with_report and Report().known(run) is None:
                 load_ahead()
-    run.trainer.let_go()
+    run.trainer.close()
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None
     recorded = record.finish(report, last, best)
@@ -126,9 +126,7 @@ def run_evaluation(run: OpenRun, do: RunStage) -> list[ValidationResult]:
     """Validate the run's model on its suites: an evaluation has no other stages."""
     for suite in run.config.validation.suites:
         do(Suite(suite), run)
-    found = do(Evaluate(), run)
-    run.trainer.let_go()
-    return found
+    return do(Evaluate(), run)
 
 
 def finished(run: OpenRun) -> PipelineResult | None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from shlex import join
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
@@ -32,7 +32,7 @@ from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 
-WHOLE = "report"
+WHOLE: Final = "report"
 """The last stage of a whole run."""
 
 

@@ -131,7 +131,7 @@ def logs(
     tail = LogTail(known[max(known)])
     print(f"{tail.path}:")
     last = deque[str](maxlen=num_lines)
-    while not tail.is_at_end:
+    while not tail.is_at_end():
         last.extend(tail.new_lines())
     for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
         _print_line(line)
@@ -140,7 +140,7 @@ def logs(
             is_over = worker_of(layout.run_dir) is None  # asked first, as the newest log: the rest is read after that
             known = trainer_logs(layout.logs)
             newest = known[max(known)] if known else tail.path
-            while not tail.is_at_end:
+            while not tail.is_at_end():
                 for line in tail.new_lines():
                     _print_line(line)
             if tail.rest and (newest != tail.path or is_over):

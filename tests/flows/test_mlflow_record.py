@@ -40,8 +40,8 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         page = client.get_run(known.mlflow_run_id)
         assert page.info.status == status
         assert page.data.tags["code_fingerprint"] == code_of(config).fingerprint
-        kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/of-millrace/data")
-        assert "lineage/code/of-millrace/data/countdown.py" in {file.path for file in kept}
+        kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/millrace-source/data")
+        assert "lineage/code/millrace-source/data/countdown.py" in {file.path for file in kept}
         settings = Path(client.download_artifacts(known.mlflow_run_id, "config/settings.yaml")).read_text()
         assert "http://me:***@host" in settings
         assert "SECRET" not in settings

@@ -134,22 +134,6 @@ def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "trainer-4.log").exists()
 
 
-def test_a_released_process_ends_and_a_call_starts_another(start: Start, heard: Heard) -> None:
-    with start("well") as client:
-        client.let_go()  # there is none yet
-        client.call("train", to_step=2)
-        first = client.pid
-        assert first is not None
-        client.let_go()
-        client.let_go()
-        wait_until(lambda: not is_running(first))
-        assert client.call("train", to_step=4) == {"step": 4}
-        assert client.pid != first
-        client.let_go()
-    assert heard.steps == [1, 2, 3, 4]
-    assert heard.lines == ["ready", "closed"] * 2
-
-
 def test_the_process_has_its_own_session(start: Start) -> None:
     with start("well") as client:
         who = client.call("who")
