@@ -100,7 +100,7 @@ def write_comparison(folder: Path, points: Sequence[PointRecord]) -> Path | None
     """The report that compares all runs that are there and have come to a score; None where fewer than two have."""
     file = folder / "comparison" / "comparison.html"
     scored = [member for point in points for member in point.members if point.scores or member.score is not None]
-    run_dirs = [one.run_dir for one in scored if RunLayout.of(one.config).settings_json.is_file()]
+    run_dirs = [one.run_dir for one in scored if RunLayout.of(one.config).run_json.is_file()]
     if len(run_dirs) < FEWEST_TO_COMPARE:
         return None
     if _is_current(file, run_dirs):

@@ -14,7 +14,7 @@ from functools import partial
 import pyarrow as pa
 
 from rlcore.answers.store import AnswerWriter
-from rlcore.checkpoint.catalog import CheckpointInfo, keep_off_the_way, name_of
+from rlcore.checkpoint.catalog import CheckpointInfo, name_of
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import LoopState, TrainerState
 from rlcore.checkpoint.store import CheckpointStore, Found
@@ -28,6 +28,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
+from rlcore.storage.finished import LEFT, set_aside
 from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.companion import CLOSE_TIMEOUT_S
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
@@ -127,7 +128,7 @@ class RunRecord:
         judged = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
         for path in (self.layout.exported_model, self.layout.exported_best, *judged):
             if path.exists():
-                keep_off_the_way(path, f"the run goes on from step {step}")
+                set_aside(path, LEFT, f"{path}: the run goes on from step {step}", error=CheckpointError)
 
     # ------------------------------------------------------------------ journal
 

@@ -21,7 +21,7 @@ from flows.sweep.drive import Task
 from flows.sweep.flow import DEPLOYMENT, OnWorkers
 from flows.sweep.record import Member, PointRecord
 from rlcore.config import RunConfig
-from tests.flows.serving import serving
+from tests.helpers.serving import serving
 
 pytestmark = pytest.mark.prefect
 

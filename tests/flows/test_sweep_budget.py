@@ -18,7 +18,7 @@ from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.storage.locks import FileLock
 from tests.flows.sweep_specs import SPECS, UNTRACKED
-from tests.flows.test_trainer_client import SMALL_TRAINER
+from tests.flows.work.test_trainer import SMALL_TRAINER
 
 
 @pytest.mark.parametrize(

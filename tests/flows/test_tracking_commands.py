@@ -26,8 +26,8 @@ from mlflow.exceptions import MlflowException
 from flows.cli import app, exit_code
 from flows.server.secret import login_of, mlflow_client
 from flows.stack import state
-from flows.stack.services import end_server, free_port, mlflow_recipe, start, wait_until_ready
-from flows.stack.state import Databases, Service, StackState, write_stack
+from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+from flows.stack.state import MLFLOW_DATABASE, Service, StackState, write_stack
 from flows.work.open_run import open_run
 from flows.work.runs import sync
 from rlcore.config import RunConfig, TrackingConfig
@@ -39,11 +39,11 @@ from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import RunJournal, read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
-from tests.flows.attempts import Attempt
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
-from tests.flows.serving import serving
+from tests.helpers.attempts import Attempt
 from tests.helpers.chromium import Tab, open_tab
 from tests.helpers.reports import write_run
+from tests.helpers.serving import serving
 
 pytestmark = pytest.mark.prefect
 
@@ -267,16 +267,17 @@ def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
     """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
-    root, databases = tmp_path / "root", Databases("", f"sqlite:///{tmp_path / 'own.db'}")
+    root, database = tmp_path / "root", f"sqlite:///{tmp_path / 'own.db'}"
     root.mkdir()
-    recipe = mlflow_recipe(root, databases, free_port(), StackState())
-    server = start(root, recipe)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(MLFLOW_DATABASE, database)
+        server = start_mlflow(root, free_port(), StackState())
     for name, value in mlflow_client(login_of(root)).items():
         monkeypatch.setenv(name, value)
     try:
-        write_stack(root, StackState(mlflow_database=databases.mlflow, mlflow_url=recipe.url, services=(server,)))
+        write_stack(root, StackState(mlflow_database=database, services=(server,)))
         wait_until_ready(server)
-        yield root, MlflowClient(recipe.url, recipe.url)
+        yield root, MlflowClient(server.url, server.url)
     finally:
         process = server.process()
         if process is not None:
@@ -336,7 +337,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
                 heard.append((host, self.headers["Authorization"]))
             self.send_error(404)
 
-    monkeypatch.setattr(state, "_given", {})  # of other tests of this process
+    monkeypatch.setattr(state, "_replaced", {})  # of other tests of this process
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     for name, value in mlflow_client("mine:own").items():
         monkeypatch.setenv(name, value)
@@ -348,7 +349,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             RunJournal(folder, config, tags={}).append_step(3, {"a": 1.0})
         server = Service("mlflow", os.getpid(), birth_of(psutil.Process()), 1, stack, "", "")
         ended = replace(server, born=server.born - 100)
-        record = StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack)
+        record = StackState(mlflow_database="postgresql+psycopg://u@h/db")
         for service in (ended, server):  # another user may have the port of a server that has ended
             write_stack(tmp_path, replace(record, services=(service,)))
             assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))

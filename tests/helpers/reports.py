@@ -14,6 +14,7 @@ from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.report.build import ReportFiles
 from rlcore.report.record import RunRecord
 from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_journal
+from rlcore.tracking.lineage import Origin, Stage, read_origin
 
 
 def write_run(
@@ -34,7 +35,7 @@ def write_run(
     """
     config = load_config([*overrides, f"seed={seed}"], experiment=experiment)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "settings.json").write_text(config.model_dump_json(indent=2))
+    Origin(config).write(run_dir)
     rng = np.random.default_rng(seed)
     with Journal(run_dir / JOURNAL_FILE) as journal:
         for step in range(num_steps + 1):
@@ -182,7 +183,9 @@ def record_of(
         )
         for step in range(1, length + 1)
     )
-    return RunRecord(Path("planted"), config or RunConfig(), steps, (), validations or {}, None, (), ())
+    return RunRecord(
+        Path("planted"), config or RunConfig(), steps, (), validations or {}, Origin(config or RunConfig()), (), ()
+    )
 
 
 FEW = ("critic/score/mean",)
@@ -263,3 +266,10 @@ def series(run_dir: Path, name: str) -> list[float]:
     """The values of a metric in a run's journal."""
     steps = load_journal(run_dir / JOURNAL_FILE).steps
     return [record.metrics[name] for record in steps if name in record.metrics]
+
+
+def with_stages(run_dir: Path, *stages: Stage) -> None:
+    """Record these stages as those before the training."""
+    origin = read_origin(run_dir)
+    assert origin is not None
+    replace(origin, stages=stages).write(run_dir)

@@ -14,7 +14,7 @@ from rlcore.report.build import build_report, report_of, summary_markdown
 from rlcore.report.document import Gallery
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, load_journal
-from rlcore.tracking.lineage import Lineage
+from rlcore.tracking.lineage import Origin
 from tests.helpers.reports import FEW, page_of, parse, table, validation, write_run
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def hostile_report(tmp_path_factory):
         validation(config, name, step, 0.5, 8, texts=HOSTILE).write(run_dir / "validation" / f"{name}.json")
     with Journal(run_dir / JOURNAL_FILE) as journal:
         journal.append_event("<b>odd</b>", 2, {"message": HOSTILE[0] + HOSTILE[1]})
-    Lineage(command=("millrace", "run", HOSTILE[0]), environment={"<i>": HOSTILE[1]}).write(run_dir)
+    Origin(config, command=("millrace", "run", HOSTILE[0]), environment={"<i>": HOSTILE[1]}).write(run_dir)
     return build_report(run_dir)
 
 
@@ -127,11 +127,11 @@ def test_one_step_and_no_validation(tmp_path):
 
 def test_nothing_but_settings(tmp_path):
     config = load_config([], experiment="debug")
-    (tmp_path / "settings.json").write_text(config.model_dump_json())
+    Origin(config).write(tmp_path)
     files = build_report(tmp_path)
     words = page_of(files).words
     assert "metrics.jsonl is not there" in words
-    assert "No lineage.json and no inputs.json" in words
+    assert "run.json has no stages" in words
     assert "Not measured: Reward" in words
     assert "step 0 of 2" in words
 
@@ -175,7 +175,6 @@ def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
     run_dir = tmp_path / "damaged"
     write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
     (run_dir / "validation" / "after.json").write_text("{")
-    (run_dir / "lineage.json").write_text('{"stages": 3}')
     (run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-000002" / "manifest.json").write_text("no")
     with (run_dir / JOURNAL_FILE).open("a") as journal:
@@ -183,7 +182,6 @@ def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
     words = page_of(build_report(run_dir)).words
     for part in (
         "validation/after.json is left out",
-        "lineage.json",
         "step-000002/manifest.json",
         "1 unreadable lines",
     ):

@@ -18,8 +18,8 @@ from rlcore.report.series import against, band_of, series_of
 from rlcore.report.settings import meaning
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
-from rlcore.tracking.lineage import Lineage, Stage
-from tests.helpers.reports import parse, table, write_run
+from rlcore.tracking.lineage import Stage
+from tests.helpers.reports import parse, table, with_stages, write_run
 
 FEW = ("critic/score/mean", "perf/total_num_tokens", "timing_s/step")
 STEPS = ("trainer.total_steps=40",)
@@ -112,14 +112,14 @@ def test_runs_of_a_seed_are_one_seed(run_dirs, tmp_path):
 def test_runs_with_other_code_are_no_seeds_of_each_other(run_dirs, tmp_path):
     folders = [shutil.copytree(folder, tmp_path / "runs" / folder.name) for folder in run_dirs[:2]]
     for folder, fingerprint in zip(folders, ("c0ffee", "decade"), strict=True):
-        Lineage((Stage("code", fingerprint, "code"),)).write(folder)
+        with_stages(folder, Stage("code", fingerprint, "code"))
     assert list(groups_of([read_run(folder) for folder in folders])) == ["code=c0ffee", "code=decade"]
     (row,) = [row for row in table(compare_runs(folders), "settings") if row["Setting"] == "code"]
     assert (row["lr3e-4-s1"], row["lr3e-4-s2"]) == ("c0ffee", "decade")
     other = shutil.copytree(run_dirs[2], tmp_path / "runs" / "other")
-    Lineage((Stage("code", "decade", "code"),)).write(other)
+    with_stages(other, Stage("code", "decade", "code"))
     assert list(groups_of([read_run(folders[0]), read_run(other)])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
-    (folders[1] / "lineage.json").unlink()
+    with_stages(folders[1])
     assert [len(group) for group in groups_of([read_run(folder) for folder in folders]).values()] == [2]
 
 
@@ -268,6 +268,6 @@ def test_runs_of_one_name_in_two_places(tmp_path):
 def test_one_run_is_no_comparison(run_dirs, tmp_path):
     with pytest.raises(DataError, match="needs 2 different runs, got 1"):
         compare_runs([run_dirs[0], run_dirs[0]], target=tmp_path)
-    with pytest.raises(DataError, match=r"settings\.json"):
+    with pytest.raises(DataError, match=r"run\.json"):
         compare_runs([run_dirs[0], tmp_path / "nowhere"], target=tmp_path / "out")
     assert not (tmp_path / "out").exists()

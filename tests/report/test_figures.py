@@ -10,8 +10,8 @@ from rlcore.report.figures import LEARNING, ONE_UPDATE, charts_of
 from rlcore.report.plots import Chart, gallery_of
 from rlcore.report.record import RunRecord, read_run
 from rlcore.tracking.journal import JOURNAL_FILE, Journal, load_journal
-from rlcore.tracking.lineage import Lineage, Stage
-from tests.helpers.reports import FEW, page_of, record_of, series, table, write_run
+from rlcore.tracking.lineage import Stage
+from tests.helpers.reports import FEW, page_of, record_of, series, table, with_stages, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_a_picture_of_zeros_is_words(tmp_path):
 def test_the_supervised_stage_has_its_curve(tmp_path):
     run_dir = tmp_path / "runs" / "begun"
     write_run(run_dir, num_steps=2, num_problems=4, only=FEW)
-    Lineage((Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))).write(run_dir)
+    with_stages(run_dir, Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))
     stage = tmp_path / "warm-starts" / "warm-start-1b"
     chart = next(one for one in learning_charts(read_run(run_dir)) if one.name == "supervised")
     assert gallery_of([chart], tmp_path).absent == ("Supervised stage",), "its folder is gone"

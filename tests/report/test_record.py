@@ -10,8 +10,8 @@ from rlcore.errors import DataError
 from rlcore.report.build import build_report
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
-from rlcore.tracking.lineage import Lineage, Stage
-from tests.helpers.reports import FEW, record_of, validation, write_run
+from rlcore.tracking.lineage import Stage
+from tests.helpers.reports import FEW, record_of, validation, with_stages, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -67,17 +67,17 @@ def test_a_validation_is_read_again_when_it_changes(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"settings\.json: cannot be read .*name the folder of a run"):
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .*name the folder of a run"):
         build_report(tmp_path)
-    (tmp_path / "settings.json").write_text('{"trainer": {"totl_steps": 3}}')
+    (tmp_path / "run.json").write_text('{"settings": {"trainer": {"totl_steps": 3}}}')
     with pytest.raises(DataError, match=r"trainer\.totl_steps"):
         build_report(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_an_unreadable_supervised_stage_has_no_steps(tmp_path, monkeypatch):
     write_run(tmp_path / "begun", num_steps=2, num_problems=4, only=FEW)
-    Lineage((Stage("start model", "1b", "y"),)).write(tmp_path / "begun")
+    with_stages(tmp_path / "begun", Stage("start model", "1b", "y"))
     (tmp_path.parent / "warm-starts" / "warm-start-1b").mkdir(parents=True)
     (tmp_path.parent / "warm-starts" / "warm-start-1b" / JOURNAL_FILE).write_bytes(b"\x00no journal\n")
     monkeypatch.chdir(tmp_path)

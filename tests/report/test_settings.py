@@ -1,14 +1,13 @@
 """Settings, lineage and how a run was started."""
 
-import json
-
 import pytest
 
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.report.build import build_report
 from rlcore.report.settings import defaults_of, settings_of, settings_tables
 from rlcore.storage.publish import published_directory
-from rlcore.tracking.lineage import Lineage, Stage
+from rlcore.tracking.lineage import Origin, Stage
 from tests.helpers.reports import FEW, page_of, table, write_run
 
 pytestmark = pytest.mark.slow
@@ -31,9 +30,10 @@ def test_settings_that_differ_come_first_and_are_all_there(grpo_run, grpo_report
 
 def test_lineage_is_shown(tmp_path):
     run_dir = tmp_path / "run"
-    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
+    config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     stages = (Stage("dataset", "0123456789abcdef", "artifacts/datasets/0123456789abcdef", {"train rows": 64}),)
-    Lineage(stages, ("millrace", "run", "experiment=debug"), "c0ffee", True, {"torch": "2.13.0"}).write(run_dir)
+    command = ("millrace", "run", "experiment=debug")
+    Origin(config, {}, stages, command, "c0ffee", True, {"torch": "2.13.0"}).write(run_dir)
     facts = {"kind": "checkpoint", "step": 2, "created": "", "settings_fingerprint": "", "metrics": {}}
     with published_directory(run_dir / "checkpoints" / "step-000002", facts) as folder:
         (folder / "weights").write_bytes(b"12345678")
@@ -45,19 +45,6 @@ def test_lineage_is_shown(tmp_path):
     assert table(files, "checkpoints") == [{"Name": "step-000002", "Size": 8e-06}]
 
 
-def test_inputs_serve_as_lineage(tmp_path):
-    run_dir, filtered = tmp_path / "run", tmp_path / "filtered" / "fedcba9876543210"
-    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
-    with published_directory(filtered, {"num_train": 64}) as folder:
-        (folder / "train.parquet").write_bytes(b"x")
-    inputs = {"filtered_directory": str(filtered), "tokenizer_directory": str(tmp_path / "nowhere")}
-    (run_dir / "inputs.json").write_text(json.dumps(inputs))
-    rows = {row["Stage"]: row for row in table(build_report(run_dir), "stages")}
-    assert rows["filtered"]["Fingerprint"] == "fedcba9876543210"
-    assert rows["filtered"]["Facts"]["num_train"] == 64
-    assert rows["tokenizer"]["Facts"] == {}
-
-
 def test_a_report_holds_no_password_of_an_address(tmp_path):
     config = load_config(["experiment=debug", "tracking.uri=http://me:SECRET@host"])
     tables = repr(settings_tables(config))
@@ -65,9 +52,8 @@ def test_a_report_holds_no_password_of_an_address(tmp_path):
     assert "SECRET" not in tables
     write_run(tmp_path, experiment="debug", num_steps=1, validate=False, only=FEW)
     typed = ("millrace", "run", "tracking.uri=http://me:SECRET@host", "tags.why=two words")
-    Lineage(command=typed).write(tmp_path)
-    assert "SECRET" not in (tmp_path / "lineage.json").read_text()
-    (tmp_path / "lineage.json").write_text(json.dumps({"command": typed}))  # as somebody may have written it
+    Origin(RunConfig(), command=typed).write(tmp_path)
+    assert "SECRET" not in (tmp_path / "run.json").read_text()
     words = page_of(build_report(tmp_path)).words
     assert "'tracking.uri=http://me:***@host' 'tags.why=two words'" in words
     assert "SECRET" not in words
