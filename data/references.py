@@ -30,6 +30,8 @@ from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import (
     BY_ROW,
+    JUDGE,
+    PROGRAMS,
     CountdownData,
     Gsm8kData,
     MappedData,
@@ -42,7 +44,6 @@ from rlcore.config.data import (
     scorers_of,
 )
 from rlcore.config.fingerprint import fingerprint
-from rlcore.config.rules.data import JUDGE, PROGRAMS
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import wrong_weights

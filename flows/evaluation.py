@@ -22,7 +22,8 @@ from rlcore.config.compose import checked_config
 from rlcore.config.fingerprint import fingerprint, lasting_settings
 from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import Findings, settings_error
-from rlcore.config.suite import SUITES, read_suites, suite_settings
+from rlcore.config.run import suite_settings
+from rlcore.config.suite import SUITES, read_suites
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 

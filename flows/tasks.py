@@ -170,7 +170,7 @@ _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING",
 
 def show_start_model(run: OpenRun, model: StartModel) -> None:
     """The bar of a warm start is full at its end, which may come before its last step."""
-    if model.is_over and f"progress-{WARM_START}" in run.shown.artifacts:
+    if f"progress-{WARM_START}" in run.shown.artifacts:
         artifacts.show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 

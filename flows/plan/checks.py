@@ -24,10 +24,9 @@ from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.base import expanded
-from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of, scorers_of
+from rlcore.config.data import PROGRAMS, ParquetData, TaskData, has_default_scorer, parts_of, scorers_of
 from rlcore.config.model import SMOLLM2
-from rlcore.config.rules.data import PROGRAMS
-from rlcore.config.suite import suite_settings
+from rlcore.config.run import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError, TrialError
 from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, tokens_of

@@ -15,7 +15,7 @@ from flows.stages.rows import (
 from flows.stages.stage import Stage, StageStatus
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig, SuiteConfig
-from rlcore.config.suite import suite_settings
+from rlcore.config.run import suite_settings
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def sweep(
     from flows.commands.run import flow_of_a_command
     from flows.parameters import all_overrides
     from flows.server.api import start_prefect
-    from flows.sweep.check import checked_sweep
+    from flows.sweep.points import checked_sweep
     from rlcore.config.sweep import Budget
 
     require_dry_run(as_json=as_json, dry_run=dry_run)
@@ -65,7 +65,7 @@ def sweep(
 
 def show(sweep: "Sweep", *, as_json: bool) -> None:
     """What would be run, and how far each run is."""
-    from flows.sweep.record import members_of, sweep_directory
+    from flows.sweep.points import members_of
     from rlcore.config.sweep import shown_point
 
     runs = []
@@ -75,18 +75,15 @@ def show(sweep: "Sweep", *, as_json: bool) -> None:
             done = member.look(sweep.metric_of(member.config), total)
             runs.append({"point": number, "settings": shown_point(point), "seed": member.seed, "run_id": member.run_id,
                          "step": member.step, "total_steps": total, "done": done})  # fmt: skip
-    folder = sweep_directory(sweep)
+    rungs = sweep.rungs(sweep.base)
     if as_json:
-        plan = {"sweep_id": sweep.sweep_id, "folder": str(folder), "rungs": list(sweep.rungs), "runs": runs}
+        plan = {"sweep_id": sweep.sweep_id, "folder": str(sweep.folder), "rungs": list(rungs), "runs": runs}
         print(json.dumps(plan, indent=2))
         return
-    print(f"sweep {sweep.sweep_id} in {folder}")
-    rungs = ", ".join(map(str, sweep.rungs))
-    each = f"{len(sweep.spec.seeds)} seed(s) each; compared at step {rungs}"
-    if sweep.spec.optuna is not None:
-        print(f"{sweep.spec.optuna.num_points} points chosen by Optuna as it goes, {each}")
-        return
-    print(f"{len(sweep.points)} points, {each}")
+    print(f"sweep {sweep.sweep_id} in {sweep.folder}")
+    drawn = "" if sweep.spec.search is None else f" drawn by {sweep.spec.searches[0]} search"
+    steps = ", ".join(map(str, rungs))
+    print(f"{sweep.num_points} points{drawn}, {len(sweep.spec.seeds)} seed(s) each; compared at step {steps}")
     for run in runs:
         state = "done" if run["done"] else f"step {run['step']} of {run['total_steps']}"
         print(f"  {run['point']:>4}  {run['settings']}  seed={run['seed']}  {run['run_id']}  {state}")

@@ -1,54 +1,38 @@
-"""The sweep's points as Optuna's study: which there are, which come next, which are dropped.
+"""A sweep's points as Optuna's study: which come next, how far they are, which are dropped.
 
-The study is a journal in the sweep's folder. Whoever changes it holds the sweep's lock, so several processes can work
-on one sweep, and a call that goes on finds what an earlier one has decided.
+The study is a journal in the sweep's folder that several processes may share. A point is a trial; one that has failed,
+or whose process was stopped or killed, is a failed trial, and queued again with the same settings.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import optuna
 from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import JsonValue
 
 from rlcore.config.problems import Problem, settings_error, shown
-from rlcore.config.sweep import Point, Pruning, Range, Values
+from rlcore.config.sweep import OptunaSearch, Pruning, RandomSearch, Range, Values
 from rlcore.config.sweep_load import Sweep
 from rlcore.evaluation.stats import paired_difference
+from rlcore.storage.locks import FileLock, HeldLock
 
 STUDY_FILE = "optuna.log"
-STUDY = "sweep"
-POINT = "point"
-"""Attribute of a trial: the point's number, from 1 on."""
-SETTINGS = "settings"
-"""Attribute of a trial: what it is, as JSON. A trial without it was being made when its process was killed."""
+POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
+"""Attributes of a trial: the point's number from 1 on, its settings, its runs (`Member.to_json`), why it has failed. A
+trial without settings is no point: its process was killed while it was being made."""
 SEEDS_APART = 100_003
-"""Between two seeds of a sweep: each point has a sampler of its own, so an interrupted sweep draws the same points."""
-
-ProblemScores = Callable[[int, Point, int], Mapping[int, float]]
-"""Of a point (number, settings) at a step: the score of each held-out problem, by the problem's id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A point and how far it is. `number`: from 1 on, the same in every call.
-
-    `scores`: by step, those that it was compared by. `last_score`: of its last step, where it is finished.
-    """
-
-    number: int
-    settings: Point
-    state: Literal["to do", "finished", "stopped early"]
-    scores: Mapping[int, float]
-    last_score: float | None
+"""Between two seeds of a search: each point has a sampler of its own, so an interrupted sweep draws the same points."""
+LOCK_WAIT_S = 600.0
+"""Seconds to wait for another process of the same sweep: it decides in milliseconds, and compares in seconds."""
 
 
 class PairedPruner(BasePruner):
@@ -56,12 +40,10 @@ class PairedPruner(BasePruner):
 
     It is beaten where the interval of the paired difference (`paired_difference`) excludes 0. Of n trials that have
     begun, the best n / (k + 1) of the k-th comparison go on, beaten or not: a lead early in training, however sure, is
-    none at the end. These are never fewer than successive halving (Karnin, Koren and Somekh, ICML 2013) has at that
-    step if its first rung is the first comparison. Trials that share no problem are not compared.
+    none at the end. Trials that share no problem are not compared.
     """
 
-    def __init__(self, scores: ProblemScores, confidence: float) -> None:
-        self._scores = scores
+    def __init__(self, confidence: float) -> None:
         self._confidence = confidence
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
@@ -70,13 +52,13 @@ class PairedPruner(BasePruner):
         if step is None:
             return False
         sign = 1.0 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1.0
-        begun = [one for one in study.get_trials(deepcopy=False) if one.intermediate_values]
+        begun = [one for one in points_of(study).values() if one.intermediate_values]
         there = [one for one in begun if step in one.intermediate_values]
         there.sort(key=lambda one: (-sign * one.intermediate_values[step], one.number))
         num_safe = math.ceil(len(begun) / (1 + len(trial.intermediate_values)))
         if trial.number in {one.number for one in there[:num_safe]}:
             return False
-        ours, theirs = (self._scores(_number(one), _settings(one), step) for one in (trial, there[0]))
+        ours, theirs = (one.user_attrs.get(problems_at(step), {}) for one in (trial, there[0]))
         shared = sorted(ours.keys() & theirs.keys())
         if not shared:
             return False
@@ -84,7 +66,12 @@ class PairedPruner(BasePruner):
         return paired_difference(of_trial, of_best, confidence=self._confidence).difference.low > 0.0
 
 
-def pruner_of(pruning: Pruning | None, scores: ProblemScores) -> BasePruner:
+def problems_at(step: int) -> str:
+    """Attribute of a trial: its score of each held-out problem at a step, by the problem's id."""
+    return f"problems at {step}"
+
+
+def pruner_of(pruning: Pruning | None) -> BasePruner:
     """The pruner that a sweep names.
 
     Raises:
@@ -93,7 +80,7 @@ def pruner_of(pruning: Pruning | None, scores: ProblemScores) -> BasePruner:
     if pruning is None:
         return optuna.pruners.NopPruner()
     if pruning.pruner == "paired":
-        return PairedPruner(scores, pruning.confidence)
+        return PairedPruner(pruning.confidence)
     made = getattr(optuna.pruners, f"{pruning.pruner.title().replace('_', '')}Pruner")
     try:
         pruner: BasePruner = made(**pruning.options)
@@ -104,98 +91,143 @@ def pruner_of(pruning: Pruning | None, scores: ProblemScores) -> BasePruner:
     return pruner
 
 
-class Study:
-    """Optuna's study of a sweep."""
+def sampler_of(search: RandomSearch, number: int) -> BaseSampler:
+    """The sampler of the point with this number."""
+    seed = search.seed * SEEDS_APART + number - 1
+    if isinstance(search, OptunaSearch):
+        return TPESampler(n_startup_trials=search.startup_points, seed=seed)
+    return RandomSampler(seed)
 
-    def __init__(self, sweep: Sweep, folder: Path, scores: ProblemScores) -> None:
-        self._sweep = sweep
+
+def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
+    """The points in order, by their numbers; of one that was tried several times the last trial."""
+    trials = [one for one in study.get_trials(deepcopy=False) if SETTINGS in one.user_attrs]
+    found = {one.user_attrs[POINT]: one for one in trials}
+    return dict(sorted(found.items()))
+
+
+class SweepStudy:
+    """Optuna's study of a sweep, and the points of it that this process works on."""
+
+    def __init__(self, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._storage = JournalStorage(JournalFileBackend(str(folder / STUDY_FILE)))
-        self._study = optuna.create_study(
-            storage=self._storage,
-            study_name=STUDY,
-            load_if_exists=True,
-            direction=sweep.spec.objective.direction,
-            pruner=pruner_of(sweep.spec.pruning, scores),
-        )
-
-    def points(self) -> list[Candidate]:
-        """The points so far, in order."""
-        return [
-            Candidate(
-                _number(one),
-                _settings(one),
-                _STATES[one.state],
-                one.intermediate_values,
-                one.value if one.state == TrialState.COMPLETE else None,  # a pruned one has its last comparison's
+        self._sweep = sweep
+        self._claims: dict[int, FileLock] = {}
+        (sweep.folder / "claims").mkdir(parents=True, exist_ok=True)
+        with sweep_lock(sweep):
+            self.optuna = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY_FILE))),
+                study_name="sweep",
+                load_if_exists=True,
+                direction=sweep.spec.objective.direction,
+                pruner=pruner_of(sweep.spec.pruning),
             )
-            for one in self._trials()
-        ]
 
-    def add_points(self) -> None:
-        """Add those that come next: all of a grid, a list or random draws; as many as Optuna chooses at a time."""
-        known, search = len(self._trials()), self._sweep.spec.optuna
-        if search is None:
-            for number, point in enumerate(self._sweep.points[known:], known + 1):
-                about = {POINT: number, SETTINGS: json.dumps(dict(point))}
-                self._study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=about))
-            return
-        for number in range(known + 1, min(search.num_points, known + search.points_at_once) + 1):
-            self._study.sampler = optuna.samplers.TPESampler(
-                n_startup_trials=search.startup_points, seed=search.seed * SEEDS_APART + number - 1
-            )
-            trial = self._study.ask()
-            settings = {key: _suggested(trial, key, values) for key, values in search.space.items()}
-            trial.set_user_attr(POINT, number)
-            trial.set_user_attr(SETTINGS, json.dumps(settings))
+    def points(self) -> dict[int, FrozenTrial]:
+        """See `points_of`."""
+        return points_of(self.optuna)
 
-    def drop(self, scores: Mapping[int, float], step: int) -> frozenset[int]:
-        """Of the points with these scores at a step, those that the pruner ends there, now or in an earlier call."""
-        of_study = self._storage.get_study_id_from_name(STUDY)
-        trials = {_number(one): one for one in self._trials() if _number(one) in scores}
-        ids = {
-            number: self._storage.get_trial_id_from_study_id_trial_number(of_study, trial.number)
-            for number, trial in trials.items()
-        }
-        for number, trial in trials.items():  # all of them before the first is judged: their order does not matter
-            if not trial.state.is_finished() and step not in trial.intermediate_values:
-                self._storage.set_trial_intermediate_value(ids[number], step, scores[number])
-        dropped = set()
-        for number in trials:
-            trial = self._storage.get_trial(ids[number])
-            is_judged = trial.state.is_finished() or trial.last_step != step  # another process has come further
-            if not is_judged and self._study.pruner.prune(self._study, trial):
-                self._study.tell(trial.number, state=TrialState.PRUNED)
-                dropped.add(number)
-            elif trial.state == TrialState.PRUNED:
-                dropped.add(number)
-        return frozenset(dropped)
+    def num_left(self) -> int:
+        """Points that have not ended, those that are not drawn yet among them."""
+        ended = [one for one in self.points().values() if one.state.is_finished()]
+        return max(0, self._sweep.num_points - len(ended))
 
-    def finish(self, number: int, score: float) -> None:
-        """Record a point's score when its run has ended."""
-        trial = next(one for one in self._trials() if _number(one) == number)
-        self._study.tell(trial.number, score, skip_if_finished=True)
+    def retry_failed(self) -> None:
+        """Queue the points again that have failed."""
+        with sweep_lock(self._sweep):
+            for trial in self.points().values():
+                if trial.state == TrialState.FAIL:
+                    self._queue_again(trial)
 
-    def _trials(self) -> list[FrozenTrial]:
-        known = self._study.get_trials(deepcopy=False)
-        return sorted((one for one in known if SETTINGS in one.user_attrs), key=_number)
+    def ask(self) -> Trial | None:
+        """The next point, which this process then works on; None: there is none, or others work on those left."""
+        search = self._sweep.spec.search
+        with sweep_lock(self._sweep):
+            self._fail_lost()
+            points = self.points()
+            if not any(one.state == TrialState.WAITING for one in points.values()):
+                number = len(points) + 1
+                if number > self._sweep.num_points:
+                    return None
+                if search is None:
+                    settings = dict(self._sweep.points[number - 1])
+                    self.optuna.enqueue_trial({}, {POINT: number, SETTINGS: settings})
+                else:
+                    self.optuna.sampler = sampler_of(search, number)
+            trial = self.optuna.ask()
+            self._claims[trial.number] = self._claim(trial.number)
+            self._claims[trial.number].try_acquire()
+            if search is not None:  # the values of a queued trial are fixed
+                settings = {key: _suggested(trial, key, values) for key, values in search.space.items()}
+                trial.set_user_attr(POINT, trial.user_attrs.get(POINT, len(points) + 1))
+                trial.set_user_attr(SETTINGS, settings)
+        return trial
+
+    def release(self, trial: Trial) -> None:
+        """Let other processes continue a point that has not ended."""
+        self._claims.pop(trial.number).release()
+
+    def _claim(self, number: int) -> FileLock:
+        """The lock of the process that works on a trial; the kernel frees it where that is killed."""
+        return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
+
+    def _fail_lost(self) -> None:
+        """Queue again what was left by a process that was stopped or killed."""
+        for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            claim = self._claim(trial.number)
+            if claim.try_acquire():
+                self.optuna.tell(trial.number, state=TrialState.FAIL)
+                claim.release()
+                if SETTINGS in trial.user_attrs:
+                    self._queue_again(trial)
+
+    def _queue_again(self, trial: FrozenTrial) -> None:
+        self.optuna.enqueue_trial(trial.params, {name: trial.user_attrs[name] for name in (POINT, SETTINGS)})
 
 
-_STATES: Mapping[TrialState, Literal["to do", "finished", "stopped early"]] = {
-    TrialState.RUNNING: "to do",
-    TrialState.COMPLETE: "finished",
-    TrialState.PRUNED: "stopped early",
-}
+class Spending:
+    """Runs, steps and hours of one call of a sweep against its budget, kept in the study for all its processes."""
+
+    def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
+        self.call = call
+        self._study = study.optuna
+        self._sweep = sweep
+        self._name = f"spent by {call}"
+        if self._name not in self._study.user_attrs:
+            budget = sweep.spec.budget.model_dump()
+            self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
+
+    def read(self) -> dict[str, Any]:
+        """`runs`: ids; `steps`: their number; `ended_by`: what was used up first, '' while there is room."""
+        found: dict[str, Any] = self._study.user_attrs[self._name]
+        return found
+
+    def begin(self, run_id: str, steps: int) -> bool:
+        """Whether a run may be trained for so many steps more; if so, they are spent."""
+        with sweep_lock(self._sweep):
+            known = self.read()
+            new = known | {"runs": sorted({*known["runs"], run_id}), "steps": known["steps"] + steps}
+            spent = {"runs": len(new["runs"]), "steps": new["steps"], "hours": (time.time() - known["begun"]) / 3600}
+            over = [unit for unit, most in known["budget"].items() if most is not None and spent[unit] > most]
+            if over:
+                text = f"{str(known['budget'][over[0]]).removesuffix('.0')} {over[0]}"
+                new = known | {"ended_by": known["ended_by"] or text}
+            self._write(new)
+            return not over
+
+    def give_back(self, steps: int) -> None:
+        """Steps that a run was begun for and has not done."""
+        with sweep_lock(self._sweep):
+            known = self.read()
+            self._write(known | {"steps": known["steps"] - steps})
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        self._study.set_user_attr(self._name, dict(content))
 
 
-def _number(trial: FrozenTrial) -> int:
-    return int(trial.user_attrs[POINT])
-
-
-def _settings(trial: FrozenTrial) -> Point:
-    found: dict[str, JsonValue] = json.loads(trial.user_attrs[SETTINGS])
-    return found
+def sweep_lock(sweep: Sweep) -> HeldLock:
+    """Held by the process that takes a point from the sweep's study, or writes its results."""
+    return HeldLock(sweep.folder / "sweep.lock", what=f"sweep {sweep.sweep_id}", wait_s=LOCK_WAIT_S)
 
 
 def _suggested(trial: Trial, key: str, values: Values) -> JsonValue:

@@ -1,4 +1,4 @@
-"""Suites: from the name of a file to settings, and a run's settings as one suite sees them."""
+"""Files of settings: their content, and that of suites in place of their names."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,13 +9,28 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlcore.config.base import FILE_ENDINGS, expanded
-from rlcore.config.data import FilterConfig, MappedData, ParquetData, TaskData
 from rlcore.config.problems import Findings, Problem, did_you_mean
-from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
-from rlcore.config.run import RunConfig
 
 SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
 SUITES = "validation.suites"
+
+
+def content_of(file: Path) -> dict[str, Any] | str:
+    """Keys and values of a YAML file, as OmegaConf reads them; or why there are none."""
+    try:
+        if not file.exists():
+            return "there is no such file"
+        if not file.is_file():
+            return "must be a regular file"
+        with file.open(encoding="utf-8") as opened:
+            content = OmegaConf.to_container(OmegaConf.load(opened))
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        return f"cannot be read ({' '.join(str(error).split())})"
+    if not content or not isinstance(content, dict):
+        return "its file must hold keys and values"
+    return {str(name): value for name, value in content.items()}
 
 
 def put_suites(settings: dict[str, Any], findings: Findings) -> None:
@@ -48,41 +63,8 @@ def _read(name: str) -> dict[str, Any] | Problem:
     if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
         remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
-    if file.exists() and not file.is_file():
-        return Problem(SUITES, "must name files in conf/suite, or paths of files", name, "It is none")
-    try:
-        with file.open(encoding="utf-8") as opened:
-            content = OmegaConf.to_container(OmegaConf.load(opened))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    content = content_of(file)
+    if isinstance(content, str):
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
-        reason = " ".join(str(error).split())
-        return Problem(SUITES, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")
-    if not content or not isinstance(content, dict):
-        return Problem(SUITES, "its file must hold keys and values", name, "conf/suite/gsm8k.yaml shows the form")
+        return Problem(SUITES, content, got, "conf/suite/gsm8k.yaml shows the form")
     return {"name": file.stem, **content}
-
-
-def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """A run's settings with the suite's data, seed, lengths and sampling in place of its own. Its seed fixes both the
-    rows and the sampled tokens."""
-    prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
-    response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
-    changes: dict[str, Any] = {
-        "data": _held_out_alone(suite.data).model_copy(update={"seed": suite.seed}),
-        "seed": suite.seed,
-        "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
-        "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),
-        "validation": ValidationConfig(**dict(suite.judging)),
-    }
-    if not suite.data.environment:
-        changes["episode"] = EpisodeConfig()  # its tools are shown where there is an environment to call them
-    return config.model_copy(update=changes)
-
-
-def _held_out_alone(data: TaskData) -> TaskData:
-    """The settings of a task whose training rows nobody reads: they need not be there."""
-    if isinstance(data, ParquetData):
-        return data.model_copy(update={"train_file": data.validation_file})
-    if isinstance(data, MappedData):
-        return data.model_copy(update={"train_split": data.validation_split})
-    return data

@@ -1,8 +1,6 @@
 """What a sweep is: which points of which settings are tried, how they are compared, and when to stop."""
 
 import itertools
-import math
-import random
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
@@ -15,8 +13,6 @@ Point = Mapping[str, JsonValue]
 """Dotted keys or groups of one point, and their values."""
 SEARCHES = ("grid", "list", "random", "optuna")
 """Ways to choose points; a sweep has exactly one of them."""
-MOST_DRAWS = 1_000
-"""Tries to draw a new point, before the space counts as used up."""
 
 
 class Range(Section):
@@ -59,10 +55,10 @@ Space = dict[str, Values]
 
 
 class RandomSearch(Section):
-    """Points drawn independently of one another."""
+    """Points drawn independently of one another by Optuna's RandomSampler."""
 
     num_points: int = Field(ge=1)
-    """Points to try. A larger number goes on from those tried before."""
+    """Points to try. A larger number adds to those tried before."""
     seed: int = Field(default=1, ge=0)
     """Fixes the draws."""
     space: Space = Field(min_length=1)
@@ -70,17 +66,26 @@ class RandomSearch(Section):
 
 
 class Pruning(Section):
-    """Poor points are not trained further. They are compared as they come to the same step."""
+    """Poor points are not trained further: each is compared with those that have come to the same step before it."""
 
     every_steps: int = Field(ge=1)
     """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
     pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
     """paired: drops a point that the best one beats on the same held-out problems, by the interval of the paired
-    difference, and leaves n / (k + 1) of n points after the k-th comparison; the others are Optuna's of those names."""
+    difference, unless it is among the best n / (k + 1) of n points at the k-th comparison; the others are Optuna's of
+    those names."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Level of the paired interval, 0 to 1. A lower one drops more points, and sooner."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of Optuna's pruner, such as reduction_factor: 3."""
+
+    @model_validator(mode="after")
+    def _has_what_its_pruner_reads(self) -> Self:
+        if self.pruner == "paired" and self.options:
+            raise ValueError("options are arguments of Optuna's pruners, and pruner is paired: leave them out")
+        if self.pruner != "paired" and "confidence" in self.model_fields_set:
+            raise ValueError(f"confidence is read by pruner: paired alone, and pruner is {self.pruner}: leave it out")
+        return self
 
 
 class OptunaSearch(RandomSearch):
@@ -89,7 +94,7 @@ class OptunaSearch(RandomSearch):
     startup_points: int = Field(default=10, ge=1)
     """Points drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
-    """Points chosen at a time, to train side by side on several workers."""
+    """Points trained at a time with --on-workers."""
 
 
 class Budget(Section):
@@ -121,7 +126,7 @@ class SweepSpec(Section):
     """What is varied: a name in conf/experiment, or the path of a file; None: the defaults."""
     overrides: tuple[str, ...] = ()
     """Settings that all points share, as on the command line."""
-    seeds: tuple[int, ...] = Field(default=(1,), min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
     """Each point is run with each of them, and its score is the mean."""
     objective: Objective = Objective()
     grid: dict[str, tuple[JsonValue, ...]] | None = None
@@ -140,27 +145,24 @@ class SweepSpec(Section):
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
+    def search(self) -> RandomSearch | None:
+        """The random or Optuna search; None where the file lists its points."""
+        return self.random or self.optuna
+
+    @property
     def space(self) -> Mapping[str, Values]:
-        """Space of a random or Optuna search; empty for the others."""
-        drawn = self.random or self.optuna
-        return {} if drawn is None else drawn.space
+        """Space of the search; empty without one."""
+        return {} if self.search is None else self.search.space
 
 
 # ---------------------------------------------------------------------- points
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
-    """The points of a grid, a list or random draws, in order; none for Optuna, which chooses as it goes.
-
-    A space with fewer points than are to be drawn gives as many as it has.
-    """
+    """The points of a grid or a list, in order; none of a search, which draws them during the sweep."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
-    if spec.list is not None:
-        return list(spec.list)
-    if spec.random is not None:
-        return _drawn(spec.random.space, spec.random.num_points, spec.random.seed)
-    return []
+    return list(spec.list or ())
 
 
 def edges_of(space: Mapping[str, Values]) -> list[Point]:
@@ -189,33 +191,3 @@ def shown_point(point: Point) -> str:
     'optim.lr=1e-05 algo=dapo'
     """
     return " ".join(written(point))
-
-
-def _drawn(space: Mapping[str, Values], number: int, seed: int) -> list[Point]:
-    found: list[Point] = []
-    for index in range(number):
-        tries = (_draw(space, f"{seed}/{index}/{attempt}") for attempt in range(MOST_DRAWS))
-        new = next((point for point in tries if point not in found), None)
-        if new is None:
-            break
-        found.append(new)
-    return found
-
-
-def _draw(space: Mapping[str, Values], seed: str) -> Point:
-    # Each key has its own generator, so that another key in the space does not change this one's draws.
-    return {key: _draw_one(values, random.Random(f"{seed}/{key}")) for key, values in space.items()}
-
-
-def _draw_one(values: Values, generator: random.Random) -> JsonValue:
-    if not isinstance(values, Range):
-        return generator.choice(values)
-    low, high = values.low, values.high
-    if values.step is not None:
-        stepped = low + values.step * generator.randint(0, math.floor((high - low) / values.step + 1e-9))
-        return min(stepped, high)  # a sum of floats may be a trifle over it
-    if values.is_whole and not values.log:
-        return generator.randint(int(low), int(high))
-    drawn = generator.uniform(low, high) if not values.log else math.exp(generator.uniform(*map(math.log, (low, high))))
-    drawn = round(drawn) if values.is_whole else float(f"{drawn:.4g}")
-    return min(max(drawn, low), high)

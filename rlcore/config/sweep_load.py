@@ -1,4 +1,4 @@
-"""From a sweep's file to a checked `Sweep`: every mistake in it and in its points is told at once."""
+"""From a sweep's file to a checked `Sweep`. Mistakes in the file come together, then those in its points' settings."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
@@ -35,27 +35,19 @@ NOT_SWEPT = {
     "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
 }
 """Keys that no point may have, and what to do instead."""
-_STAND_INS: Mapping[tuple[int | str, ...], JsonValue] = {
-    ("name",): "unnamed",
-    ("random", "num_points"): 1,
-    ("optuna", "num_points"): 1,
-}
-"""Values for required keys that are missing or wrong, by their path, so that the rest of the file can be checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """A sweep that has been checked.
 
-    `base` are the settings without any point, `points` all of them in order (none where Optuna chooses them during the
-    sweep), `rungs` the steps at which points are compared, ending with the last step.
+    `base`: the settings without any point; `points`: those of a grid or a list in order, none of a search.
     """
 
     spec: SweepSpec
     overrides: tuple[str, ...]
     base: RunConfig
     points: tuple[Point, ...]
-    rungs: tuple[int, ...]
 
     @property
     def sweep_id(self) -> str:
@@ -70,9 +62,20 @@ class Sweep:
         return f"{self.spec.name}-{digest[:8]}"
 
     @property
+    def folder(self) -> Path:
+        """The sweep's folder."""
+        return Path(self.base.paths.root).resolve() / "sweeps" / self.sweep_id
+
+    @property
     def num_points(self) -> int:
-        """Points that are wanted; the sweep's study may know more, of an earlier call."""
-        return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
+        """Points that are wanted; the sweep's study may have more, of an earlier call."""
+        return len(self.points) if self.spec.search is None else self.spec.search.num_points
+
+    def rungs(self, config: RunConfig) -> tuple[int, ...]:
+        """The steps at which a point with these settings is compared, ending with its last step."""
+        total = config.trainer.total_steps
+        every = total if self.spec.pruning is None else self.spec.pruning.every_steps
+        return (*range(every, total, every), total)
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
         """The settings of one run, beyond the experiment."""
@@ -97,10 +100,9 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         budget: replaces values of the file's budget.
 
     Raises:
-        ConfigError: one message with every mistake.
+        ConfigError: one message with every mistake in the file; if there is none, with every mistake in the settings.
     """
-    problems: list[Problem] = []
-    spec = _parsed(_content(source), problems)
+    spec = _parsed(_content(source))
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
         spec = spec.model_copy(update={"budget": changed})
@@ -109,42 +111,25 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         spec = spec.model_copy(update={"experiment": str(Path(spec.experiment).absolute())})
     replaced = {_key(text) for text in overrides}
     shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
-    of_search = [] if problems and not spec.searches else list(_of_search(spec))
-    points = sweep.points_of(spec) if not of_search else []
-    # A space that is empty because its entries are wrong has their problems already.
-    of_search = [one for one in of_search if not any(told.key.startswith(f"{one.key}.") for told in problems)]
-    problems += [*of_search, *_of_keys(spec, points), *_of_seeds(spec, shared)]
-    base, configs = _judged(spec, shared, points, problems)
-    total = base.trainer.total_steps
-    every = spec.pruning.every_steps if spec.pruning is not None else total
-    rungs = (*range(every, total, every), total)
-    if not problems and spec.optuna is None:
-        problems += _twice(points, configs)
-    problems += [*_of_metric(spec, configs), *_of_rungs(spec, rungs, configs)]
+    if problems := [*_of_search(spec), *_of_keys(spec, shared), *_of_seeds(spec, shared)]:
+        raise settings_error(problems)
+    points = sweep.points_of(spec)
+    tried = points or sweep.edges_of(spec.space)
+    judged = judge_settings([shared, *([*shared, *written(point)] for point in tried)], experiment=spec.experiment)
+    (base, of_all), of_points = judged[0], judged[1:]
+    found = Sweep(spec, shared, base, tuple(points))
+    configs = [config for config, _ in of_points]
+    problems = [*of_all, *_of_points(tried, [[one for one in more if one not in of_all] for _, more in of_points])]
+    if not problems:
+        problems += _twice(tried, configs)
+    problems += [*_of_metric(spec, configs), *_of_rungs(found, configs)]
     if problems:
         raise settings_error(list(dict.fromkeys(problems)))
-    return Sweep(spec, shared, base, tuple(points), rungs)
+    return found
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
-
-
-def _judged(
-    spec: SweepSpec, shared: Sequence[str], points: Sequence[Point], problems: list[Problem]
-) -> tuple[RunConfig, list[RunConfig]]:
-    """The sound parts of the settings that all points share, and of those of each point; adds their problems."""
-    swept = {key for point in points for key in point} | spec.space.keys()
-    given = [key for key in map(_key, shared) if key in swept]
-    problems += [Problem(key, "is swept, and given for all points", key, "Keep one") for key in given]
-    told = {problem.key.removeprefix(f"{search}.") for problem in problems for search in sweep.SEARCHES}
-    every = sweep.edges_of(spec.space) if spec.optuna is not None else points
-    checked = [{key: value for key, value in point.items() if key not in told} for point in every]
-    judged = judge_settings([shared, *([*shared, *written(point)] for point in checked)], experiment=spec.experiment)
-    (base, of_all), of_points = judged[0], judged[1:]
-    problems += of_all
-    problems += _of_points(checked, [[one for one in found if one not in of_all] for _, found in of_points])
-    return base, [config for config, _ in of_points]
 
 
 # ---------------------------------------------------------------------- the file
@@ -172,46 +157,13 @@ def _content(source: str) -> dict[str, Any]:
     return content
 
 
-def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
-    """The file without its mistakes, which are added to `problems`."""
-    content, is_first = json.loads(json.dumps(content, default=str)), True  # its keys are texts, as in pydantic's paths
-    while True:
-        text = json.dumps(content)
-        try:
-            # Strict JSON, as for settings: neither true nor "5" is a number.
-            return SweepSpec.model_validate_json(text, strict=True)
-        except ValidationError as error:
-            details = error.errors(include_url=False)
-        if is_first:  # later ones follow from the removals
-            problems += map(_of_detail, details)
-        is_first = False
-        places = {_place(content, detail["loc"]) for detail in details}
-        for path in sorted(places, reverse=True):  # the entries of a list from its end
-            _take_out(content, path)
-        if json.dumps(content) == text:
-            raise settings_error(problems)
-
-
-def _place(content: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    """Path of a mistake in the file; pydantic's has the members of unions too, which are no part of it."""
-    path: list[int | str] = []
-    for part in loc:
-        known = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
-        if part in known:
-            content = content[part]
-            path.append(part)
-    return tuple(loc) if tuple(loc) in _STAND_INS else tuple(path)
-
-
-def _take_out(content: Any, path: tuple[int | str, ...]) -> None:
-    """Remove one part, or put its stand-in there."""
-    *outer, last = path
-    for part in outer:
-        content = content[part]
-    if path in _STAND_INS:
-        content[last] = _STAND_INS[path]
-    else:
-        del content[last]
+def _parsed(content: Mapping[str, Any]) -> SweepSpec:
+    """The file as a `SweepSpec`, or one error with all places that have no such form."""
+    try:
+        # Strict JSON, as for settings: neither true nor "5" is a number.
+        return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        raise settings_error([_of_detail(detail) for detail in error.errors(include_url=False)]) from None
 
 
 def _of_detail(detail: ErrorDetails) -> Problem:
@@ -234,50 +186,23 @@ def _of_search(spec: SweepSpec) -> Iterable[Problem]:
     said = spec.searches
     if not said:
         remedy = f"Say one of {', '.join(sweep.SEARCHES)}; docs/sweeps.md shows each"
-        return [Problem("sweep", "is empty: it says nothing to try", spec.name, remedy)]
+        yield Problem("sweep", "is empty: it says nothing to try", spec.name, remedy)
     if len(said) > 1:
-        return [Problem("sweep", "says more than one way to choose points", ", ".join(said), "Keep one of them")]
-    problems = []
-    spread: Mapping[str, Any] = spec.grid if spec.grid is not None else spec.space
-    if (spec.grid is not None and not spec.grid) or (spec.list is not None and not spec.list):
-        problems.append(Problem(said[0], "is empty: there is nothing to try", "nothing", "Name a setting and values"))
-    for number, point in enumerate(spec.list or (), 1):
-        if not point:
-            problems.append(Problem(f"list.{number}", "is an empty point", "{}", "Name a setting and its value"))
-    for key, values in spread.items():
-        if isinstance(values, tuple) and not values:
-            problems.append(Problem(f"{said[0]}.{key}", "is empty: there is nothing to try", "[]", "Name its values"))
+        yield Problem("sweep", "says more than one way to choose points", ", ".join(said), "Keep one of them")
+    listed = {f"list.{number}": point for number, point in enumerate(spec.list or (), 1)}
+    spread = {f"{said[0]}.{key}": values for key, values in {**(spec.grid or {}), **spec.space}.items()}
+    for name, values in {"seeds": spec.seeds, "grid": spec.grid, "list": spec.list, **listed, **spread}.items():
+        if values in ({}, ()):
+            yield Problem(name, "is empty: there is nothing to try", shown(values), "Name a setting and its values")
     size = math.prod(len(values) for values in (spec.grid or {}).values())
     if size > MOST_POINTS:
         remedy = "Draw some of them by random or optuna"
-        problems.append(Problem("grid", f"must have at most {MOST_POINTS:,} points", f"{size:,}", remedy))
-    return [*problems, *_of_pruning(spec)]
+        yield Problem("grid", f"must have at most {MOST_POINTS:,} points", f"{size:,}", remedy)
 
 
-def _of_pruning(spec: SweepSpec) -> Iterable[Problem]:
-    """What is said of the pruner belongs to it, and it has something to compare with."""
-    pruning = spec.pruning
-    if pruning is None:
-        return
-    if pruning.pruner == "paired":
-        if pruning.options:
-            got, remedy = shown(pruning.options), "Leave them out, or name one of Optuna's pruners"
-            yield Problem("pruning.options", "are arguments of Optuna's pruners, and pruner is paired", got, remedy)
-    elif "confidence" in pruning.model_fields_set:
-        remedy = "Leave it out, or say pruner: paired"
-        yield Problem("pruning.confidence", "is read by pruner: paired alone", shown(pruning.confidence), remedy)
-    if pruning.pruner in ("median", "percentile") and spec.optuna is None:
-        rule = f"compares with finished points, and those of {spec.searches[0]} are trained side by side"
-        yield Problem("pruning.pruner", rule, pruning.pruner, "Say paired or successive_halving")
-    needed = {"successive_halving": "min_resource", "hyperband": "max_resource"}.get(pruning.pruner)
-    if needed is not None and spec.optuna is None and not isinstance(pruning.options.get(needed), int):
-        rule = f"must say {needed} in steps: Optuna takes it from finished points, and there are none when it compares"
-        yield Problem("pruning.options", rule, shown(pruning.options), f"Write options: {{{needed}: STEPS}}")
-
-
-def _of_keys(spec: SweepSpec, points: Sequence[Point]) -> Iterable[Problem]:
-    """Every key that is swept is a setting that may be swept."""
-    keys = dict.fromkeys([*(key for point in points for key in point), *spec.space])
+def _of_keys(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
+    """Every key that is swept is a setting that may be swept, and is not given for all points too."""
+    keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner = key.partition(".")[0]
         name = f"{spec.searches[0]}.{key}"
@@ -286,6 +211,9 @@ def _of_keys(spec: SweepSpec, points: Sequence[Point]) -> Iterable[Problem]:
         elif not (key in GROUPS or is_key(key) or key in section_names()):
             remedy = f"{did_you_mean(key, [*all_keys(), *GROUPS])}docs/settings.md lists every key"
             yield Problem(name, "there is no such setting", key, remedy)
+    for key in map(_key, shared):
+        if key in keys:
+            yield Problem(key, "is swept, and given for all points", key, "Keep one")
 
 
 def _of_seeds(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
@@ -293,9 +221,6 @@ def _of_seeds(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
         yield Problem("seeds", "must differ", shown(spec.seeds), f"Name {', '.join(map(str, twice))} once")
-    wrong = [seed for seed in spec.seeds if not 0 <= seed < 2**31]
-    if wrong:
-        yield Problem("seeds", "must be from 0 to 2**31 - 1", shown(wrong), "Choose other seeds")
     for text in shared:
         if _key(text) in ("seed", "run_id"):
             yield Problem("overrides", "seed and run_id differ from run to run", text, "Say seeds: [...] instead")
@@ -318,12 +243,10 @@ def _twice(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Pr
     first: dict[str, Point] = {}
     for point, config in zip(points, configs, strict=True):
         before = first.setdefault(run_id(config), point)
-        if before is point:
-            continue
-        got = shown_point(point) if before == point else f"{shown_point(before)} and {shown_point(point)}"
-        rule = "has the same point twice" if before == point else "has two points that are the same run"
-        remedy = "Leave one out; what differs may not change the numbers of a run, see docs/sweeps.md"
-        yield Problem("sweep", rule, got, "Leave one out" if before == point else remedy)
+        if before is not point:
+            got = f"{shown_point(before)} and {shown_point(point)}"
+            remedy = "Leave one out; keys that do not change a run's numbers make no other run, see docs/sweeps.md"
+            yield Problem("sweep", "has two points that are the same run", got, remedy)
 
 
 def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
@@ -338,19 +261,17 @@ def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Proble
             yield Problem("objective.metric", "must be a figure of the validation", metric, remedy)
 
 
-def _of_rungs(spec: SweepSpec, rungs: Sequence[int], configs: Iterable[RunConfig]) -> Iterable[Problem]:
+def _of_rungs(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
     """There is a checkpoint and a validation where points are compared."""
-    early = rungs[:-1]
-    key = "pruning.every_steps"
-    if spec.pruning is not None and not early:
-        remedy = "Lower it, or leave out the early stopping"
-        yield Problem(key, "must be below trainer.total_steps", str(rungs[-1]), remedy)
+    if (pruning := found.spec.pruning) is None:
+        return
+    first, key = pruning.every_steps, "pruning.every_steps"
     for config in configs:
-        if config.trainer.total_steps != rungs[-1] and early:
-            rule = "must be the same for all points where poor ones are stopped early"
-            yield Problem("trainer.total_steps", rule, str(config.trainer.total_steps), "Do not sweep it")
+        if first >= config.trainer.total_steps:
+            remedy = "Lower it, or leave out the early stopping"
+            yield Problem(key, "must be below trainer.total_steps", str(first), remedy)
         for name, every in (("trainer.steps_per_chunk", config.trainer.steps_per_chunk),
                             ("validation.every_steps", config.validation.every_steps)):  # fmt: skip
-            if early and (every == 0 or early[0] % every):
-                remedy = f"Add {name}={early[0]} to overrides"
-                yield Problem(key, f"must be a multiple of {name} ({every})", str(early[0]), remedy)
+            if every == 0 or first % every:
+                rule, remedy = f"must be a multiple of {name} ({every})", f"Add {name}={first} to overrides"
+                yield Problem(key, rule, str(first), remedy)

@@ -15,7 +15,7 @@ from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, Sui
 from rlcore.config.data import scorers_of
 from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
-from rlcore.config.suite import suite_settings
+from rlcore.config.run import suite_settings
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import content_digest, digests_in
@@ -81,17 +81,6 @@ class RunInputs:
                 "make them"
             )
         return found
-
-    def verify(self) -> None:
-        """Read every byte of what Millrace has written of them. A flow has done so when it found them.
-
-        Raises:
-            DataError: names the file that is damaged.
-        """
-        folders = [self.filtered_directory, *self.parts, self.tokenizer_directory, self.demonstrations_directory]
-        folders += self.suites.values()
-        for directory in dict.fromkeys(folder for folder in folders if folder is not None):
-            finished(directory)
 
     @property
     def has_training_rows(self) -> bool:

@@ -123,7 +123,10 @@ def test_a_judge_that_never_answers_is_an_error_and_no_result(
     suite = tmp_path / "judged.yaml"
     one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
     suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
-    dead = ("reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=m", "reward.judge.tries=1")
+    dead = (
+        "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=m", "reward.judge.tries=1",
+        "reward.judge.deadline_s=4",
+    )  # fmt: skip
     done = in_this_process(
         capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json"
     )

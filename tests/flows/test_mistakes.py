@@ -97,7 +97,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("up --root=/proc/here", ["/proc/here: cannot be written"]),
     ("deploy mine.yaml --name a/b", ["--name: must have none of / % & < >, which Prefect refuses; got a/b with /"]),
     ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
-    ("eval model --suite pipe.yaml", ["--suite: must name files in conf/suite, or paths of files"]),
+    ("eval model --suite pipe.yaml", ["--suite: must be a regular file"]),
     *((f"{line}=", [f"{line.split()[-1]}: must not be empty; is a shell variable unset?"]) for line in (
         "runs --root", "sync --uri", "rescore nobody --scorer", "train --fork", "deploy mine.yaml --name",
     )),
@@ -106,15 +106,15 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("validate experiment=debug --checkpoint 77", ["checkpoint=step-000077", "train first"]),
     # the experiment
     ("train experiment=debgu", ["got debgu", "Did you mean debug?"]),
-    ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Name a file"]),
+    ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Mend it, or name one of"]),
     ("train experiment=mine.yaml", ["lr: there is no such setting", "Did you mean optim.lr?"]),
-    ("train experiment=tab.yaml", ["cannot be read", "line 2", "Mend the file"]),
+    ("train experiment=tab.yaml", ["cannot be read", "line 2", "Mend it"]),
     ("train experiment=empty", ["experiment: must name a file in conf/experiment; got empty"]),
-    ("train experiment=list.yaml", ["experiment: its file must hold keys and values", "got list.yaml", "Name a file"]),
+    ("train experiment=list.yaml", ["experiment: its file must hold keys and values", "got list.yaml in"]),
     ("train experiment=nothing.yaml", ["experiment: its file must hold keys and values", "got nothing.yaml"]),
-    ("train experiment=folder.yaml", ["experiment: must be a file, not a folder", "got folder.yaml"]),
-    ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend the file"]),
-    ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend the file"]),
+    ("train experiment=folder.yaml", ["experiment: must be a regular file", "got folder.yaml"]),
+    ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend it"]),
+    ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend it"]),
     ("train experiment=first.yaml", [
         "3 problems", "_self_ must be the last of its defaults", "got _self_ before debug in first.yaml. Put _self_ "
         "behind debug", "trainer: is a section", "optim.lr?"]),

@@ -165,6 +165,13 @@ def _answer(right: bool, good: str, bad: str) -> Answer:
     return Answer(good if right else bad, float(right), parts, 6, "stop", logprob=-1.5)
 
 
+def with_stages(run_dir: Path, *stages: Stage) -> None:
+    """Record these stages as those before the training."""
+    origin = read_origin(run_dir)
+    assert origin is not None
+    replace(origin, stages=stages).write(run_dir)
+
+
 def record_of(
     curves: Mapping[str, Sequence[float]],
     *,
@@ -183,9 +190,7 @@ def record_of(
         )
         for step in range(1, length + 1)
     )
-    return RunRecord(
-        Path("planted"), config or RunConfig(), steps, (), validations or {}, Origin(config or RunConfig()), (), ()
-    )
+    return RunRecord(Path("planted"), config or RunConfig(), steps, (), validations or {}, None, (), ())
 
 
 FEW = ("critic/score/mean",)
@@ -266,10 +271,3 @@ def series(run_dir: Path, name: str) -> list[float]:
     """The values of a metric in a run's journal."""
     steps = load_journal(run_dir / JOURNAL_FILE).steps
     return [record.metrics[name] for record in steps if name in record.metrics]
-
-
-def with_stages(run_dir: Path, *stages: Stage) -> None:
-    """Record these stages as those before the training."""
-    origin = read_origin(run_dir)
-    assert origin is not None
-    replace(origin, stages=stages).write(run_dir)

@@ -17,7 +17,7 @@ from flows.stages.stage import Stage
 from flows.stages.trainer import record_inputs
 from flows.stages.validate import Validate
 from flows.stages.warm_start import WarmStart
-from flows.sweep.record import committed
+from flows.sweep.points import committed
 from flows.work.checkpoints import committed_step
 from flows.work.open_run import OpenRun, open_run
 from flows.work.origin import require_same

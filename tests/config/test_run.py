@@ -7,12 +7,11 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, CriticConfig
-from rlcore.config.base import Bound, covers, expanded
+from rlcore.config.base import covers, expanded, value_at
 from rlcore.config.data import MappedData, ParquetData, PassRatesConfig, parts_of
 from rlcore.config.model import ModelConfig
 from rlcore.config.rollout import ValidationConfig
-from rlcore.config.run import value_at
-from rlcore.config.suite import suite_settings
+from rlcore.config.run import suite_settings
 from rlcore.config.trainer import DeadlineConfig, PathsConfig
 
 
@@ -71,12 +70,6 @@ def test_a_name_covers_itself_and_what_lies_in_it() -> None:
     assert [covers("algo.kl", key) for key in ("algo.kl", "algo.kl.coef", "algo", "algo.klx")] == [
         True, True, False, False,
     ]  # fmt: skip
-
-
-def test_a_bound_names_the_settings_that_it_is_of() -> None:
-    assert Bound("divide", "a.b x c.d").names == ("a.b", "c.d")
-    assert Bound("be at most", "a.b + c.d").names == ("a.b", "c.d")
-    assert Bound("be at most", "a.b").names == ("a.b",)
 
 
 def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.config.base import covers
 from rlcore.config.compose import compose, experiment_names, group_members
-from rlcore.config.rules.effects import EFFECTS, without_effect
+from rlcore.config.data import TASKS
+from rlcore.config.rules import effects_in, without_effect
 from rlcore.config.run import all_keys, section_names
 from rlcore.config.sweep_load import load_sweep
-from tests.config.test_rules import settings
+from tests.helpers.settings import settings
 
 # What leaves the keys unread, what lets them be read, and the keys with a value.
 CASES = [
@@ -25,6 +27,8 @@ CASES = [
     ("algo.kl.where=loss", "algo.kl.where=loss algo.kl.adaptive=true", "algo.kl.target=1"),
     ("algo.kl.where=loss", "algo.kl.where=reward algo.kl.adaptive=true", "algo.kl.horizon=9"),
     ("", "algo.importance.mode=mask", "algo.importance.cap=3"),
+    ("trainer.old_logprobs=behavior", "", "algo.importance.mode=mask"),
+    ("trainer.old_logprobs=behavior", "", "algo.rejection.level=token"),
     ("", "algo.importance.mode=mask", "algo.importance.level=sequence"),
     ("", "algo.rejection.level=token", "algo.rejection.estimator=k3"),
     ("", "algo.rejection.level=token", "algo.rejection.cap=3"),
@@ -71,6 +75,7 @@ CASES = [
     ("data.environment=a:B", "data.environment=a:B algo.advantage=reinforce_pp", "episode.reward_per_turn=true"),
     ("", "validation.suites=[{name:x,data:{task:countdown}}]", "filter.decontaminate=drop"),
     ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
+    ("rollout.sampling.temperature=0", "", "rollout.sampling.top_p=0.9"),
     ("answers.every_steps=0", "", "answers.max_gb=2"),
     ("data.environment=a:B", "", "reward.audit=false"),
     ("alarms.grad_norm='off'", "", "alarms.grad_norm_above=9"),
@@ -95,13 +100,13 @@ def test_a_setting_is_told_where_it_is_not_read_and_nowhere_else(idle, read, giv
     assert without_effect(settings(f"{idle} {given}"), []) == [], "nobody gave it"
 
 
-def test_every_row_names_settings_and_has_a_case():
-    names = {*all_keys(), *section_names()}
-    for effect in EFFECTS:
-        assert {*effect.keys, *effect.by} <= names
-    keys = [given.partition("=")[0] for *_, given in CASES] + ["data.revision"]
-    left = [e.keys for e in EFFECTS if not any(key == k or key.startswith(f"{k}.") for key in keys for k in e.keys)]
-    assert not left
+def test_every_declaration_names_settings_and_has_a_case():
+    names, tried = {*all_keys(), *section_names()}, [given.partition("=")[0] for *_, given in CASES] + ["data.revision"]
+    full = [settings(f"critic={{}} model.lora={{}} data.task={task}") for task in TASKS]
+    for (_, by), scope in (item for config in full for item in effects_in(config).items()):
+        assert {*scope} <= names
+        assert any(name in names for name in by)
+        assert any(covers(key, name) for name in tried for key in scope), scope
 
 
 def test_a_revision_is_the_hubs(tmp_path: Path):
@@ -115,7 +120,10 @@ def test_a_revision_is_the_hubs(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("algo.lam=0.5", "algo.lam=0.5: has no effect with algo.advantage=grpo. Choose algo=ppo, or leave it out"),
+        (
+            "algo.lam=0.5",
+            "algo.lam=0.5: has no effect with algo.advantage=grpo. Set algo.advantage=gae, or leave it out",
+        ),
         (
             "algo.kl.target=1 algo.kl.coef=0.5",
             "algo.kl.coef=0.5, algo.kl.target=1.0: have no effect with algo.kl.where=off. Set algo.kl.where=loss or "
@@ -128,7 +136,7 @@ def test_a_revision_is_the_hubs(tmp_path: Path):
         (
             "pass_rates.keep=[0.1,0.9]",
             "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0, pass_rates.table=null. Set "
-            "pass_rates.samples=8, or leave it out",
+            "pass_rates.samples, or leave it out",
         ),
     ],
 )
@@ -164,5 +172,5 @@ def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_swit
     words.append("rollout=hf")
     assert [line.partition("=")[0] for line in compose(words).idle_settings()] == ["algo.importance.cap"]
     words.append("+warm_start={max_steps: 9, batch_size: 8}")
-    assert compose(words).idle_settings()[1].startswith("warm_start.batch_size=8, warm_start.max_steps=9: have no")
+    assert compose(words).idle_settings()[0].startswith("warm_start.batch_size=8, warm_start.max_steps=9: have no")
     assert compose(["experiment=debug", "~tags"]).idle_settings() == []

@@ -3,7 +3,7 @@
 import re
 
 from rlcore.config.compose import GROUPS
-from rlcore.config.documents import REFERENCE_FILE, reference, write_reference
+from rlcore.config.documents import REFERENCE_FILE, reference
 from rlcore.config.run import all_keys
 
 
@@ -32,7 +32,3 @@ def test_type_range_default_and_meaning():
     assert by_key["`tags`"][:2] == ["names with text", "`{}`"]
     assert by_key["`name`"][0].startswith("text, like `^")
     assert by_key["`optim.lr`"][2] == "Peak learning rate."
-
-
-def test_writing_it(tmp_path):
-    assert write_reference(tmp_path / "docs" / "settings.md").read_text(encoding="utf-8") == reference()

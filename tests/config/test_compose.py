@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import rlcore.config.compose as composing
 from rlcore.config import Gsm8kData
+from rlcore.config.base import value_at
 from rlcore.config.compose import CONF_DIR, compose, experiment_names, load_config
 from rlcore.errors import ConfigError
 
@@ -47,54 +48,35 @@ def test_experiment_can_be_an_override():
     assert load_config([f"experiment={DEMO}", "seed=2"]) == load_config(["seed=2"], experiment=DEMO)
 
 
-def test_plus_and_plain_mean_the_same():
-    assert load_config(["+trainer.total_steps=5"], experiment=DEMO).trainer.total_steps == 5
-    assert load_config(["++trainer.total_steps=5"], experiment=DEMO).trainer.total_steps == 5
-
-
 @pytest.mark.parametrize(
-    ("override", "section", "key", "value"),
+    ("override", "key", "value"),
     [
-        ("optim.lr=1e-6", "optim", "lr", 1e-6),
-        ("optim.lr=1", "optim", "lr", 1.0),
-        ("data.operations=[+,-,*]", "data", "operations", ("+", "-", "*")),
-        ("paths.root='a folder, with a comma'", "paths", "root", "a folder, with a comma"),
-        ("paths.root=2026", "paths", "root", "2026"),
-        ("model.gradient_checkpointing=true", "model", "gradient_checkpointing", True),
-        ("algo.dual_clip=null", "algo", "dual_clip", None),
-        ("trainer.mini_batch_size=${trainer.batch_size}", "trainer", "mini_batch_size", 64),
+        ("+trainer.total_steps=5", "trainer.total_steps", 5),
+        ("++trainer.total_steps=5", "trainer.total_steps", 5),
+        ("optim.lr=1e-6", "optim.lr", 1e-6),
+        ("optim.lr=1", "optim.lr", 1.0),
+        ("~optim.lr", "optim.lr", 1e-6),
+        ("data.operations=[+,-,*]", "data.operations", ("+", "-", "*")),
+        ("paths.root='a folder, with a comma'", "paths.root", "a folder, with a comma"),
+        ("paths.root=2026", "paths.root", "2026"),
+        ("model.gradient_checkpointing=true", "model.gradient_checkpointing", True),
+        ("algo.dual_clip=null", "algo.dual_clip", None),
+        ("algo.kl.where=off", "algo.kl.where", "off"),
+        ("algo.kl={where:loss,coef:0.01}", "algo.kl.coef", 0.01),
+        ("trainer.mini_batch_size=${trainer.batch_size}", "trainer.mini_batch_size", 64),
+        ("model.lora.rank=4", "model.lora.rank", 4),
+        ("model.lora=null", "model.lora", None),
+        ("tags.owner=me", "tags", {"owner": "me"}),
+        ("+tags.year=2026", "tags", {"year": "2026"}),
+        ("tags={run:5}", "tags", {"run": "5"}),
+        ("tags.seed=${seed}", "tags", {"seed": "1"}),
+        ("tags.run=007", "tags", {"run": "007"}),
+        ("tags.rate=1e5", "tags", {"rate": "1e5"}),
     ],
 )
-def test_values_have_the_type_of_their_key(override, section, key, value):
-    found = getattr(getattr(load_config([override], experiment=DEMO), section), key)
+def test_values_have_the_type_of_their_key(override, key, value):
+    found = value_at(load_config([override], experiment=DEMO), key)
     assert (found, type(found)) == (value, type(value))
-
-
-def test_off_is_a_word():
-    config = load_config(["algo.kl.where=off", "algo.importance.mode=off"], experiment=DEMO)
-    assert (config.algo.kl.where, config.algo.importance.mode) == ("off", "off")
-
-
-def test_several_keys_of_a_section_at_once():
-    kl = load_config(["algo.kl={where:loss,coef:0.01}"], experiment=DEMO).algo.kl
-    assert (kl.where, kl.coef, kl.estimator) == ("loss", 0.01, "auto")
-
-
-def test_tags_are_free():
-    assert load_config(["tags.owner=me", "+tags.year=2026"], experiment=DEMO).tags == {"owner": "me", "year": "2026"}
-
-
-@pytest.mark.parametrize(
-    ("override", "tags"),
-    [
-        ("tags={run:5}", {"run": "5"}),
-        ("tags.seed=${seed}", {"seed": "1"}),
-        ("tags.run=007", {"run": "007"}),
-        ("tags.rate=1e5", {"rate": "1e5"}),
-    ],
-)
-def test_a_number_where_a_text_is_wanted_is_its_text(override, tags):
-    assert load_config([override], experiment=DEMO).tags == tags
 
 
 def test_a_number_in_a_list_is_its_text_too(tmp_path):
@@ -106,28 +88,11 @@ def test_a_number_in_a_list_is_its_text_too(tmp_path):
     assert (suite.name, suite.data.subset) == ("2024", "7")
 
 
-def test_a_deleted_key_has_its_default():
-    assert load_config(["~optim.lr"], experiment=DEMO).optim.lr == 1e-6
-
-
-def test_a_key_of_a_null_section_switches_it_on():
-    config = load_config(["model.lora.rank=4"], experiment=DEMO)
-    assert config.model.lora is not None
-    assert config.model.lora.rank == 4
-    assert load_config(["model.lora=null"], experiment=DEMO).model.lora is None
-
-
 def test_ppo_brings_its_critic():
     config = load_config(["algo=ppo", "critic.warmup_steps=3"], experiment=DEMO)
     assert config.critic is not None
-    assert config.critic.warmup_steps == 3
-    assert config.critic.optim.lr == 1e-5
-
-
-def test_a_critic_can_be_chosen_by_name():
-    chosen = load_config(["algo=ppo", "critic=default"], experiment=DEMO)
-    assert chosen.critic is not None
-    assert chosen == load_config(["algo=ppo"], experiment=DEMO)
+    assert (config.critic.warmup_steps, config.critic.optim.lr) == (3, 1e-5)
+    assert load_config(["algo=ppo", "critic=default"], experiment=DEMO) == load_config(["algo=ppo"], experiment=DEMO)
 
 
 @pytest.mark.parametrize("none", ["none", "null"])
@@ -165,7 +130,6 @@ def test_both_mistakes_are_told_with_the_nearest_right_key():
     ("wrong", "right"),
     [
         ("trainer.totl_steps=5", "trainer.total_steps"),
-        ("+trainer.totl_steps=5", "trainer.total_steps"),
         ("++trainer.totl_steps=5", "trainer.total_steps"),
         ("optim.learning_rate=1e-6", None),
         ("algo.lr=1e-6", "optim.lr"),
@@ -205,8 +169,8 @@ def test_unknown_keys(wrong, right):
             "validation.suites=[{name:x,data:{task:countdown},seed:2147483648}]",
             "x: seed: must be less than 2147483648; got 2147483648",
         ),
+        ("validation.suites=[{name:7,data:{task:countdown},x:1}]", "entry 0: x: there is no such setting; got 1"),
         ("seed=2147483648", "must be less than 2147483648; got 2147483648"),
-        ("trainer.total_steps=0", "must be greater than or equal to 1; got 0"),
         ("trainer.total_steps=five", "must be a valid integer; got five"),
         ("trainer.total_steps=1.5", "must be a valid integer; got 1.5"),
         ("trainer.total_steps='5'", "must be a valid integer; got 5"),
@@ -221,7 +185,6 @@ def test_unknown_keys(wrong, right):
         ("data.operations=[+,x]", "must be '+', '-', '*' or '/'; got x"),
         ("data.operations=+", "must be a valid array; got +"),
         ("trainer=5", "is a section, not a value; got 5. Set one of its keys, such as trainer.batch_size"),
-        ("algo.kl=loss", "is a section, not a value; got loss"),
         ("trainer=null", "is a section, not a value; got null"),
         ("tags=5", "is a section, not a value; got 5. Set one of its keys, such as tags.name=value"),
         ("seed.x=1", "there is no such setting: seed is a value, not a section; got 1"),
@@ -229,8 +192,6 @@ def test_unknown_keys(wrong, right):
             "data.source=x",
             "is a setting of task gsm8k or mapped, and the task is countdown; got x. Leave it out, or add data=gsm8k",
         ),
-        ("data.task=gsm8k", "follows from the group; got 'data.task=gsm8k'. Choose a task as a group: data=gsm8k"),
-        ("paths.root=${path.root}", "cannot be filled in (Interpolation key 'path.root' not found); got ${path.root}"),
         ("paths.root=${nosuch:1}", "cannot be filled in (Unsupported interpolation type nosuch)"),
         ("paths.root=???", "cannot be filled in (Missing mandatory value: root)"),
         ("paths.root='${'", "cannot be filled in (no viable alternative at input '${')"),
@@ -241,13 +202,12 @@ def test_unknown_keys(wrong, right):
         ("data.operations=['+','${']", "cannot be filled in (no viable alternative at input '${'); got [+,${]"),
         ("pass_rates.table='~nobody77/m'", "must be the folder of a finished table"),
         ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a file that exists, .jsonl, .json, .csv"),
-        ("validation.suites=['~nobody77/m.yaml']", "its file cannot be read"),
+        ("validation.suites=['~nobody77/m.yaml']", "there is no such file; got ~nobody77/m.yaml in "),
         *(
             (f"{key}={value}", f"must be true or false, a finite number or a text; got {value}. ")
             for key in ("algo.policy_loss_options.tau_pos", "data.chat_template_kwargs.str")
             for value in ("null", "[1,2]", "{a:1}", "nan")
         ),
-        ("tags.tags=null", "must be a valid string; got null"),
         ("seed=1,2", "is a sweep over several values, and this is one run"),
         ("seed@x=1", "packages and group paths have no meaning here"),
         ("conf/seed=1", "packages and group paths have no meaning here"),
@@ -260,7 +220,6 @@ def test_unknown_keys(wrong, right):
             "data=null",
             "must name a file in conf/data; got null. There are code, countdown, custom, gsm8k, mapped, math",
         ),
-        ("algo=defaults", "must name a file in conf/algo; got defaults"),
     ],
 )
 def test_one_mistake_one_problem(override, told):
@@ -270,7 +229,6 @@ def test_one_mistake_one_problem(override, told):
 
 
 SUITES_OF_OURS = "There are countdown, gsm8k; a path ends in .yaml"
-FORM = "conf/suite/gsm8k.yaml shows the form"
 STEPS = "Steps of the run; a step is one batch of prompts sampled, scored and learned from (default 100)"
 
 
@@ -317,21 +275,29 @@ def test_a_mistake_is_told_in_these_words(override, line):
     assert the_problem(override) == line
 
 
-def test_a_suite_that_is_no_file_of_settings_is_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("folder", "must be a regular file"),
+        ("list", "its file must hold keys and values"),
+        ("none", "there is no such file"),
+        ("bytes", "cannot be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
+        ("torn", "cannot be read (while parsing a flow mapping"),
+        ("twice", "cannot be read (while constructing a mapping"),
+    ],
+)
+def test_what_is_no_file_of_settings_is_one_problem(tmp_path, monkeypatch, name, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.yaml").mkdir()
-    (tmp_path / "list.yaml").write_text("[1, 2]\n")
-    key = "validation.suites: "
-    names = "must name files in conf/suite, or paths of files"
-    folder, listed = tmp_path / "folder.yaml", tmp_path / "list.yaml"
-    assert the_problem(f"validation.suites=[{folder}]") == f"{key}{names}; got {folder}. It is none"
-    held = "its file must hold keys and values"
-    assert the_problem(f"validation.suites=[{listed}]") == f"{key}{held}; got {listed}. {FORM}"
-    reason = "its file cannot be read ([Errno 2] No such file or directory: 'none.yaml')"
-    assert the_problem("validation.suites=[none.yaml]") == f"{key}{reason}; got none.yaml in {tmp_path}. {FORM}"
-    reason = f"its file cannot be read ([Errno 2] No such file or directory: '{tmp_path}/none.yaml')"
-    found = the_problem(f"validation.suites=[{tmp_path}/none.yaml]")
-    assert found == f"{key}{reason}; got {tmp_path}/none.yaml. {FORM}"
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00name")
+    for file, text in {"list": "[1, 2]\n", "torn": "trainer: {batch_size: 4\n", "twice": "seed: 1\nseed: 2\n"}.items():
+        (tmp_path / f"{file}.yaml").write_text(text)
+    for shown, got in ((f"{name}.yaml", f"{name}.yaml in {tmp_path}"), (f"{tmp_path}/{name}.yaml",) * 2):
+        suite, experiment = the_problem(f"validation.suites=[{shown}]"), the_problem(experiment=shown)
+        assert suite.startswith(f"validation.suites: {told}")
+        assert suite.endswith(f"; got {got}. conf/suite/gsm8k.yaml shows the form")
+        assert experiment.startswith(f"experiment: {told}")
+        assert f"; got {got}. Mend it, or name one of {', '.join(experiment_names())}; " in experiment
 
 
 def test_the_file_of_a_suite_is_read_as_an_experiments_is(tmp_path):
@@ -340,18 +306,6 @@ def test_the_file_of_a_suite_is_read_as_an_experiments_is(tmp_path):
     (suite,) = load_config([f"validation.suites=[{file}]"], experiment="verl_gsm8k_grpo").validation.suites
     assert isinstance(suite.data, Gsm8kData)
     assert (suite.name, suite.data.revision, suite.sampling.temperature) == ("dated", "2024-06-01", 0.1)
-    file.write_text("data: {task: countdown}\nseed: 1\nseed: 2\n")
-    assert the_problem(f"validation.suites=[{file}]").startswith("validation.suites: its file cannot be read (")
-
-
-@pytest.mark.parametrize(("name", "told"), [("folder", "must be a file, not a folder"),
-                                            ("list", "its file must hold keys and values")])  # fmt: skip
-def test_an_experiment_that_is_no_file_of_settings_is_told(tmp_path, name, told):
-    (tmp_path / "folder.yaml").mkdir()
-    (tmp_path / "list.yaml").write_text("[1, 2]\n")
-    file = tmp_path / f"{name}.yaml"
-    remedy = f"Name a file that this process can read, or one of {', '.join(experiment_names())}"
-    assert the_problem(experiment=str(file)) == f"experiment: {told}; got {file}. {remedy}"
 
 
 @pytest.mark.parametrize(
@@ -430,8 +384,8 @@ def test_every_kind_of_mistake_at_once():
         "algo=grppo", "a b=3", "seed=1,2", "sed=1", "trainer.total_steps=0", "rollout.engine=vlm",
         "model.path=./no/where", "trainer.mini_batch_size=48", "paths.root=${foo}", "tracking=off",
     )  # fmt: skip
-    keys = ["algo", "override", "seed", "tracking", "paths.root", "rollout.engine", "trainer.total_steps", "sed"]
-    assert [line.partition(":")[0] for line in lines] == [*keys, "trainer.mini_batch_size", "model.path"]
+    keys = ["algo", "override", "seed", "paths.root", "rollout.engine", "trainer.total_steps", "tracking", "sed"]
+    assert [line.partition(":")[0] for line in lines] == [*keys, "model.path", "trainer.mini_batch_size"]
 
 
 def test_defaults_alone_say_what_is_missing():
@@ -479,18 +433,9 @@ def test_off_without_quotes_in_yaml_is_explained(own_conf):
     assert "got false. In YAML write it in quotes" in the_problem(experiment="mine")
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("trainer: {batch_size: 4\n", "expected ',' or '}'"),
-        ("defaults: {debug: 1, _self_: 2}\n", "its defaults must be a list; got {debug:1,_self_:2} in mine. "),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_one_problem(own_conf, text, told):
-    (own_conf / "mine.yaml").write_text(text)
-    line = the_problem(experiment="mine")
-    assert line.startswith("experiment: ")
-    assert told in line
+def test_defaults_that_are_no_list_are_one_problem(own_conf):
+    (own_conf / "mine.yaml").write_text("defaults: {debug: 1, _self_: 2}\n")
+    assert "its defaults must be a list; got {debug:1,_self_:2} in mine. " in the_problem(experiment="mine")
 
 
 @pytest.mark.parametrize(
@@ -581,13 +526,6 @@ def test_a_file_that_builds_on_itself_or_on_none_is_one_problem(tmp_path, defaul
     assert told in the_problem(experiment=str(tmp_path / "own.yaml"))
 
 
-def test_a_path_that_is_no_file_is_told_with_where_it_was_looked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert the_problem(experiment="mine.yaml").startswith(
-        f"experiment: there is no such file; got mine.yaml in {tmp_path}. Name a file that this process can read, or "
-    )
-
-
 def test_a_file_that_may_not_be_read_is_one_problem(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("seed: 2\n")
@@ -602,12 +540,6 @@ def test_a_file_that_may_not_be_read_is_one_problem(tmp_path):
         if is_root:
             os.seteuid(0)
     assert line.startswith(f"experiment: cannot be read (Permission denied); got {file}. ")
-
-
-def test_a_file_that_is_no_text_is_one_problem(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_bytes(b"\xff\xfe\x00name")
-    assert the_problem(experiment=str(file)).startswith("experiment: cannot be read (")
 
 
 # ---------------------------------------------------------------- Hydra's global state

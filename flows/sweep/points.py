@@ -1,0 +1,121 @@
+"""A sweep's checks, and the runs of its points as their folders have them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flows.parameters import RunSettings
+from flows.plan.checks import check_before_plan
+from flows.stack.state import in_stack
+from flows.work.checkpoints import committed_step
+from flows.work.origin import require_same
+from rlcore.checkpoint.catalog import name_of
+from rlcore.config import RunConfig
+from rlcore.config.compose import judge_settings
+from rlcore.config.fingerprint import run_id
+from rlcore.config.problems import Problem
+from rlcore.config.sweep import Budget, Point
+from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.errors import DataError, MillraceError
+from rlcore.evaluation.result import ValidationResult, per_problem
+from rlcore.run.layout import RunLayout
+from rlcore.tracking.journal import read_journal
+
+
+def checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
+    """Compose and check a sweep: every point's settings, and what all points need.
+
+    Raises:
+        ConfigError, DataError: one message with every mistake.
+    """
+    checked = load_sweep(spec, overrides, budget=budget)
+    checked = replace(checked, base=in_stack(checked.base))
+    check_before_plan(checked.base)
+    if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
+        from flows.sweep.study import pruner_of  # Optuna, only where its own pruners are asked for
+
+        pruner_of(checked.spec.pruning)
+    return checked
+
+
+@dataclass(slots=True)
+class Member:
+    """One run of a point: its seed. `step`: how far it has come; `score`: at the point's last comparison."""
+
+    seed: int
+    settings: RunSettings
+    step: int = 0
+    score: float | None = None
+    error: str = ""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings, typed."""
+        return self.settings.config
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run: the name of its folder."""
+        return run_id(self.config)
+
+    def look(self, metric: str, step: int) -> bool:
+        """Read from its folder whether it has come to a step, and with which score."""
+        self.step = committed(self.config)
+        self.score = score_at(self.config, metric, step) if self.step >= step else None
+        return self.score is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as `sweep.json` has it."""
+        run_dir = str(RunLayout.of(self.config).run_dir)
+        return {"seed": self.seed, "run_id": self.run_id, "run_dir": run_dir, "step": self.step, "score": self.score,
+                "error": self.error}  # fmt: skip
+
+
+def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
+    """The runs of a point, one a seed, and what is wrong in its settings."""
+    overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
+    judged = judge_settings(overrides, experiment=sweep.spec.experiment)
+    members = [
+        Member(seed, RunSettings(in_stack(config), tuple(texts), sweep.spec.experiment))
+        for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, judged, strict=True)
+    ]
+    return members, judged[0][1]
+
+
+def committed(config: RunConfig) -> int:
+    """How far a run has come; 0 where its checkpoints cannot be read: the run itself says why when it is begun."""
+    try:
+        require_same(config, RunLayout.of(config))
+        return committed_step(config)
+    except (MillraceError, OSError):
+        return 0
+
+
+def score_at(config: RunConfig, metric: str, step: int) -> float | None:
+    """A held-out figure of a run at a step, from its journal."""
+    try:
+        records = read_journal(RunLayout.of(config).journal)
+    except (MillraceError, OSError):
+        return None
+    found = {
+        name: value
+        for record in records
+        if record.step == step
+        for name, value in record.metrics.items()
+        if name.startswith("val-core/") and name.endswith(f"/{metric}") and not config.validation.is_of_suite(name)
+    }
+    over_all = f"val-core/all/{metric}"  # there where held-out problems come from several sources
+    value = found[over_all] if over_all in found else next(iter(found.values()), None)
+    return None if value is None else float(value)
+
+
+def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
+    """The same figure of each held-out problem that has a score, by its id; empty where the answers are not kept."""
+    file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
+    try:
+        result = ValidationResult.read(file).with_figures
+    except DataError:
+        return {}
+    ids = [problem.prompt_id for problem in result.problems]
+    return dict(zip(ids, map(float, per_problem(result.problems)[metric]), strict=True))

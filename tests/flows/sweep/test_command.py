@@ -1,0 +1,44 @@
+"""`millrace sweep` before its first run: mistakes, and what a dry run shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.flows.conftest import in_this_process
+
+
+def test_a_mistake_is_told_before_anything_is_written(
+    artifacts_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "wrong.yaml"
+    spec.write_text("name: wrong\nexperiment: debug\ngrid: {optim.lrr: [1], paths.root: [a]}\nseeds: [1, 1]\n")
+    done = in_this_process(capsys, "sweep", str(spec), f"paths.root={artifacts_root}")
+    assert done.code == 2
+    assert "Did you mean optim.lr?" in done.err
+    assert "grid.paths.root: cannot be swept" in done.err
+    assert "seeds: must differ" in done.err
+    assert list(artifacts_root.iterdir()) == []
+
+
+def test_a_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    in_vain = ("reward.deadline_s=3", "algo.kl.coef=0.001")
+    done = in_this_process(
+        capsys, "sweep", "debug_grid", *in_vain, f"paths.root={artifacts_root}", "--dry-run", "--json"
+    )
+    assert done.code == 0, done.err
+    assert [line.split()[1].partition("=")[0] for line in done.err.splitlines()] == [
+        "algo.kl.coef",
+        "reward.deadline_s",
+    ]
+    plan = json.loads(done.out)
+    assert len(plan["runs"]) == len({run["run_id"] for run in plan["runs"]}) == 8
+    assert list(artifacts_root.iterdir()) == []
+
+
+def test_a_dry_run_of_a_search_says_how_many_points_are_drawn(
+    artifacts_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = in_this_process(capsys, "sweep", "countdown_optuna", f"paths.root={artifacts_root}", "--dry-run")
+    assert done.code == 0, done.err
+    assert "20 points drawn by optuna search, 1 seed(s) each; compared at step 20, 40" in done.out

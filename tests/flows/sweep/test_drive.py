@@ -1,0 +1,159 @@
+"""The work of a process on a sweep: points to their ends, pruned, failed, resumed, within a budget."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from flows.sweep.drive import Drive
+from flows.sweep.result import rows_of
+from rlcore.config.sweep import Budget
+from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.errors import StopRequestedError
+from tests.helpers.sweeps import RunWriter
+
+HEAD = "name: a\nexperiment: debug\noverrides: [validation.every_steps=1, tracking.enabled=false]\n"
+RATES = "grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n"
+PRUNED = "pruning: {every_steps: 1, confidence: 0.5}\n"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("flows.sweep.drive.POLL_S", 0)
+    with disable_run_logger():
+        yield
+
+
+def load(folder: Path, text: str, budget: Budget | None = None) -> Sweep:
+    (folder / "a.yaml").write_text(HEAD + text)
+    return load_sweep(str(folder / "a.yaml"), [f"paths.root={folder}"], budget=budget)
+
+
+def states(drive: Drive, sweep: Sweep) -> list[str]:
+    """States of the points by number."""
+    rows = rows_of(sweep, drive.study.points())
+    return [row["state"] for row in sorted(rows, key=lambda row: int(row["point"]))]
+
+
+def test_each_point_is_compared_with_those_before_it(tmp_path: Path) -> None:
+    sweep, trainer = load(tmp_path, RATES + PRUNED), RunWriter()
+    drive = Drive(sweep, trainer, "call")
+    assert drive.run() == ""
+    assert states(drive, sweep) == ["finished", "stopped early", "finished", "stopped early"]
+    rates = ["0.0001", "0.0001", "0.0002", "0.0003", "0.0003", "0.0004"]
+    assert trainer.trained == [
+        (f"optim.lr={rate} seed=1", step) for rate, step in zip(rates, (1, 2, 1, 1, 2, 1), strict=True)
+    ]
+    best, second, *_ = rows_of(sweep, drive.study.points())
+    assert (best["point"], second["point"]) == (3, 1)
+    assert best["scores"].keys() == {"1", "2"}
+    assert best["score"] == best["scores"]["2"] == best["runs"][0]["score"]
+    assert drive.spending.read()["steps"] == 6
+
+
+@pytest.mark.parametrize("stopped_at", range(1, 7))
+def test_a_stopped_sweep_resumes_to_what_an_undisturbed_one_gives(tmp_path: Path, stopped_at: int) -> None:
+    def stopped_and_resumed(root: Path, at: int | None) -> tuple[list[str], list[object]]:
+        root.mkdir()
+        sweep = load(root, RATES + PRUNED)
+        trainer = RunWriter(fails={} if at is None else {at: StopRequestedError("told to stop")})
+        if at is not None:
+            with pytest.raises(StopRequestedError):
+                Drive(sweep, trainer, "first").run()
+            trainer.trained.pop()
+        drive = Drive(sweep, trainer, "then")
+        drive.run()
+        rows = rows_of(sweep, drive.study.points())
+        assert len(set(trainer.trained)) == len(trainer.trained), "no step is trained twice"
+        return states(drive, sweep), [(row["point"], row["scores"]) for row in rows]
+
+    undisturbed = stopped_and_resumed(tmp_path / "whole", None)
+    assert stopped_and_resumed(tmp_path / "stopped", stopped_at) == undisturbed
+
+
+def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path: Path) -> None:
+    text = "seeds: [1, 2]\n" + RATES
+    sweep, trainer = load(tmp_path, text), RunWriter(fails={2: ValueError("the scorer raised\nhere")})
+    drive = Drive(sweep, trainer, "first")
+    drive.run()
+    assert len(trainer.trained) == 8
+    assert states(drive, sweep) == ["failed", *["finished"] * 3]
+    failed = rows_of(sweep, drive.study.points())[-1]
+    assert (failed["error"], failed["score"]) == ("the scorer raised\nhere", None)
+    assert [run["step"] for run in failed["runs"]] == [2, 0]
+    assert drive.spending.read()["steps"] == 14, "those that it has not done are not spent"
+
+    again = Drive(sweep, trainer, "second")
+    again.study.retry_failed()
+    again.run()
+    assert trainer.trained[8:] == [("optim.lr=0.0001 seed=2", 2)]
+    assert states(again, sweep) == ["finished"] * 4
+    for row in rows_of(sweep, again.study.points()):
+        assert row["score"] == pytest.approx(sum(run["score"] for run in row["runs"]) / 2)
+
+
+def test_a_run_that_is_finished_already_is_not_trained(tmp_path: Path) -> None:
+    trainer = RunWriter()
+    Drive(load(tmp_path, RATES), trainer, "call").run()
+    (tmp_path / "b").mkdir()
+    listed = "objective: {direction: minimize}\nlist: [{optim.lr: 2e-4}, {optim.lr: 1e-4}]\n"
+    sweep = load(tmp_path, listed)
+    drive = Drive(sweep, trainer, "call")
+    drive.run()
+    assert len(trainer.trained) == 4
+    assert [row["point"] for row in rows_of(sweep, drive.study.points())] == [1, 2], "the sweep minimizes"
+    assert drive.spending.read()["runs"] == []
+
+
+@pytest.mark.parametrize("budget", [Budget(runs=3), Budget(steps=6)])
+def test_a_budget_ends_a_call_and_the_next_one_continues(tmp_path: Path, budget: Budget) -> None:
+    sweep, trainer = load(tmp_path, "seeds: [1, 2]\n" + RATES, budget), RunWriter()
+    first = Drive(sweep, trainer, "first")
+    first.run()
+    assert len(trainer.trained) == 3
+    assert first.spending.read()["ended_by"] in ("3 runs", "6 steps")
+    assert states(first, sweep) == ["finished", "to do"]
+    again = Drive(load(tmp_path, "seeds: [1, 2]\n" + RATES), trainer, "again")
+    again.run()
+    assert len(set(trainer.trained)) == len(trainer.trained) == 8
+    assert states(again, sweep) == ["finished"] * 4
+
+
+def test_a_point_whose_settings_are_refused_fails_alone(tmp_path: Path) -> None:
+    """Every value is sound beside the first of the other key; 8 prompts are no mini-batch of 16."""
+    space = "{optim.lr: [1e-4], trainer.batch_size: [16, 8], trainer.mini_batch_size: [8, 16]}"
+    sweep = load(tmp_path, f"random: {{num_points: 12, space: {space}}}\n")
+    drive = Drive(sweep, RunWriter(), "call")
+    drive.run()
+    rows = rows_of(sweep, drive.study.points())
+    refused = {"optim.lr": 1e-4, "trainer.batch_size": 8, "trainer.mini_batch_size": 16}
+    assert {row["state"] for row in rows} == {"failed", "finished"}
+    for row in rows:
+        assert (row["state"] == "failed") == (row["settings"] == refused)
+        assert ("trainer.mini_batch_size" in row["error"]) == (row["state"] == "failed")
+
+
+def test_a_run_without_a_score_at_the_step_says_why(tmp_path: Path) -> None:
+    sweep = load(tmp_path, "list: [{optim.lr: 1e-4}]\n")
+    drive = Drive(sweep, lambda *_: None, "call")
+    assert "has no reward/mean@2 at step 2, since it was trained before" in drive.run()
+
+
+def test_a_process_waits_for_the_point_of_another_without_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process may wait for the slot that a trainer would hold."""
+    sweep, trainer = load(tmp_path, "list: [{optim.lr: 1e-4}]\n"), RunWriter()
+    other = Drive(sweep, trainer, "another")
+    taken = other.study.ask()
+    assert taken is not None
+    waits: list[int] = []
+
+    def paused() -> None:
+        waits.append(len(trainer.trained))
+        other.study.release(taken)
+
+    monkeypatch.setattr("flows.sweep.drive.pause", paused)
+    Drive(sweep, trainer, "call").run()
+    assert (waits, len(trainer.trained)) == ([0], 1)

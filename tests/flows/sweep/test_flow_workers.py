@@ -1,0 +1,115 @@
+"""A sweep on workers, as Prefect's API sees it: which children it starts, and when it ends. No worker is there."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Completed, Crashed, Failed
+
+from flows.server.api import LocalServer
+from flows.sweep.drive import Drive
+from flows.sweep.flow import DEPLOYMENT, work_on_workers
+from rlcore.config.sweep import Budget
+from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.errors import MillraceError
+from tests.helpers.sweeps import RunWriter
+
+pytestmark = pytest.mark.prefect
+Play = Callable[[SyncPrefectClient, FlowRun], None]
+"""What becomes of a child that waits for a worker."""
+
+
+@pytest.fixture
+def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
+    with (
+        temporary_settings({PREFECT_API_URL: prefect_server.url, PREFECT_API_AUTH_STRING: prefect_server.login}),
+        get_client(sync_client=True) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[FlowRun]]]:
+    """Has a sweep worked on, and returns its children."""
+    name, _, deployed = DEPLOYMENT.partition("/")
+    deployment = client.create_deployment(client.create_flow_from_name(name), deployed)
+    children: list[FlowRun] = []
+
+    def run(drive: Drive, sweep: Sweep, play: Play) -> list[FlowRun]:
+        def paused() -> None:
+            waiting = [child for child in client.read_flow_runs() if child.deployment_id == deployment]
+            for child in waiting:
+                if child.state is not None and not child.state.is_final():
+                    children.append(child)
+                    play(client, child)
+
+        monkeypatch.setattr("flows.sweep.flow.pause", paused)
+        flow(name="around")(lambda: work_on_workers(drive, sweep, {}))()
+        return children
+
+    yield run
+    client.delete_deployment(deployment)
+
+
+def load(folder: Path, budget: Budget | None = None) -> Sweep:
+    file = folder / "a.yaml"
+    file.write_text("name: a\nexperiment: debug\ngrid: {optim.lr: [1e-4, 2e-4, 3e-4]}\n")
+    return load_sweep(str(file), [f"paths.root={folder}", "tracking.enabled=false"], budget=budget)
+
+
+def test_each_child_brings_a_point_to_its_end_and_a_lost_one_is_replaced(
+    on_workers: Callable[..., list[FlowRun]], tmp_path: Path
+) -> None:
+    sweep, trainer = load(tmp_path), RunWriter(fails={2: ValueError("the scorer raised")})
+    drive, num_children = Drive(sweep, trainer, "call"), 0
+
+    def play(client: SyncPrefectClient, child: FlowRun) -> None:
+        nonlocal num_children
+        num_children += 1
+        if num_children == 1:
+            client.delete_flow_run(child.id)
+        elif num_children == 2:
+            client.set_flow_run_state(child.id, Crashed(), force=True)
+        else:
+            error = Drive(sweep, trainer, "call").run(whole=False)
+            client.set_flow_run_state(child.id, Failed(message=error) if error else Completed(), force=True)
+
+    on_workers(drive, sweep, play)
+    assert num_children >= 5
+    assert len(trainer.trained) == len(set(trainer.trained)) == 3
+    assert [trial.state.name for trial in drive.study.points().values()] == ["COMPLETE", "FAIL", "COMPLETE"]
+
+
+def test_a_used_up_budget_starts_no_more_children(on_workers: Callable[..., list[FlowRun]], tmp_path: Path) -> None:
+    sweep, trainer = load(tmp_path, Budget(runs=1)), RunWriter()
+    drive = Drive(sweep, trainer, "call")
+
+    def play(client: SyncPrefectClient, child: FlowRun) -> None:
+        Drive(sweep, trainer, "call").run(whole=False)
+        client.set_flow_run_state(child.id, Completed(), force=True)
+
+    assert len(on_workers(drive, sweep, play)) == 3, "those that had been started found nothing to do"
+    assert len(trainer.trained) == 1
+    assert drive.spending.read()["ended_by"] == "1 runs"
+
+
+def test_children_that_never_work_end_the_sweep_with_an_error(
+    on_workers: Callable[..., list[FlowRun]], tmp_path: Path
+) -> None:
+    sweep = load(tmp_path)
+    with pytest.raises(MillraceError, match="its runs end without working on a point"):
+        on_workers(
+            Drive(sweep, RunWriter(), "call"),
+            sweep,
+            lambda client, child: client.set_flow_run_state(child.id, Failed(message="no such file"), force=True),
+        )
+
+
+def test_a_missing_deployment_is_an_error_with_its_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
+    drive = Drive(load(tmp_path), RunWriter(), "call")
+    with pytest.raises(MillraceError, match=r"has no deployment sweep-child/local\. `millrace up`"):
+        flow(name="around")(lambda: work_on_workers(drive, load(tmp_path), {}))()

@@ -1,0 +1,145 @@
+"""What a sweep leaves: the best settings, the comparison, and its run in MLflow."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+from prefect.logging import disable_run_logger
+
+from flows.progress import display_for_console, shown_on
+from flows.sweep.points import members_of
+from flows.sweep.result import (
+    begin_in_mlflow,
+    conclude,
+    ended_in_mlflow,
+    rows_of,
+    summary_of,
+    write_comparison,
+)
+from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, Spending, SweepStudy
+from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
+from tests.helpers.reports import write_run
+from tests.tracking.conftest import Server, running_server
+
+pytestmark = [pytest.mark.slow]
+RATES = "grid: {optim.lr: [1e-4, 2e-4, 3e-4]}\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("server"), empty_store) as server:
+        yield server
+
+
+def load(root: Path, *overrides: str, text: str = RATES) -> Sweep:
+    (root / "rates.yaml").write_text(f"name: rates\nexperiment: debug\n{text}")
+    return load_sweep(str(root / "rates.yaml"), [f"paths.root={root}", *overrides])
+
+
+def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
+    """The sweep's study with a point for each score; None: it has failed."""
+    study = SweepStudy(sweep)
+    for score in scores:
+        trial = study.ask()
+        assert trial is not None
+        members, _ = members_of(sweep, trial.user_attrs[SETTINGS])
+        for member in members:
+            member.step, member.score = 2, score
+        trial.set_user_attr(RUNS, [member.to_json() for member in members])
+        if score is None:
+            trial.set_user_attr(ERROR, f"point {trial.user_attrs[POINT]} is broken")
+            study.optuna.tell(trial, state=TrialState.FAIL)
+        else:
+            trial.report(score, 2)
+            study.optuna.tell(trial, score)
+    return study
+
+
+def test_the_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
+    sweep = load(tmp_path)
+    study = with_scores(sweep, 0.1, 0.3)
+    with disable_run_logger():
+        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), None)
+    assert summary_of(result) == [
+        "2 of 3 points finished, 1 not finished, 0 runs worked on, 0 steps",
+        "best: point 2, optim.lr=0.0002: 0.3",
+        f"best settings: {sweep.folder / 'best.yaml'}",
+    ]
+    assert result.comparison is None, "the runs' folders are not there"
+
+
+@pytest.mark.parametrize(("direction", "order"), [("maximize", [2, 1, 4, 3]), ("minimize", [1, 4, 2, 3])])
+def test_the_best_point_is_first_and_of_equal_ones_the_first(tmp_path: Path, direction: str, order: list[int]) -> None:
+    text = f"objective: {{direction: {direction}}}\ngrid: {{optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}}\n"
+    sweep = load(tmp_path, text=text)
+    rows = rows_of(sweep, with_scores(sweep, 0.1, 0.3, None, 0.1).points())
+    assert [row["point"] for row in rows] == order
+    assert [row["error"] for row in rows] == ["", "", "", "point 3 is broken"]
+
+
+def test_the_comparison_is_of_the_runs_that_are_there(tmp_path: Path) -> None:
+    sweep = load(tmp_path)
+    rows = rows_of(sweep, with_scores(sweep, 0.1, 0.2, 0.3).points())
+    one, two, three = (Path(row["runs"][0]["run_dir"]) for row in rows)
+    write_run(one, num_steps=2)
+    assert write_comparison(sweep, rows) is None
+    write_run(three, num_steps=2, seed=2)
+    page = write_comparison(sweep, rows)
+    assert page is not None
+    compared = json.loads(page.with_suffix(".json").read_text())["tables"]["runs"]["rows"]
+    assert [row[0] for row in compared] == [one.name, three.name]
+    assert not two.exists()
+
+
+def test_the_run_in_mlflow_has_scores_files_and_a_description(server: Server, tmp_path: Path) -> None:
+    sweep = load(tmp_path, f"tracking.uri={server.uri!r}")
+    store = MlflowStore(sweep.base.tracking, tmp_path)
+    study = with_scores(sweep, 0.1, 0.2, 0.3)
+    with disable_run_logger():
+        own = begin_in_mlflow(sweep)
+        assert own is not None
+        conclude(sweep, study.points(), Spending(study, sweep, "call").read(), own)
+    run = store.client.get_run(own)
+    assert run.info.status == "FINISHED"
+    text = run.data.tags[NOTE_TAG]
+    for words in ("Varies `optim.lr` of debug by grid", "Maximizes reward/mean@2", "3 of 3 points finished"):
+        assert words in text
+    rows = [line for line in text.splitlines() if "| finished |" in line]
+    assert [row.split("|")[1].strip() for row in rows] == ["3", "2", "1"], "the best first"
+    assert {file.path for file in store.client.list_artifacts(own, "sweep")} == {"sweep/sweep.json", "sweep/best.yaml"}
+    history = store.client.get_metric_history(own, "sweep/reward/mean_at_2")
+    assert {one.step: one.value for one in history} == {1: 0.1, 2: 0.2, 3: 0.3}
+
+    with disable_run_logger():
+        assert begin_in_mlflow(sweep) == own, "the next call continues in the same run"
+        assert store.client.get_run(own).info.status == "RUNNING"
+        with pytest.raises(OSError, match="full"), ended_in_mlflow(sweep, own):
+            raise OSError("full")
+    assert store.client.get_run(own).info.status == "FAILED"
+
+
+def test_a_page_that_nothing_serves_is_told_with_the_command_that_does(
+    tmp_path: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    sweep = load(tmp_path)
+    study = with_scores(sweep)
+    with disable_run_logger(), shown_on(display_for_console()):
+        conclude(sweep, study.points(), Spending(study, sweep, "call").read(), begin_in_mlflow(sweep))
+    *_, page, after = capsys.readouterr().out.splitlines()
+    assert page.startswith("in MLflow: http://127.0.0.1:5000/#/")
+    assert after.strip().startswith("after ")
+    assert after.endswith(f"millrace ui --root {tmp_path} --port 5000")
+
+
+def test_an_mlflow_that_is_away_ends_no_sweep(tmp_path: Path) -> None:
+    sweep = load(tmp_path, "tracking.uri='http://127.0.0.1:9'")
+    study = with_scores(sweep, 0.1)
+    with disable_run_logger():
+        assert begin_in_mlflow(sweep) is None
+        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), "lost")
+    assert result.best is not None

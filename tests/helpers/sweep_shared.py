@@ -1,0 +1,56 @@
+"""One process of a sweep that several share. Each run is trained by a real trainer, without Prefect.
+
+    python -m tests.helpers.sweep_shared ROOT NAME
+
+Writes to ROOT/log.jsonl what it begins and ends.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from prefect.logging import disable_run_logger
+
+from flows import chain
+from flows.stages.train import Train
+from flows.sweep.drive import Drive
+from flows.sweep.points import Member
+from flows.work.open_run import open_run
+from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.storage.publish import write_text_atomically
+from tests.share_of_digits import LEARNING
+
+SPEC = f"""
+name: shared
+experiment: debug
+overrides: [trainer.total_steps=2, tracking.enabled=false, {", ".join(LEARNING)}]
+grid: {{optim.lr: [3e-3, 1.0, 1e-3]}}
+"""
+
+
+def shared_sweep(root: Path) -> Sweep:
+    """The sweep that all processes work on."""
+    file = root / "shared.yaml"
+    write_text_atomically(file, SPEC)
+    return load_sweep(str(file), [f"paths.root={root}"])
+
+
+def main(root: Path, name: str) -> None:
+    """Work on the sweep as the process with this name."""
+
+    def log(what: str, run_id: str) -> None:
+        with (root / "log.jsonl").open("ab", buffering=0) as file:
+            file.write(json.dumps({"what": what, "run": run_id, "by": name}).encode() + b"\n")
+
+    def train(member: Member, to_step: int, place: str, label: str) -> None:
+        with open_run(member.config) as run:
+            log("begun", run.run_id)
+            chain.run_stages(run, chain.run_here, Train.name, to_step)
+            log("ended", run.run_id)
+
+    with disable_run_logger():
+        Drive(shared_sweep(root), train, name).run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

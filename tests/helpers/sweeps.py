@@ -1,0 +1,96 @@
+"""Sweeps small enough for a test. A learning rate of 1 spoils the model in one step, so the scores differ for sure."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from flows.sweep.points import Member, members_of
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.config.sweep_load import load_sweep
+from rlcore.run.layout import RunLayout
+from rlcore.tracking.journal import Journal
+from tests.helpers.reports import validation
+
+UNTRACKED = ("tracking.enabled=false",)
+
+SPECS = {
+    "grid": """
+name: grid
+experiment: debug
+overrides: [trainer.total_steps=1]
+seeds: [1, 2]
+grid:
+  optim.lr: [3e-4, 1.0]
+""",
+    "stopped": """
+name: stopped
+experiment: debug
+overrides: [name=stopped]
+list:
+  - {optim.lr: 3e-4}
+  - {optim.lr: 1.0}
+""",
+    "on workers": """
+name: on_workers
+experiment: debug
+overrides: [validation.every_steps=1, name=worked]
+optuna:
+  num_points: 4
+  points_at_once: 2
+  startup_points: 2
+  seed: 25
+  space:
+    optim.lr: {low: 1e-5, high: 10.0, log: true}
+    algo: [grpo, rloo]
+pruning: {pruner: median, every_steps: 1, options: {n_startup_trials: 2}}
+""",
+}
+
+
+def spec_of(folder: Path, name: str) -> Path:
+    """A sweep's file, written there."""
+    file = folder / f"{name}.yaml"
+    file.write_text(SPECS[name])
+    return file
+
+
+def in_the_way(spec: Path, root: Path) -> Path:
+    """A file where one run of the grid (point 1, seed 2) wants to keep its validations: its trainer fails."""
+    checked = load_sweep(str(spec), [*UNTRACKED, f"paths.root={root}"])
+    members, _ = members_of(checked, checked.points[0])
+    obstacle = RunLayout.of(members[1].config).validation
+    obstacle.parent.mkdir(parents=True)
+    obstacle.touch()
+    return obstacle
+
+
+GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}
+"""How much each learning rate gains in two steps."""
+
+
+class RunWriter:
+    """Leaves in a run's folder what a training of made-up progress does: journal, validations, checkpoint."""
+
+    def __init__(self, fails: Mapping[int, BaseException] | None = None) -> None:
+        self.trained: list[tuple[str, int]] = []
+        """Labels of runs, and the steps that they were trained to."""
+        self._fails = dict(fails or {})
+
+    def __call__(self, member: Member, to_step: int, name: str, label: str) -> None:
+        self.trained.append((label, to_step))
+        if (error := self._fails.pop(len(self.trained), None)) is not None:
+            raise error
+        layout, config = RunLayout.of(member.config), member.config
+        layout.run_dir.mkdir(parents=True, exist_ok=True)
+        layout.settings_json.write_text(config.model_dump_json())
+        with Journal(layout.journal) as journal:
+            result = validation(config, f"step-{to_step:06d}", 40 * to_step, GAINS[config.optim.lr], 40)
+            result.write(layout.validation / f"step-{to_step:06d}.json")
+            journal.append_step(to_step, result.summary())
+        state = TrainerState(
+            step=to_step, policy_version=to_step, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
+            settings_fingerprint=settings_fingerprint(config),
+        )  # fmt: skip
+        with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+            (folder / "weights").write_text("x")
