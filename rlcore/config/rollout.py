@@ -7,7 +7,7 @@ from pydantic import Field
 
 from rlcore.config.algo import GROUP_ADVANTAGES
 from rlcore.config.base import MayChange, Run, Section, names_a_function
-from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, parts_of, taken
+from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, taken
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
@@ -142,20 +142,17 @@ class JudgeConfig(Section):
         rule(".url", "data.scorer",
              "must be an http or https address without user, password or query with a scorer data.judge:score, else '' "
              "too",
-             lambda own, run: _is_endpoint(own.url) or not (_is_judged(run) or own.url),
+             lambda own, run: _is_endpoint(own.url) or not (run.data.scorer == JUDGE or own.url),
              "Such as http://127.0.0.1:8000/v1"),
         rule(".model", "data.scorer", "must be given with a scorer data.judge:score",
-             lambda own, run: not _is_judged(run) or bool(own.model), "Use a name that the endpoint lists at /models"),
+             lambda own, run: run.data.scorer != JUDGE or bool(own.model),
+             "Use a name that the endpoint lists at /models"),
         rule(".prompt", "", "must have a place {response}",
              lambda own, _: "{response}" in own.prompt, "Write {response} where the answer comes"),
         rule(".rules", "", "must be `module:function` of a scorer other than the judge, or ''",
              lambda own, _: not own.rules or (names_a_function(own.rules) and own.rules != JUDGE),
              "Such as data.countdown:score"),
     )  # fmt: skip
-
-
-def _is_judged(run: Run) -> bool:
-    return any(part.data.scorer == JUDGE for part in parts_of(run.data))
 
 
 class RewardConfig(Section):
@@ -189,7 +186,7 @@ class RewardConfig(Section):
              "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
              "must be 1 or more with a scorer data.judge:score: as many answers are judged at a time",
-             lambda own, run: not _is_judged(run) or own.num_processes > 0, "Set reward.num_processes=16"),
+             lambda own, run: run.data.scorer != JUDGE or own.num_processes > 0, "Set reward.num_processes=16"),
         rule(".deadline_s", "sandbox.time_s",
              "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and "
              "not 0",
@@ -197,7 +194,7 @@ class RewardConfig(Section):
              "Set sandbox.time_s=3 reward.deadline_s=5"),
         rule(".deadline_s", ".judge.deadline_s data.scorer",
              "must be above reward.judge.deadline_s with a scorer data.judge:score",
-             lambda own, run: not _is_judged(run) or own.deadline_s > own.judge.deadline_s,
+             lambda own, run: run.data.scorer != JUDGE or own.deadline_s > own.judge.deadline_s,
              "Set reward.deadline_s=35"),
         rule(".weights", "data.environment",
              "must be empty with an environment, whose rewards are added up over an episode",
