@@ -197,7 +197,7 @@ def test_every_target_of_make_is_there() -> None:
     assert asked <= targets
 
 
-def test_millrace_is_installed_from_a_checkout_and_never_by_its_name() -> None:
+def test_millrace_is_never_installed_by_its_name() -> None:
     """It is on no registry (decision 16), so a package of that name there would be a stranger's."""
     files = [
         path for folder in ("flows", "data", "rlcore", "docs") for path in (REPOSITORY / folder).rglob("*.[pm][yd]")
@@ -211,7 +211,7 @@ def test_every_module_that_is_started_by_name_is_there() -> None:
     assert [name for name in asked if find_spec(name) is None] == []
 
 
-def test_every_deployment_that_is_named_is_there_and_takes_the_settings() -> None:
+def test_every_named_deployment_exists_and_takes_the_settings() -> None:
     by_name = {}
     for one in yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]:
         file, _, variable = one["entrypoint"].partition(":")

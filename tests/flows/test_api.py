@@ -61,7 +61,7 @@ def test_mistakes_are_errors_of_millrace(tmp_path: Path) -> None:
     assert millrace.runs(tmp_path) == []
 
 
-def test_a_validation_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_an_absent_validation_is_named_with_the_present_ones(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = millrace.Run(config, RunLayout.of(config))
     with pytest.raises(DataError, match=r"has no validation of that name. It has none yet"):
@@ -110,7 +110,7 @@ def test_a_run_that_was_moved_is_not_judged(tmp_path: Path) -> None:
     assert not (tmp_path / "old").exists()
 
 
-def test_a_checkpoint_that_is_not_there_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+def test_an_absent_checkpoint_changes_nothing(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = written(millrace.Run(config, RunLayout.of(config)))
     with pytest.raises(CheckpointError, match="step-000007"):

@@ -108,7 +108,7 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
 @pytest.mark.parametrize(
     ("of_run", "of_suite", "name"), [(0, 0, "step-000002"), (2, 0, "all-step-000002"), (0, 2, "all-step-000002")]
 )
-def test_what_is_asked_for_is_judged_on_all_problems_beside_the_validations_of_the_training(
+def test_an_asked_validation_takes_all_problems_under_its_own_name(
     config: RunConfig, of_run: int, of_suite: int, name: str
 ) -> None:
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
@@ -154,9 +154,7 @@ class Failing(Stage[str]):
         return result
 
 
-def test_only_a_lost_trainer_is_tried_again_and_no_more_often_than_asked_for(
-    config: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_lost_trainer_is_retried_up_to_the_limit(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     runtime = config.runtime.model_copy(update={"max_chunk_retries": 2})
     run = OpenRun(config.model_copy(update={"runtime": runtime}))
     lost = WorkerLostError("it is gone")

@@ -110,7 +110,7 @@ def test_the_plan_for_machines_is_json(here: Here) -> None:
     assert list(here.root.iterdir()) == []
 
 
-def test_too_little_room_is_told_with_the_bytes_that_are_missing(bare: Millrace) -> None:
+def test_too_little_room_is_reported_with_the_missing_bytes(bare: Millrace) -> None:
     done = bare("run", "experiment=debug", "checkpoint.reserve_gb=1e9")
     assert done.code == 75
     assert "GB are missing" in done.err
@@ -119,9 +119,7 @@ def test_too_little_room_is_told_with_the_bytes_that_are_missing(bare: Millrace)
 
 
 @pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "gc", "down"])
-def test_a_root_that_is_no_folder_is_refused_by_its_name(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
-) -> None:
+def test_a_root_that_is_no_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for name, what in (("file", "file"), ("file/below", "file"), ("loop", "loop")):
@@ -149,7 +147,7 @@ def test_a_plan_as_json_begins_nothing_without_dry_run(here: Here, verb: str) ->
     assert "--json: goes with --dry-run alone; nothing was begun" in " ".join(done.err.split())
 
 
-def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(here: Here) -> None:
+def test_a_run_to_fork_is_searched_under_the_new_runs_root(here: Here) -> None:
     done = here("run", "experiment=debug", "--fork", "nobody")
     assert done.code == 1
     assert f"under {here.root / 'runs'} there are: none" in done.err
@@ -194,7 +192,7 @@ def test_a_full_disk_ends_as_what_can_go_on(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("given", ["--root={}", "paths.root={}"])
-def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
+def test_every_command_takes_the_root_as_option_or_setting(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, given: str
 ) -> None:
     root, where = tmp_path / "there", given.format(tmp_path / "there")
@@ -314,7 +312,7 @@ def completions(many: Sequence[Sequence[str]], cwd: Path) -> list[list[str]]:
     return [one.splitlines() for one in found]
 
 
-def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path: Path) -> None:
+def test_tab_completes_words_without_heavy_imports(tmp_path: Path) -> None:
     for run_id in ("debug-s1-aa", "debug-s2-bb", "mine-s1-cc"):
         (tmp_path / "other" / "runs" / run_id).mkdir(parents=True)
         (tmp_path / "other" / "runs" / run_id / "run.json").touch()
@@ -339,7 +337,7 @@ def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path
     assert dict(zip(expected, found, strict=True)) == expected
 
 
-def test_tab_knows_every_setting_and_every_group_and_what_answers_are_sorted_by() -> None:
+def test_tab_completes_every_setting_group_and_sort_key() -> None:
     assert (rollouts.KINDS, rollouts.SORTS) == (query.KINDS, query.SORTS)
     assert complete._words_by_key().keys() == all_keys().keys()
     assert set(complete._groups()) == {*GROUPS, "experiment"}

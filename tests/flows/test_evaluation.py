@@ -49,7 +49,7 @@ def result(run: SmallRun, suite: str, name: str) -> ValidationResult:
     return ValidationResult.read(run.layout.suites / suite / f"{name}.json")
 
 
-def test_each_suite_is_judged_at_its_own_steps_and_chooses_no_checkpoint(run: SmallRun) -> None:
+def test_each_suite_is_validated_at_its_own_steps(run: SmallRun) -> None:
     steps = {record.step: record.metrics for record in read_journal(run.layout.journal)}
     judged = {
         name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean@2" in metrics]
@@ -95,7 +95,7 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
     assert "worker(s) on" not in again.out + again.err
 
 
-def test_models_are_judged_by_the_same_weights_of_a_scores_parts(run: SmallRun, tmp_path: Path) -> None:
+def test_models_are_evaluated_by_the_same_weights(run: SmallRun, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root)
     folder = root / "runs" / run.layout.run_dir.name
@@ -117,7 +117,7 @@ def test_models_are_judged_by_the_same_weights_of_a_scores_parts(run: SmallRun, 
     ]
 
 
-def test_a_judge_that_never_answers_is_an_error_and_no_result(
+def test_a_silent_judge_is_an_error_and_no_result(
     run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = tmp_path / "judged.yaml"

@@ -222,7 +222,7 @@ def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, referen
 
 
 @pytest.mark.lengthy
-def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
+def test_after_its_last_retry_a_run_fails_and_can_resume(
     millrace: Millrace, reference: Reference, tmp_path: Path
 ) -> None:
     settings = (*UNTRACKED, "algo.policy_loss=tests.helpers.harmful:kills", "runtime.max_chunk_retries=1")
@@ -240,7 +240,7 @@ def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
     }
 
 
-def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
+def test_a_killed_trainer_is_restarted_with_the_same_numbers(
     millrace: Millrace, api: Api, reference: Reference, tmp_path: Path
 ) -> None:
     updating, exporting = files = tmp_path / "updating", tmp_path / "exporting"
@@ -329,7 +329,7 @@ def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millr
 
 
 @pytest.mark.lengthy  # test_stack kills a flow with its worker, test_trainer_client one with a small trainer
-def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Millrace, reference: Reference) -> None:
+def test_a_killed_flow_ends_its_trainer_and_the_run_resumes(millrace: Millrace, reference: Reference) -> None:
     """Without Prefect, and with a store that MLflow refuses."""
     process = millrace.start("run", *UNTRACKED)
     wait_for_step(millrace, 22)
@@ -396,9 +396,7 @@ def test_make_demo_twice_at_the_same_time(millrace: Millrace) -> None:
     assert told[2] == socket.gethostname()
 
 
-def test_a_disk_that_is_full_within_a_chunk_ends_the_run_and_the_same_command_goes_on(
-    millrace: Millrace, reference: Reference
-) -> None:
+def test_a_full_disk_within_a_chunk_ends_a_resumable_run(millrace: Millrace, reference: Reference) -> None:
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)
@@ -413,9 +411,7 @@ def test_a_disk_that_is_full_within_a_chunk_ends_the_run_and_the_same_command_go
         assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
 
 
-def test_a_full_disk_pauses_the_flow_run_until_there_is_room(
-    millrace: Millrace, api: Api, reference: Reference
-) -> None:
+def test_a_full_disk_pauses_the_flow_run(millrace: Millrace, api: Api, reference: Reference) -> None:
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)

@@ -66,9 +66,7 @@ def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
 
 
 @pytest.mark.parametrize("end", [Completed, Failed, Cancelled])
-def test_a_flow_run_that_is_tried_again_runs_its_stages_again(
-    client: SyncPrefectClient, end: type[State[object]]
-) -> None:
+def test_a_retried_flow_run_runs_its_stages_again(client: SyncPrefectClient, end: type[State[object]]) -> None:
     on_disk.clear()
     run = client.create_flow_run(chain)
     assert run_flow(chain, client.read_flow_run(run.id)) == 0
@@ -94,7 +92,7 @@ def mistaken(ours: bool) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_mistake_is_its_message_in_state_and_log_and_a_fault_has_its_traceback(
+def test_a_mistake_is_a_message_and_a_fault_a_traceback(
     client: SyncPrefectClient, caplog: pytest.LogCaptureFixture, ours: bool
 ) -> None:
     run = client.create_flow_run(mistaken, parameters={"ours": ours})
@@ -123,9 +121,7 @@ def stopped() -> None:
         task_of("stage", "stage", end, str)
 
 
-def test_a_run_that_was_told_to_end_has_no_error_in_its_log(
-    client: SyncPrefectClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     run = client.create_flow_run(stopped)
     with pytest.raises(FlowCancelledError):
@@ -138,7 +134,7 @@ def test_a_run_that_was_told_to_end_has_no_error_in_its_log(
 
 
 @pytest.mark.parametrize("until", ["report", "export", "warm-start", "pass-rates"])
-def test_a_flow_that_no_command_has_checked_is_checked_before_anything_is_made(
+def test_an_unchecked_flow_is_checked_before_anything_is_made(
     client: SyncPrefectClient, artifacts_root: Path, until: str
 ) -> None:
     words = ["experiment=debug", "data.scorer=nowhere:score", "pass_rates.samples=2", f"paths.root={artifacts_root}"]
@@ -147,7 +143,7 @@ def test_a_flow_that_no_command_has_checked_is_checked_before_anything_is_made(
     assert list(artifacts_root.iterdir()) == []
 
 
-def test_a_flow_takes_the_settings_that_its_command_has_composed_and_checked(
+def test_a_flow_takes_the_settings_of_its_command(
     client: SyncPrefectClient, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["experiment=debug", "seed=3", "tracking.enabled=false", f"paths.root={artifacts_root}"]

@@ -60,7 +60,7 @@ def test_an_export_is_the_checkpoint(run: SmallRun, bare: Millrace, tmp_path: Pa
     assert all(exported[name].equal(known[name]) for name in known)
 
 
-def test_a_run_of_a_newer_format_is_told_once_and_left_as_it_is(run: SmallRun, tmp_path: Path) -> None:
+def test_checkpoints_of_a_newer_format_are_reported_and_left_alone(run: SmallRun, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root)
     (folder,) = root.glob("runs/*/checkpoints")
@@ -75,7 +75,7 @@ def test_a_run_of_a_newer_format_is_told_once_and_left_as_it_is(run: SmallRun, t
     assert sorted(folder.glob("step-*")) == saved
 
 
-def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, tmp_path: Path) -> None:
+def test_a_fork_has_the_weights_and_its_own_settings(run: SmallRun, tmp_path: Path) -> None:
     folder = str(run.layout.run_dir)
     given = ["experiment=debug", "optim.lr=1e-4", "tracking.enabled=false"]
     before = sorted(Path(run.config.paths.root).rglob("*"))
@@ -109,7 +109,7 @@ def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, 
         forked(given, "absent")
 
 
-def test_a_run_from_a_model_of_the_hub_is_exported_forked_and_evaluated(
+def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
     run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache_of(run.model_directory, tmp_path / "hf")

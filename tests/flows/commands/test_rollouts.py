@@ -103,7 +103,7 @@ def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
         rollouts.rescore(words, scorer="math:prod", as_json=True)
 
 
-def test_another_scorer_gets_a_mixtures_ground_truths_without_the_name_of_its_parts(run: SmallRun) -> None:
+def test_another_scorer_gets_ground_truths_without_scorer_names(run: SmallRun) -> None:
     """A row's own field of that name stays, and the run's own scorer reads it."""
     parts = "data.parts=[{data:{task:countdown}},{data:{task:gsm8k}}]"
     mixture = load_config(["data=mixture", "model.path=some/model", parts])
@@ -114,7 +114,7 @@ def test_another_scorer_gets_a_mixtures_ground_truths_without_the_name_of_its_pa
 
 
 @pytest.mark.parametrize("scorer", ["", "nope"])
-def test_a_scorer_that_is_none_is_told_by_the_option_that_names_it(run: SmallRun, scorer: str) -> None:
+def test_a_wrong_scorer_is_reported_by_its_option(run: SmallRun, scorer: str) -> None:
     with pytest.raises(ConfigError, match=f"^--scorer: must name a function as module:function, got '{scorer}'"):
         rollouts.rescore([str(run.layout.run_dir)], scorer=scorer)
     with pytest.raises(ConfigError, match=r"^--scorer: "):

@@ -95,7 +95,7 @@ def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
     assert found.size_bytes == sum(path.stat().st_size for path in layout.run_dir.rglob("*") if path.is_file())
 
 
-def test_the_state_of_a_run_that_ended_before_its_first_step(layout: RunLayout) -> None:
+def test_state_of_a_run_ended_before_its_first_step(layout: RunLayout) -> None:
     config = load_config([f"paths.root={layout.root}", "trainer.total_steps=50"], experiment="debug")
 
     def state_after(error: BaseException) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def test_the_state_of_a_run_that_ended_before_its_first_step(layout: RunLayout) 
     assert len(read_faults(layout.run_dir)) == 2
 
 
-def test_the_report_says_how_a_run_failed_until_it_goes_on(layout: RunLayout) -> None:
+def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> None:
     def reported() -> tuple[str, str, bool]:
         made = write_report(layout)
         told = json.loads(made.html.with_suffix(".json").read_text())["failure"]
@@ -141,7 +141,7 @@ def test_the_report_says_how_a_run_failed_until_it_goes_on(layout: RunLayout) ->
     assert "failed" not in head
 
 
-def test_a_run_that_was_told_to_stop_while_it_waited_is_stopped(layout: RunLayout) -> None:
+def test_a_run_stopped_while_waiting_is_stopped(layout: RunLayout) -> None:
     with worked_on(layout):
         note_told(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"
@@ -218,7 +218,7 @@ def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout,
     assert (found.state, found.total_steps) == ("not begun", None)
 
 
-def test_upkeep_prunes_and_does_not_change_who_is_said_to_have_worked_on_a_run(layout: RunLayout) -> None:
+def test_pruning_keeps_the_recorded_holder_of_a_run(layout: RunLayout) -> None:
     layout.checkpoints.mkdir()
     lock = layout.run_dir / RUN_LOCK
     with HeldLock(lock, what="the run"):
@@ -252,7 +252,7 @@ def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[1:] == ["the end"]
 
 
-def test_following_a_run_that_ends_shows_all_that_its_trainers_have_said(
+def test_following_shows_all_lines_of_all_trainers(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (layout.logs / f"trainer-{number}.log" for number in (1, 2))
@@ -338,7 +338,7 @@ def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, cap
     assert "MLflow did not take the comparison: tracking.uri oddsql://host/runs: " in caplog.text
 
 
-def test_a_comparison_lies_under_the_root_that_is_given_and_makes_no_store(
+def test_a_comparison_is_written_under_the_given_root_without_a_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folders = [tmp_path / "there" / "runs" / name for name in ("one", "two")]
@@ -375,7 +375,7 @@ def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) ->
     assert told.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
 
 
-def test_a_run_whose_folder_cannot_be_written_keeps_no_other_from_being_delivered(layout: RunLayout) -> None:
+def test_an_unwritable_run_is_reported_as_not_delivered(layout: RunLayout) -> None:
     begin(layout)
     delivery_lock(layout.run_dir).path.mkdir()
     told = sync(layout.run_dir, "oddsql://host/runs")

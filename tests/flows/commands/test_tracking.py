@@ -123,7 +123,7 @@ def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
     assert run.info.status == "FINISHED"
 
 
-def test_a_run_that_was_moved_to_another_root_is_delivered_there(tmp_path: Path) -> None:
+def test_a_moved_run_is_delivered_to_its_new_root(tmp_path: Path) -> None:
     node, here = tmp_path / "node", tmp_path / "here"
     settings = (f"paths.root={node}", "tracking.enabled=false")
     config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
@@ -284,7 +284,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
             end_server(process)
 
 
-def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
+def test_upkeep_uses_the_stacks_own_database(
     own_store: tuple[Path, MlflowClient], reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, client = own_store
@@ -362,7 +362,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
     assert heard == [(first, own), (second, own), (first, ours)]
 
 
-def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
+def test_best_weights_reach_their_score_in_another_process(
     reference: Reference, tmp_path: Path, artifacts_root: Path
 ) -> None:
     store = MlflowStore(TrackingConfig(), reference.millrace.root)

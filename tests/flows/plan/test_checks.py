@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> RunConfig:
     return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
 
 
-def test_a_root_that_cannot_be_written_is_told_with_the_folder_that_is_there(tmp_path: Path) -> None:
+def test_an_unwritable_root_is_reported_with_its_existing_folder(tmp_path: Path) -> None:
     require_root(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
     told = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it "
@@ -30,7 +30,7 @@ def test_a_root_that_cannot_be_written_is_told_with_the_folder_that_is_there(tmp
         require_root(Path("/proc/no/such"))
 
 
-def test_what_lacks_room_is_told_for_each_disk_with_the_number_of_checkpoints(config: RunConfig) -> None:
+def test_lack_of_room_is_reported_for_each_disk(config: RunConfig) -> None:
     plan = make_plan(config)
     enough, other = RoomReport(Path("/a"), 5, 5, 10), RoomReport(Path("/c"), 1, 0, 9, free_files=0)
     short = RoomReport(Path("/b"), 5_000, 6, 10)
@@ -44,7 +44,7 @@ def test_what_lacks_room_is_told_for_each_disk_with_the_number_of_checkpoints(co
     check_before_start(config, replace(plan, disk=replace(disk, file_systems=(enough,))))
 
 
-def test_a_run_of_more_ranks_than_slots_is_refused_before_its_start(config: RunConfig) -> None:
+def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
     Slots(Path(config.paths.root)).set_devices([""])
     check_before_start(config, make_plan(config))
     wide = config.model_copy(update={"runtime": config.runtime.model_copy(update={"num_workers": 2})})
@@ -54,9 +54,7 @@ def test_a_run_of_more_ranks_than_slots_is_refused_before_its_start(config: RunC
         check_before_start(wide, make_plan(config))
 
 
-def test_a_device_file_counts_as_a_gpu_and_another_machine_may_have_one(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_file_counts_as_a_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def require(**more: object) -> None:
         runtime = config.runtime.model_copy(update={"device": "cuda", **more})
         checks.require_device(config.model_copy(update={"runtime": runtime}))
@@ -85,7 +83,7 @@ def test_the_users_functions_are_looked_for_before_the_plan(config: RunConfig) -
         check_before_plan(config.model_copy(update={"episode": episode}))
 
 
-def test_an_evaluation_needs_a_device_and_the_functions_of_its_suites(
+def test_an_evaluation_needs_a_device_and_its_suites_functions(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_evaluation(config)
@@ -100,7 +98,7 @@ def test_an_evaluation_needs_a_device_and_the_functions_of_its_suites(
         check_evaluation(config.model_copy(update={"runtime": runtime}))
 
 
-def test_a_cluster_is_asked_for_by_runs_of_the_cluster_alone(config: RunConfig) -> None:
+def test_only_ray_runs_check_the_cluster(config: RunConfig) -> None:
     def require(backend: str) -> None:
         runtime = config.runtime.model_copy(update={"backend": backend, "ray_address": "127.0.0.1:9"})
         checks.require_machine(config.model_copy(update={"runtime": runtime}))

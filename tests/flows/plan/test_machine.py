@@ -24,7 +24,7 @@ def looked_at(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_an_error_among_other_lines(
+def test_an_absent_server_is_an_error_among_other_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where vLLM is not installed: to import it takes as long as all the rest."""
@@ -53,7 +53,7 @@ def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert looked_at(capsys)["vLLM"]["level"] == "ok"
 
 
-def test_a_package_is_judged_by_its_range_and_by_the_tested_version() -> None:
+def test_a_package_is_checked_against_range_and_tested_version() -> None:
     here = metadata.version("numpy")
     assert doctor.package_line(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
     assert doctor.package_line(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
@@ -70,16 +70,14 @@ def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
 
 
 @pytest.mark.multiprocess
-def test_the_ranks_sum_their_numbers_and_a_rank_that_cannot_is_told() -> None:
+def test_ranks_sum_numbers_and_a_failing_rank_is_named() -> None:
     all_reduce(2, "gloo")
     with pytest.raises(OSError, match=r"rank 0: .*no-such-backend"):
         all_reduce(1, "no-such-backend")
 
 
 @pytest.mark.multiprocess
-def test_the_rank_that_cannot_is_told_and_not_one_that_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_failing_rank_is_named_and_not_a_waiting_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waited for rank 1 until its deadline, and was called the cause."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif sys.orig_argv[-4:-2] == ['1', '2']:\n    sys.exit('GPU 1 has fallen off the bus')\n"

@@ -44,7 +44,7 @@ def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
     assert plan.stage("warm-start").fingerprint is not None
 
 
-def test_what_is_damaged_is_planned_to_be_made_again_and_left_alone(artifacts_root: Path) -> None:
+def test_damaged_stages_are_planned_again_and_left_alone(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
     rows = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory / "train.parquet"
     rows.write_bytes(bytes(reversed(rows.read_bytes())))
@@ -110,7 +110,7 @@ def test_a_model_of_unknown_shape_has_no_known_size(artifacts_root: Path, capsys
 
 
 @pytest.mark.parametrize("experiment", experiment_names())
-def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its_model(
+def test_every_experiment_has_a_plan_without_its_model(
     experiment: str,
     artifacts_root: Path,
     capsys: pytest.CaptureFixture[str],
@@ -132,7 +132,7 @@ def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its
     assert (INSTALL_SMOLLM2 in out) == experiment.startswith("smollm2")
 
 
-def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_published_shape(artifacts_root: Path) -> None:
+def test_tinyzeros_checkpoint_is_planned_by_the_published_shape(artifacts_root: Path) -> None:
     count = count_parameters(load_config(["experiment=tinyzero_ppo", f"paths.root={artifacts_root}"]))
     assert count is not None
     assert count.policy == 494_032_768
@@ -141,9 +141,7 @@ def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_publish
     )
 
 
-def test_the_plans_words_are_where_they_belong_and_paths_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_paths_with_brackets_are_printed_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "[bold]old[/bold]"
     plan = make_plan(load_config(["experiment=debug", f"paths.root='{root}'"]))
     show_plan(plan, as_json=False)
@@ -152,7 +150,7 @@ def test_the_plans_words_are_where_they_belong_and_paths_as_they_are(
     assert dataset.split() == ["dataset", plan.stage("dataset").fingerprint, "to", "do", "countdown"]
 
 
-def test_a_start_model_in_a_folder_with_brackets_is_named_as_it_is(
+def test_a_model_folder_with_brackets_is_printed_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")  # the path in one line
@@ -163,9 +161,7 @@ def test_a_start_model_in_a_folder_with_brackets_is_named_as_it_is(
     assert path.name in capsys.readouterr().out
 
 
-def test_smollm2_that_cannot_be_read_here_is_refused_before_the_start(
-    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_smollm2_is_refused_before_the_start(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         ["experiment=debug", "model=smollm2_135m", "data.template=bare", f"paths.root={artifacts_root}"]
     )
@@ -177,7 +173,7 @@ def test_smollm2_that_cannot_be_read_here_is_refused_before_the_start(
         check_before_start(config, plan)
 
 
-def test_what_cannot_fit_the_card_is_refused_before_the_start_and_a_finished_run_is_not(artifacts_root: Path) -> None:
+def test_a_run_that_cannot_fit_the_gpu_is_refused(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
     plan = make_plan(config)
     assert plan.memory is not None

@@ -65,7 +65,7 @@ def test_a_warm_start_ends_by_what_its_settings_name(settings: dict[str, object]
     assert _ends(WarmStartConfig().model_copy(update=none | settings)) == told
 
 
-def test_a_plan_of_an_empty_root_says_what_is_to_do(artifacts_root: Path) -> None:
+def test_a_plan_of_an_empty_root_lists_all_stages(artifacts_root: Path) -> None:
     plan = make_plan(load(artifacts_root))
     assert [(stage.name, stage.detail) for stage in plan.stages] == [
         ("dataset", "countdown"),
@@ -84,7 +84,7 @@ def test_a_plan_of_an_empty_root_says_what_is_to_do(artifacts_root: Path) -> Non
     assert plan.published_model is None
 
 
-def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) -> None:
+def test_done_stages_are_shown_and_not_counted(artifacts_root: Path) -> None:
     config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false", "pass_rates.samples=4")
     layout = RunLayout.of(config)
     at_start = make_plan(config).disk
@@ -150,7 +150,7 @@ def test_adapters_of_a_published_shape_are_counted_by_it(tmp_path: Path) -> None
     assert (found.trained, found.policy) == (shape.adapter_parameters(lora), shape.policy_parameters)
 
 
-def test_a_published_model_is_named_while_its_files_are_not_here(tmp_path: Path) -> None:
+def test_a_published_model_without_files_is_named(tmp_path: Path) -> None:
     config = load(tmp_path)
 
     def named(path: str | None) -> str | None:
@@ -162,7 +162,7 @@ def test_a_published_model_is_named_while_its_files_are_not_here(tmp_path: Path)
     assert named(str(tmp_path)) is None
 
 
-def test_pass_rates_wait_for_the_filter_and_say_whose_they_are(artifacts_root: Path) -> None:
+def test_pass_rates_wait_for_the_filter(artifacts_root: Path) -> None:
     config = load(artifacts_root, "pass_rates.samples=4", "pass_rates.keep=[0,0.9]")
     stage = make_plan(config).stage("pass-rates")
     assert (stage.detail, stage.fingerprint, stage.cached) == (
@@ -185,7 +185,7 @@ def test_a_run_at_its_end_needs_no_room_for_checkpoints(artifacts_root: Path) ->
     assert (disk.needed_bytes, disk.num_checkpoints > 1) == (0, True)
 
 
-def test_a_report_counts_once_the_run_has_come_to_its_end(artifacts_root: Path) -> None:
+def test_a_report_counts_only_after_the_last_step(artifacts_root: Path) -> None:
     config = load(artifacts_root)
     layout = RunLayout.of(config)
 

@@ -57,7 +57,7 @@ PLAN = RunPlan(
 )
 
 
-def test_no_row_is_cut_where_no_terminal_says_how_wide_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_row_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     long = "starts from " + "/a/long/path" * 12
     show_plan(replace(PLAN, stages=(replace(PLAN.stages[0], detail=long), *PLAN.stages[1:])), as_json=False)
     assert f"{long}\n" in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_the_note_on_memory_says_whether_it_fits() -> None:
     assert memory_note(UNKNOWN) == ""
 
 
-def test_the_memory_of_a_warm_start_is_told_where_its_card_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_start_memory_is_shown_for_a_known_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=card(3_000_000_000)), as_json=False)
     assert capsys.readouterr().out.splitlines()[-1] == "warm start: memory: fits, generation needs 2.5 GB"
     show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=UNKNOWN), as_json=False)
@@ -166,7 +166,7 @@ def test_the_memory_of_a_warm_start_is_told_where_its_card_is_known(capsys: pyte
     assert "\npolicy: gradients  " in out
 
 
-def test_the_plan_as_json_has_its_fields_and_nothing_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_as_json_has_exactly_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan(PLAN, as_json=True)
     out = capsys.readouterr().out
     assert json.loads(out) == PLAN.to_json()
@@ -177,6 +177,6 @@ def test_the_plan_as_json_has_its_fields_and_nothing_beside_it(capsys: pytest.Ca
     ("num_bytes", "told"),
     [(0, "0.0 GB"), (99_999_999, "100.0 MB"), (1e8, "0.1 GB"), (1e5, "0.1 MB"), (99_900, "99.9 kB"), (1, "0.0 kB")],
 )
-def test_a_size_is_told_in_the_largest_unit_of_which_it_is_a_tenth(num_bytes: float, told: str) -> None:
+def test_a_size_has_the_largest_fitting_unit(num_bytes: float, told: str) -> None:
     assert size(num_bytes) == told
     assert unit_for(num_bytes)[1] == told[-2:]

@@ -93,7 +93,7 @@ def test_a_scorer_that_fails_on_a_row_of_the_task(dry_run: Try, scorer: str, why
         dry_run(f"data.scorer=tried_out:{scorer}")
 
 
-def test_a_judge_that_does_not_answer_is_told_as_a_judge(dry_run: Try) -> None:
+def test_an_absent_judge_is_reported_as_a_judge(dry_run: Try) -> None:
     dead = (
         "reward.deadline_s=35",
         "reward.judge.url=http://127.0.0.1:9/v1",
@@ -107,7 +107,7 @@ def test_a_judge_that_does_not_answer_is_told_as_a_judge(dry_run: Try) -> None:
     assert "data.scorer" not in str(told.value)
 
 
-def test_a_scorer_is_called_with_the_solution_of_the_rows_that_a_build_makes(dry_run: Try) -> None:
+def test_a_scorer_is_tried_on_the_solution_of_built_rows(dry_run: Try) -> None:
     dry_run("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:right")
     with pytest.raises(ConfigError, match=r"on the answer '7' to the task's first row, with ground truth 7: KeyError"):
         dry_run("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:wants_more")
@@ -168,7 +168,7 @@ def test_a_broken_line_of_a_data_file(dry_run: Try, tmp_path: Path, task: str) -
 
 
 @pytest.mark.parametrize("task", LINES)
-def test_fewer_rows_in_a_file_than_in_a_batch_are_told(dry_run: Try, tmp_path: Path, task: str) -> None:
+def test_fewer_rows_in_a_file_than_a_batch_warn(dry_run: Try, tmp_path: Path, task: str) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines_of(task, name, 4)))
     place = f"data.options=[{tmp_path}]" if task == "code" else f"data.source={tmp_path}"
@@ -223,7 +223,7 @@ def test_a_chat_template_that_is_missing_or_cannot_be_rendered(dry_run: Try, tmp
         dry_run(*READS, model(tmp_path / "broken", template="{% for m in %}"), "data.template=chat")
 
 
-def test_names_for_a_chat_template_that_is_not_applied_or_does_not_read_them(dry_run: Try, tmp_path: Path) -> None:
+def test_unread_names_for_a_chat_template_are_refused(dry_run: Try, tmp_path: Path) -> None:
     own = "data.chat_template_kwargs.enable_thinking=false"
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs=.*no prompt is a chat.*data\.template=chat"):
         dry_run(*READS, model(tmp_path / "plain"), own, "data.template=base")
@@ -279,7 +279,7 @@ def test_an_environment_that_fails_on_a_row_of_the_task(
         ("openai/gsm8k", "18", (), ""),
     ],
 )
-def test_a_scorer_that_cannot_read_the_rows_ground_truth_is_told(
+def test_a_scorer_that_cannot_read_the_ground_truth_is_refused(
     dry_run: Try, tmp_path: Path, source: str, truth: object, words: tuple[str, ...], why: str
 ) -> None:
     files = {name: tmp_path / f"{name}.parquet" for name in ("train", "validation")}
@@ -297,7 +297,7 @@ def test_a_scorer_that_cannot_read_the_rows_ground_truth_is_told(
         dry_run(*words)
 
 
-def test_a_prompt_that_ends_with_the_answer_in_the_assistants_words(dry_run: Try, tmp_path: Path) -> None:
+def test_a_prompt_that_ends_with_the_answer(dry_run: Try, tmp_path: Path) -> None:
     plain = ("reward.num_processes=1", "warm_start.enabled=false", model(tmp_path / "model"))
 
     def overrides(words: str) -> list[str]:
@@ -316,7 +316,7 @@ def test_a_prompt_that_ends_with_the_answer_in_the_assistants_words(dry_run: Try
         dry_run(*overrides("It is 7."))
 
 
-def test_a_judge_without_a_verdict_is_told_as_a_judge_and_other_failures_are_not() -> None:
+def test_only_a_judges_failure_is_reported_as_a_judge() -> None:
     assert of_the_judge("JudgeError: no verdict of http://a") == (
         "reward.judge: must give a verdict on any answer; got no verdict of http://a. Look whether the endpoint "
         "answers, and serves reward.judge.model"
@@ -324,7 +324,7 @@ def test_a_judge_without_a_verdict_is_told_as_a_judge_and_other_failures_are_not
     assert of_the_judge("KeyError: JudgeError: x") == ""
 
 
-def test_the_tokenizer_of_a_folder_is_loaded_where_no_row_is_known(config: RunConfig, tmp_path: Path) -> None:
+def test_a_tokenizer_is_loaded_without_rows(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
         try_tokenizer(tmp_path / "empty", [], config)
@@ -334,9 +334,7 @@ def test_the_tokenizer_of_a_folder_is_loaded_where_no_row_is_known(config: RunCo
     try_tokenizer(tmp_path / "model", [], config)
 
 
-def test_a_template_that_cannot_go_on_with_a_conversation_is_told_for_an_environment(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_a_template_unfit_for_turns_is_refused_for_environments(config: RunConfig, tmp_path: Path) -> None:
     build_scratch_tokenizer(ScratchModel(), tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
     chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
@@ -350,7 +348,7 @@ def test_a_template_that_cannot_go_on_with_a_conversation_is_told_for_an_environ
         try_tokenizer(tmp_path, [chat], played)
 
 
-def test_the_most_rows_are_those_of_the_files_or_of_the_settings(tmp_path: Path) -> None:
+def test_rows_are_counted_from_files_or_settings(tmp_path: Path) -> None:
     for name, number in (("train", 3), ("test", 2)):
         lines = (json.dumps({"question": f"{name} {n}?", "answer": "1"}) for n in range(number))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
