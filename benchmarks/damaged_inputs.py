@@ -8,7 +8,7 @@ A run of six steps is stopped after four, and another is left finished. Each cas
 and starts the same command again (`millrace train`). A case passes in one of three ways: the numbers and weights equal
 the undisturbed run's, and the console names what was damaged; one clear refusal that names it; or, where a journal has
 lost steps that no checkpoint can bring back, equal weights, and the gap on the console and in the report. A traceback,
-a hang, other numbers, or silence fail it. Writes docs/results/damaged_inputs.json; --out names another file.
+a hang, other numbers, or silence fail it. Writes build/results/damaged_inputs.json; --out names another file.
 """
 
 import argparse
@@ -246,8 +246,7 @@ DAMAGES: Mapping[str, Damage] = {
     "kind: journal, a folder": Damage(lambda at: instead(at.journal, Path.mkdir), "metrics.jsonl"),
     "kind: samples, a file": Damage(lambda at: instead(at.run / "samples", Path.touch), "samples"),
     "kind: checkpoints, a file": Damage(lambda at: instead(at.run / "checkpoints", Path.touch), "checkpoints"),
-    "kind: settings, a pipe": Damage(lambda at: instead(at.run / "settings.json", os.mkfifo), "settings.json"),
-    "kind: inputs, a folder": Damage(lambda at: instead(at.run / "inputs.json", Path.mkdir), "inputs.json"),
+    "kind: record, a pipe": Damage(lambda at: instead(at.run / "run.json", os.mkfifo), "run.json"),
     "kind: filtered manifest, a folder": Damage(
         lambda at: instead(at.one("filtered/*/manifest.json"), Path.mkdir), "filtered"
     ),
@@ -359,7 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a word in the names of the cases")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "results" / "damaged_inputs.json")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "results" / "damaged_inputs.json")
     arguments = parser.parse_args()
     chosen = [name for name in DAMAGES if arguments.only in name]
     if arguments.list:
@@ -381,6 +380,7 @@ def main() -> None:
         verdict: sum(one.verdict == verdict for one in outcomes) for verdict in sorted({o.verdict for o in outcomes})
     }
     result = {"cases": len(outcomes), "verdicts": counts, "failed": failed}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({**result, "outcomes": [asdict(one) for one in outcomes]}, indent=1) + "\n")
     print(json.dumps(result))
     sys.exit(1 if failed else 0)

@@ -25,7 +25,8 @@ from typing import Any
 
 from measured import Cost, peak_mb, write_result
 
-import data
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=4_096, help="rows of one block of the usual way")
     parser.add_argument("--turns", type=int, default=2, help="runs of the filter; a block before, between and after")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a limit is missed")
-    parser.add_argument("--write", action="store_true", help="write docs/results/data_filter.json")
+    parser.add_argument("--write", action="store_true", help="write build/results/data_filter.json")
     parser.add_argument("--second", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     settings = CountdownData(train_size=arguments.rows, validation_size=1_024, template="chat")
@@ -61,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = trained_tokenizer(folder / "tokenizer")
-        dataset = data.build_dataset(settings, seed=1, root=folder)
+        dataset = build_dataset(settings, seed=1, root=folder)
         figures = in_turn(arguments, dataset.directory, tokenizer, folder)
         figures["second_run"] = in_new_process(folder)
     slow, fast = figures["row_by_row"], figures["filter"]
@@ -125,8 +126,8 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
     slow_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     limit = FilterConfig().max_prompt_tokens
     few = CountdownData(train_size=100, validation_size=10, template="chat")
-    data.filter_dataset(
-        data.build_dataset(few, seed=2, root=folder / "few").directory, tokenizer, FilterConfig(), root=folder / "few"
+    filter_dataset(
+        build_dataset(few, seed=2, root=folder / "few").directory, tokenizer, FilterConfig(), root=folder / "few"
     )
     slow_s = slow_cpu_s = fast_s = fast_cpu_s = 0.0
     slow_ids: list[list[int]] = []
@@ -145,7 +146,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
         with Cost() as cost:
             # Its own root each time, but the last one stays for the second run.
             root = folder if turn == arguments.turns - 1 else folder / f"turn{turn}"
-            result = data.filter_dataset(dataset, tokenizer, FilterConfig(), root=root)
+            result = filter_dataset(dataset, tokenizer, FilterConfig(), root=root)
         fast_s, fast_cpu_s = fast_s + cost.wall_s, fast_cpu_s + cost.cpu_s
     column = pq.read_table(result.directory / "train.parquet", columns=["prompt_ids"]).column("prompt_ids")
     if column.slice(0, len(slow_ids)).to_pylist() != slow_ids:
@@ -176,8 +177,8 @@ def in_new_process(folder: Path) -> dict[str, float]:
 def second_run(settings: CountdownData, folder: Path) -> dict[str, float]:
     """Find both stages' results by their fingerprints."""
     with Cost() as cost:
-        dataset = data.build_dataset(settings, seed=1, root=folder)
-        filtered = data.filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)
+        dataset = build_dataset(settings, seed=1, root=folder)
+        filtered = filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)
     if not (dataset.cached and filtered.cached):
         raise SystemExit("the second run did the work again")
     return {"work_s": cost.wall_s}

@@ -6,15 +6,12 @@ python -m benchmarks.device_checks --only warm_start handover --model FOLDER    
 python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
 
 short_memory   an update that runs out of memory is done again in finer micro-batches, with the same numbers
-handover       30 hand-overs without a false alarm; a stale layer, head, shard and prefix cache are each found
+handover       30 weight syncs without a false alarm; a stale layer is found
 logprobs       mean |engine's - trainer's| log-probability over the answers of a step
 correction     importance correction off, truncated and masked: the loss against sums by hand
-offload        moments and reference that wait on the host: equal numbers, less memory held on the device
-waits          the host waits for the GPU as often with many micro-batches as with few
 plan           the memory plan beside what each phase of a step held
 warm_start     20 supervised steps of the model: on the device, which is free again afterwards
 demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
-stopped        the same command with a hand-over that loses a tensor: it ends with the canary's message
 """
 
 import argparse
@@ -28,16 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import (
-    command,
-    numbers,
-    offload,
-    plan,
-    short_memory,
-    waits,
-    warm_start,
-    wrong_handover,
-)
+from benchmarks.checks import command, numbers, plan, short_memory, warm_start, wrong_handover
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.harness import describe_lengths
 from benchmarks.shapes import SHAPES, model_of
@@ -48,12 +36,9 @@ ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
     "correction": numbers.correction,
     "short_memory": short_memory.check,
     "handover": wrong_handover.check,
-    "offload": offload.check,
-    "waits": waits.check,
 }
 BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
     "demo": command.demo,
-    "stopped": command.stopped,
     "warm_start": warm_start.check,
 }
 

@@ -6,7 +6,7 @@
     python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 
 Each begins with a warm start to the same reward. Needs no Prefect and no MLflow; a finished run is not run again.
-Merges each run into docs/results/every_method.json as it ends, and prints a Markdown table.
+Merges each run into build/results/every_method.json as it ends, and prints a Markdown table.
 """
 
 import argparse
@@ -94,6 +94,7 @@ def main() -> int:
                 print(error, file=sys.stderr, flush=True)
                 continue
             done[run["method"]] = run
+            given.to.parent.mkdir(parents=True, exist_ok=True)
             given.to.write_text(json.dumps([done[each] for each in SETTINGS if each in done], indent=1) + "\n")
             print(f"{run['method']}: {run['command_s']} s", flush=True)
     print(table([done[each] for each in SETTINGS if each in done]))

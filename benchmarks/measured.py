@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 
 @dataclass(slots=True)
@@ -49,7 +49,8 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(name: str, figures: Mapping[str, Any]) -> Path:
-    """Keep figures in docs/results."""
+    """Keep figures in build/results."""
     path = RESULTS / f"{name}.json"
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n", encoding="utf-8")
     return path

@@ -178,7 +178,7 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
     found = {}
     executed: Counter[str] = Counter()
     for file in data.measured_files():
-        # Such as tests/run/test_stop.py::test_it[case]|run; one of an import is empty.
+        # Such as tests/e2e/test_stop.py::test_it[case]|run; one of an import is empty.
         by_line = {
             line: {re.split(r"[\[|]", name)[0] for name in names if name}
             for line, names in data.contexts_by_lineno(file).items()
@@ -278,6 +278,7 @@ def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
         table[folder] = {"tried": len(here), "noticed": noticed, "equivalent": equivalent, "survivors": left}
     head = json.dumps({"seed": seed, "folders": table}, indent=1).removesuffix("\n}")
     rows = ",\n  ".join(json.dumps(asdict(one)) for one in every)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(f'{head},\n "mutations": [\n  {rows}\n ]\n}}\n')
 
 
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one mutation")
     parser.add_argument("--lines", type=Path, help="coverage file of the tests, with contexts")
     parser.add_argument("--processes", type=int, default=2, help="of pytest")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "mutations.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "results" / "mutations.json")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
     mutations = drawn(list(chosen.folders), chosen.each, chosen.seed)

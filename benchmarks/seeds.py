@@ -3,10 +3,10 @@
     python benchmarks/seeds.py                                    # countdown_demo, seeds 1 2 3
     python benchmarks/seeds.py --experiment countdown_ppo_demo --seeds 1 2 3
     python benchmarks/seeds.py --experiment smollm2_countdown --read ROOT/runs/NAME ...     # runs made elsewhere
-    python benchmarks/seeds.py --experiment smollm2_countdown_lora --read docs/results/smollm2_countdown_seeds.json RUN
+    python benchmarks/seeds.py --experiment smollm2_countdown_lora --read build/results/smollm2_countdown_seeds.json RUN
 
 Runs `millrace run` for each seed (a finished one is not run again), reads the validations that the runs have kept, and
-writes docs/results/<experiment>_seeds.{json,svg} and prints a Markdown table.
+writes build/results/<experiment>_seeds.{json,svg} and prints a Markdown table.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 
 def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, object]:
@@ -35,7 +35,7 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
 
 def read_seed(layout: RunLayout) -> dict[str, object]:
     """Held-out figures by step that the run's folder keeps, and the last step's explained variance of a critic."""
-    settings = json.loads(layout.settings_json.read_text())
+    settings = json.loads(layout.run_json.read_text())["settings"]
     lora = settings["model"]["lora"]
     results = sorted(
         (ValidationResult.read(file) for file in layout.validation.glob("step-*.json")), key=lambda result: result.step

@@ -118,7 +118,7 @@ def episode(answer: str) -> list[dict[str, str]] | None:
 
 def main(source: Path, target: Path) -> None:
     """Write the demonstrations of a published file of GSM8K, and tell how many solutions were left out."""
-    from data.sources import records_of
+    from data.records import records_of
 
     left_out, lines = 0, []
     for record in records_of(source):

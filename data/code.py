@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from data.records import Record, records
 from data.rows import Message, Row, TaskRows
-from data.sources import Record, records
 from rlcore.errors import DataError
 from rlcore.sandbox import Ran, in_use
 from rlcore.sandbox import run_python as run_in_sandbox

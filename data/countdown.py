@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from data.countdown_problems import Problem
     from rlcore.config.data import CountdownData
 
+VERSION = 1
+"""Raise it when the rows of equal settings change."""
 WELL_FORMED_SCORE = 0.1
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
@@ -78,6 +80,11 @@ def build(settings: "CountdownData", seed: int) -> TaskRows:
         prompt_form="chat" if settings.template == "chat" else "text",
         splits={split: _rows(settings, found, seed) for split, found in problems.items()},
     )
+
+
+def inputs(settings: "CountdownData") -> Mapping[str, str]:
+    """No files: every row is drawn."""
+    return {}
 
 
 def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -> Iterator[Row]:

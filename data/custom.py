@@ -1,45 +1,20 @@
-"""The user's own task: the function that `data.build` names, the files that it reads, and its first row.
+"""The user's own task: the function that `data.build` names, and the files that it reads (`data=custom`).
 
 A dataset's fingerprint covers the function's source files, and the files that `data.options` names.
-
-The first row is made before the dataset, to try the scorer and the tokenizer on. A user's build does that in a process
-with a deadline: `python -m data.custom` reads settings and seed as JSON, and writes the row as JSON.
 """
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import Any
 
-from data.rows import PromptForm, TaskRows
-from data.stage import SPLITS
+from data.rows import TaskRows
 from rlcore.config.base import expanded
-from rlcore.config.data import (
-    BY_ROW,
-    CountdownData,
-    CustomData,
-    Gsm8kData,
-    MappedData,
-    ParquetData,
-    ReasoningGymData,
-    TaskData,
-    scorer_of_row,
-)
-from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
-from rlcore.start import import_path
+from rlcore.config.data import CustomData
+from rlcore.errors import MODULES_ARE_FOUND, DataError
 from rlcore.storage.documents import sha256_of
-from rlcore.storage.manifest import read_manifest
-from rlcore.user_code import code_for, module_of
+from rlcore.user_code import code_for
 
-BUILD_DEADLINE_S = 20.0
-"""Seconds for the first row of a user's build. A slower one is not tried before the dataset is made."""
-_ANSWER = "first row for Millrace: "  # among lines that the build prints
+VERSION = 1
+"""Raise it when the rows of equal settings and equal code change."""
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
@@ -64,7 +39,7 @@ def build(settings: CustomData, seed: int) -> TaskRows:
     return found
 
 
-def source_digests(settings: CustomData) -> dict[str, str]:
+def inputs(settings: CustomData) -> dict[str, str]:
     """sha256 of the function's source files, and of files named in `data.options`.
 
     Raises:
@@ -76,192 +51,9 @@ def source_digests(settings: CustomData) -> dict[str, str]:
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
             f"{MODULES_ARE_FOUND}."
         )
-    module = settings.build.partition(":")[0]
-    beside = next(Path(source.path).parent for source in sources if module_of(source.name) == module)
-    named = digests_of(named_files(settings), beside)
-    return {source.name: source.sha256 for source in sources} | named
-
-
-def named_files(settings: CustomData) -> set[Path]:
-    """The files among `data.options`, and those in folders among them."""
-    places = [expanded(option) for option in settings.options]
-    return {file for place in places for file in (place, *place.glob("*")) if file.is_file()}
-
-
-def digests_of(files: Iterable[Path], beside: Path) -> dict[str, str]:
-    """sha256 of each file, by its path below the folder `beside`, or by its name alone.
-
-    Files that would share such a name are named by their whole paths.
-    """
-    places: dict[str, set[Path]] = {}
-    for file in files:
-        name = file.relative_to(beside).as_posix() if file.is_relative_to(beside) else file.name
-        places.setdefault(name, set()).add(file.resolve())
-    found = {}
-    for name, same in sorted(places.items()):
-        for file in sorted(same):
-            found[name if len(same) == 1 else file.as_posix()] = sha256_of(file)
+    found = {source.name: source.sha256 for source in sources}
+    for option in map(expanded, settings.options):
+        for file in sorted(file for file in (option, *option.glob("*")) if file.is_file()):
+            name = file.name if file == option else f"{option.name}/{file.name}"
+            found[name] = " ".join(filter(None, (found.get(name), sha256_of(file))))  # two may have one name
     return found
-
-
-# ---------------------------------------------------------------------- the first row
-
-
-@dataclass(frozen=True, slots=True)
-class FirstRow:
-    """A row to try: its messages, the ground truth as JSON, an answer of full marks or ''."""
-
-    prompt: list[dict[str, str]]
-    prompt_form: PromptForm
-    ground_truth_json: str
-    solution: str
-
-
-def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """The first row for training: of the dataset if it exists, else made now; None where that would take long.
-
-    Raises:
-        DataError: the task cannot be made by these settings.
-    """
-    from data.sources import is_on_hub
-    from data.tasks import dataset_directory, dataset_fingerprint
-
-    dataset = dataset_directory(dataset_fingerprint(config, seed), root)
-    if read_manifest(dataset) is not None:
-        return _of_dataset(config, dataset / "train.parquet")
-    if isinstance(config, CustomData):
-        return _by_process(config, seed)
-    if is_on_hub(config):
-        return None  # files of the hub are fetched when the dataset is made
-    if isinstance(config, CountdownData | ReasoningGymData):
-        config = config.model_copy(update={"train_size": 1, "validation_size": 1})
-    return _made(config, seed)
-
-
-def require_sound_rows(
-    config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
-) -> int | None:
-    """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
-
-    Rows of the hub, of parquet files in the row schema and of a user's build are not tried; of parquet files, whether a
-    scorer is known for each row. `each_once`: no prompt stands twice in a split, as the filter will ask; in two splits
-    none ever does. Returns the number of the first split's rows; None where they are not tried.
-
-    Raises:
-        DataError: file and line of a row that cannot be used.
-    """
-    from data.sources import is_on_hub, require_scorers
-    from data.tasks import dataset_directory, dataset_fingerprint, task_of
-
-    if isinstance(config, ParquetData):
-        require_scorers(config, splits)
-    is_code = isinstance(config, CustomData) and config.build == "data.code:build"
-    if not (is_code or isinstance(config, Gsm8kData | MappedData)) or is_on_hub(config):
-        return None
-    made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, splits), root))
-    if made is not None:
-        return int(made.values["counts"][splits[0]])
-    rows, counts = task_of(config).build(config, seed), dict.fromkeys(splits, 0)
-    seen: dict[int, tuple[str, int]] = {}  # hash of a prompt -> split and number
-    for split in splits:
-        for number, row in enumerate(rows.splits[split]):
-            counts[split] += 1
-            first = seen.setdefault(hash(row.prompt), (split, number))
-            if first[0] != split or (each_once and first[1] != number):
-                places = [places_of(config, where, [at])[at] for where, at in ((split, number), first)]
-                raise _again(split, places[0], first[0], places[1])
-    return counts[splits[0]]
-
-
-def places_of(config: TaskData, split: str, numbers: Collection[int]) -> dict[int, str]:
-    """File and line of some rows by their number, or that number where a row is no record of a file."""
-    from data.sources import records
-
-    file = getattr(config, f"{split}_split", {"validation": "test"}.get(split, split))
-    match config:
-        case ParquetData():
-            path = config.train_file if split == "train" else config.validation_file
-            return {number: f"{path}: row {number}" for number in numbers}
-        case Gsm8kData() | MappedData():
-            found = records(config.source, file, getattr(config, "subset", "main"), config.revision)
-        case CustomData(build="data.code:build"):
-            found = records(config.options[0], file)
-        case _:
-            return {number: f"row {number} of {split}" for number in numbers}
-    first = islice(found, max(numbers, default=-1) + 1)
-    return {number: record.where for number, record in enumerate(first) if number in numbers}
-
-
-def _again(split: str, place: str, first_split: str, first: str) -> DataError:
-    if split == first_split:
-        remedy = "Remove one of them, or set filter.duplicates to drop or keep"
-        return DataError(f"{place}: the same prompt as {first}. {remedy}")
-    return DataError(
-        f"{place}: the same prompt as {first}, so {split} would not measure what is new to the model. Remove it from "
-        "one of the two files"
-    )
-
-
-def _of_dataset(config: TaskData, parquet: Path) -> FirstRow:
-    from data.schema import open_parquet, provenance
-
-    row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
-    truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
-    form = provenance(parquet).get("prompt_form", "chat")
-    return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
-
-
-def _made(config: TaskData, seed: int) -> FirstRow:
-    from data.tasks import task_of
-
-    rows = task_of(config).build(config, seed)
-    row = next(iter(rows.splits["train"]), None)
-    if row is None:
-        raise DataError(f"{rows.data_source}: the train split has no row; raise data.train_size or check the source")
-    prompt = [asdict(message) for message in row.prompt]
-    truth = _truth_json(config, row.data_source or rows.data_source, row.ground_truth)
-    return FirstRow(prompt, rows.prompt_form, truth, row.solution)
-
-
-def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
-    """A ground truth as the scorer of the settings takes it."""
-    scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
-    if scorer is None:
-        return json.dumps(ground_truth)
-    from data.schema import ground_truth_json
-    from rlcore.rollout.by_part import with_scorer
-
-    return with_scorer(ground_truth_json(ground_truth), scorer)
-
-
-def _by_process(config: CustomData, seed: int) -> FirstRow | None:
-    wanted = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "data.custom"], input=wanted, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=BUILD_DEADLINE_S,
-            env={**os.environ, "PYTHONPATH": import_path()},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None
-    lines = [line for line in done.stdout.split("\n") if line.startswith(_ANSWER)]
-    answer: dict[str, Any] = json.loads(lines[-1].removeprefix(_ANSWER)) if lines else {}
-    if "error" in answer or not answer:
-        raise DataError(answer.get("error") or f"data.build: {config.build} ended its process ({done.returncode})")
-    return FirstRow(**answer)
-
-
-def _main() -> None:
-    wanted = json.load(sys.stdin)
-    config = CustomData.model_validate(wanted["config"])
-    try:
-        answer = asdict(_made(config, wanted["seed"]))
-    except MillraceError as error:
-        answer = {"error": str(error)}
-    except Exception as error:  # a user's build can raise anything
-        answer = {"error": f"data.build: {config.build} failed to make its first row: {type(error).__name__}: {error}"}
-    sys.stdout.write(f"\n{_ANSWER}{json.dumps(answer)}\n")
-
-
-if __name__ == "__main__":
-    _main()

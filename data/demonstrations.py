@@ -32,26 +32,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data.records import Record, records_of
 from data.schema import ROWS_PER_GROUP, provenance_metadata
-from data.sources import Record, records_of
-from data.stage import StageResult, source_digest
+from data.stage import StageResult
 from data.tokenizer import ID_BYTES, PromptTokenizer, UnwrittenError, encode_whole, tokenizer_fingerprint
 from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.inputs import FILE_SHA256, content_digest
+from rlcore.run.inputs import FILE_SHA256
+from rlcore.run.model_digests import content_digest
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
-DEMONSTRATIONS_FORMAT = 1
-"""Raise it when the columns of tokenized demonstrations change."""
+VERSION = 1
+"""Raise it when equal rows give other columns or other token ids."""
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Names that ShareGPT's files give to roles."""
 MOST_HELD_OUT = 10
 """One row in so many is held out, at most."""
-_SOURCE = ("data.demonstrations", "data.sources", "data.tokenizer")
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
 
@@ -73,14 +73,13 @@ def demonstrations_fingerprint(
 ) -> str:
     """Fingerprint of the tokenized demonstrations of `warm_start.demonstrations`."""
     payload = {
-        "format": DEMONSTRATIONS_FORMAT,
+        "version": VERSION,
         "file": content_digest(Path(config.demonstrations or "")),
         "tokenizer": tokenizer_fingerprint(tokenizer_dir),
         "max_tokens": config.max_tokens,
         "held_out_rows": config.held_out_rows,
         "seed": seed,
-        "source": source_digest(*_SOURCE),
-        **({"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}),
+        "chat_template_kwargs": chat_template_kwargs or {},
     }
     return fingerprint("demonstrations", payload)
 
@@ -353,7 +352,8 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
             _require_text(row.values.get(name), f"{row.where}: {name}")
     texts = [row.values["prompt"] for row in rows]
     prompts = tokenizer.encode_prompts(texts)
-    answers, unwritten = tokenizer.encode_answers(texts, texts, prompts, [row.values["completion"] for row in rows])
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    answers, unwritten = tokenizer.encode_answers(asked, texts, [row.values["completion"] for row in rows])
     for place, why in unwritten.items():
         raise DataError(f"{rows[place].where}: completion: {why}; put white space between it and the prompt")
     return [

@@ -27,16 +27,16 @@ import pyarrow.compute as pc
 
 from data.schema import (
     ROWS_PER_GROUP,
-    ground_truths_json,
+    ground_truth_json,
     open_parquet,
     provenance,
     provenance_metadata,
     read_batches,
     require_row_schema,
 )
-from data.stage import SPLITS, StageResult, publish_mixture, source_digest
-from data.tokenizer import ID_BYTES, Asked, PromptTokenizer, ShortWayError, tokenizer_fingerprint
-from data.write import as_svg, parquet_writer, summarize, write_filter_card
+from data.stage import SPLITS, StageResult, publish_mixture
+from data.tokenizer import ID_BYTES, Messages, PromptTokenizer, ShortWayError, tokenizer_fingerprint
+from data.write import parquet_writer, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -45,12 +45,11 @@ from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import published_directory
 
-FILTER_FORMAT = 1
-"""Raise it when the columns of a filtered dataset change."""
+VERSION = 1
+"""Raise it when equal rows give other columns, other token ids or other rows that stay."""
 
 _IDS = pa.list_(pa.int32())
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
-_SOURCE = ("data.filter", "data.schema", "data.tokenizer", "data.write")
 
 Multiset = tuple[int, ...]
 
@@ -71,15 +70,13 @@ def filter_fingerprint(
 ) -> str:
     """Fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
     payload = {
-        "format": FILTER_FORMAT,
+        "version": VERSION,
         "dataset": dataset,
         "tokenizer": tokenizer,
         "settings": config,
-        "chat": None,
-        "source": source_digest(*_SOURCE),
-        **({"tools": tool_schemas(tools)} if tools else {}),
-        **({"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}),
-        **({"suites": {name: place.name for name, place in suites.items()}} if suites else {}),
+        "tools": tool_schemas(tools) if tools else [],
+        "chat_template_kwargs": chat_template_kwargs or {},
+        "suites": {name: place.name for name, place in (suites or {}).items()},
     }
     return fingerprint("filter", payload)
 
@@ -144,7 +141,7 @@ def filter_dataset(
             for split in ("validation", "train"):  # the held-out one is small, and training rows are checked against it
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite's dataset has no other
-                    work.write(split, source, folder / source.name, {**document, "format_version": FILTER_FORMAT})
+                    work.write(split, source, folder / source.name, {**document, "format_version": VERSION})
             return work
 
         try:
@@ -174,7 +171,9 @@ def filter_dataset(
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
-        facts["lengths"] = work.write_lengths(folder)
+        facts["lengths"] = {
+            split: asdict(figures) for split in SPLITS if (figures := summarize(work.lengths.get(split, Counter())))
+        }
         write_filter_card(folder, facts)
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
@@ -230,14 +229,6 @@ class _Filter:
             facts = {"split": split, "origin": origin, "counts": counts}
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
-    def write_lengths(self, folder: Path) -> dict[str, object]:
-        """Write a plot of each split's lengths beside its rows; returns the summaries."""
-        found = {split: summary for split in SPLITS if (summary := summarize(self.lengths.get(split, Counter())))}
-        for split, summary in found.items():
-            plot = as_svg(summary, f"Prompt lengths of {split}", self._config.max_prompt_tokens)
-            (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
-        return {split: asdict(summary) for split, summary in found.items()}
-
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
         """The rows of a batch that stay, with their token ids; `start` is the batch's first row in the file."""
         prompts = self._prompts(batch, start)
@@ -245,7 +236,7 @@ class _Filter:
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
         unique = self._unique(texts, multisets(truths), start)
         if self._split == "train" and self._suites:
-            unique = self._not_in_suites(batch, unique)
+            unique = self._not_in_suites(prompts, unique)
         ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
         kept = self._fitting(unique, ids, start)
         rows, ids = [unique[place] for place in kept], [ids[place] for place in kept]
@@ -256,7 +247,7 @@ class _Filter:
         if len(rows) < batch.num_rows:
             chosen = pa.array(rows, pa.int64())
             batch, truths = batch.take(chosen), truths.take(chosen)
-        asked = [prompts[row] for row in rows], [texts[row] for row in rows], ids
+        asked = [prompts[row] for row in rows], [texts[row] for row in rows]
         extra = batch.column("extra_info")
         solutions = _answers(extra, "solution")
         self._require_open(asked[0], solutions, truths, [start + row for row in rows])
@@ -266,19 +257,13 @@ class _Filter:
             "prompt_ids": _as_lists([found[-self._config.max_prompt_tokens * ID_BYTES :] for found in ids]),
             "solution_ids": _as_lists(solution_ids),
             "distractor_ids": _as_lists(self._tokenizer.encode_answers(*asked, _answers(extra, "distractor"))[0]),
-            "ground_truth_json": ground_truths_json(truths),
+            "ground_truth_json": pa.array([ground_truth_json(truth) for truth in truths.to_pylist()], pa.string()),
         }
         arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def _prompts(self, batch: pa.RecordBatch, start: int) -> Sequence[Asked]:
-        column = batch.column("prompt")
-        messages = column.flatten()
-        roles, contents = messages.field("role"), messages.field("content")
-        single = pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False)  # null where one is missing
-        if single.as_py() and not contents.null_count and pc.unique(roles).to_pylist() == ["user"]:
-            return list[str](contents.to_pylist())
-        prompts: list[list[dict[str, str]]] = column.to_pylist()
+    def _prompts(self, batch: pa.RecordBatch, start: int) -> list[list[dict[str, str]]]:
+        prompts: list[list[dict[str, str]]] = batch.column("prompt").to_pylist()
         for row, prompt in enumerate(prompts, start=start):
             if not prompt or any(message is None or None in message.values() for message in prompt):
                 raise DataError(
@@ -293,11 +278,11 @@ class _Filter:
         return prompts
 
     def _require_open(
-        self, prompts: Sequence[Asked], solutions: Sequence[str], truths: pa.Array, rows: Sequence[int]
+        self, prompts: Sequence[Messages], solutions: Sequence[str], truths: pa.Array, rows: Sequence[int]
     ) -> None:
         """Refuse prompts that end with an answer in the assistant's words, and count those that have it elsewhere."""
         for place, prompt in enumerate(prompts if self._tokenizer.chat else ()):
-            if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+            if prompt[-1]["role"] != "assistant":
                 continue
             where = f"{self._source}: row {rows[place]}"
             self.num_given += _gives_answer(where, prompt[-1]["content"], solutions[place], truths[place].as_py())
@@ -328,9 +313,8 @@ class _Filter:
                 )
         return kept
 
-    def _not_in_suites(self, batch: pa.RecordBatch, rows: list[int]) -> list[int]:
+    def _not_in_suites(self, prompts: Sequence[Messages], rows: list[int]) -> list[int]:
         """The rows that stay: those in no suite, or with `tell` all. Those in one are counted by suite and kind."""
-        prompts = batch.column("prompt").to_pylist()
         found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
         for name, kind in found.values():
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1

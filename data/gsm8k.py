@@ -26,6 +26,8 @@ from rlcore.score import Score
 if TYPE_CHECKING:
     from rlcore.config.data import Gsm8kData
 
+VERSION = 1
+"""Raise it when the rows of equal settings change."""
 _INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _SPLITS = {"train": "train", "validation": "test"}
 _SUBSET = "main"  # on the hub; the other one has other answers
@@ -45,15 +47,15 @@ def build(settings: "Gsm8kData", seed: int) -> TaskRows:
     )
 
 
-def source_digests(settings: "Gsm8kData") -> dict[str, str]:
+def inputs(settings: "Gsm8kData") -> dict[str, str]:
     """Digests of the files that the rows are made from."""
-    from data.sources import digests
+    from data.records import digests
 
     return digests(settings.source, tuple(_SPLITS.values()), _SUBSET, settings.revision)
 
 
 def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
-    from data.sources import records
+    from data.records import records
 
     for record in records(settings.source, split, _SUBSET, settings.revision):
         question, answer = record.text("question"), record.text("answer")

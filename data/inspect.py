@@ -1,4 +1,4 @@
-"""Contents of a dataset for `millrace data inspect PATH`: as tables of a terminal, JSON or an HTML page."""
+"""Contents of a dataset for `millrace data inspect PATH`, as tables of a terminal or as JSON."""
 
 import json
 from collections import Counter
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,13 +18,12 @@ from rich.text import Text
 from data.filter import multisets
 from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
 from data.stage import SPLITS
-from data.write import LengthSummary, as_svg, summarize
+from data.write import LengthSummary, summarize
 from rlcore.errors import DataError
-from rlcore.report import document
 from rlcore.storage.manifest import part_directories
 
 LONGEST_SHOWN_CHARS = 600
-"""Longer texts of a shown row are cut in tables and pages; JSON has them whole."""
+"""Longer texts of a shown row are cut in tables; JSON has them whole."""
 _TOKEN_IDS = ("prompt_ids", "solution_ids", "distractor_ids")
 
 
@@ -61,11 +59,6 @@ class Leakage:
     second: str
     num_prompts: int
     num_multisets: int
-
-    @property
-    def is_leak(self) -> bool:
-        """Whether there is any."""
-        return bool(self.num_prompts or self.num_multisets)
 
     def __str__(self) -> str:
         return f"{self.first} and {self.second} share {self.num_prompts:,} prompts, {self.num_multisets:,} multisets"
@@ -110,49 +103,37 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     return [(file.stem, file) for file in found]
 
 
-_Scan = tuple[SplitReport, Counter[int], Counter[tuple[int, ...]]]
-"""A report, rows by the hash of their prompt, and rows by their multiset of numbers."""
+_Scan = tuple[SplitReport, Counter[str], Counter[tuple[int, ...]]]
+"""A report, rows by their prompt, and rows by their multiset of numbers."""
 
 
 def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
-    """Columns that the file lacks, or that are of another kind, count nothing."""
+    """Read one file. Columns that it lacks, or that are of another kind, count nothing."""
     file = open_parquet(path)
-    schema, total = file.schema_arrow, file.metadata.num_rows
-    chosen = sorted(np.random.default_rng(seed).permutation(total)[:num_rows].tolist())
-    prompts, lengths, difficulty = Counter[int](), Counter[int](), Counter[int]()
-    sources, numbers = Counter[str](), Counter[tuple[int, ...]]()
-    num_with_solution, start = 0, 0
-    rows: list[Mapping[str, Any]] = []
+    schema = file.schema_arrow
+    table = pa.Table.from_batches(read_batches(file, path, ROWS_PER_GROUP), schema=schema)
+    chosen = sorted(np.random.default_rng(seed).permutation(table.num_rows)[:num_rows].tolist())
 
-    def has(column: str) -> bool:
-        return find_type(schema, column) is not None
+    def values(column: str) -> list[Any]:
+        return _column(table, column).to_pylist() if find_type(schema, column) is not None else []
 
-    is_tokenized = has("prompt_ids.[]")
-    for batch in read_batches(file, path, ROWS_PER_GROUP):
-        if has("prompt.[].content"):
-            messages = [[m or {} for m in prompt or ()] for prompt in batch.column("prompt").to_pylist()]
-            prompts.update(
-                hash("\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt)) for prompt in messages
-            )
-            if not is_tokenized:
-                lengths.update(sum(len(str(m.get("content") or "")) for m in prompt) for prompt in messages)
-        if is_tokenized:
-            lengths.update(pc.drop_null(pc.list_value_length(batch.column("prompt_ids"))).to_pylist())
-        if has("data_source"):
-            sources.update(map(str, batch.column("data_source").to_pylist()))
-        if has("extra_info.difficulty"):
-            difficulty.update(pc.drop_null(pc.struct_field(batch.column("extra_info"), "difficulty")).to_pylist())
-        if has("extra_info.solution"):
-            num_with_solution += sum(map(bool, pc.struct_field(batch.column("extra_info"), "solution").to_pylist()))
-        if has("reward_model.ground_truth.numbers"):
-            numbers.update(multisets(pc.struct_field(batch.column("reward_model"), "ground_truth")))
-        here = [index for index in chosen if start <= index < start + batch.num_rows]
-        rows += [{"row": index, **batch.slice(index - start, 1).to_pylist()[0]} for index in here]
-        start += batch.num_rows
+    has_messages = find_type(schema, "prompt.[].content") is not None
+    prompts = [[m or {} for m in prompt or ()] for prompt in values("prompt")] if has_messages else []
+    texts = Counter("\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt) for prompt in prompts)
+    is_tokenized = find_type(schema, "prompt_ids.[]") is not None
+    lengths = Counter(
+        [len(ids) for ids in values("prompt_ids") if ids is not None]
+        if is_tokenized
+        else [sum(len(str(m.get("content") or "")) for m in prompt) for prompt in prompts]
+    )
+    difficulty = Counter(value for value in values("extra_info.difficulty") if value is not None)
+    truths = "reward_model.ground_truth"
+    has_numbers = find_type(schema, f"{truths}.numbers") is not None
+    numbers = Counter(multisets(_column(table, truths).combine_chunks()) if has_numbers else ())
     report = SplitReport(
         name=name,
         path=str(path),
-        num_rows=total,
+        num_rows=table.num_rows,
         size_bytes=path.stat().st_size,
         columns=tuple((field.name, str(field.type)) for field in schema),
         problem=_schema_problem(schema, path),
@@ -160,12 +141,18 @@ def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
         length_unit="tokens" if is_tokenized else "characters",
         lengths=summarize(lengths),
         difficulty={str(key): difficulty[key] for key in sorted(difficulty)},
-        data_sources=dict(sources.most_common()),
-        num_with_solution=num_with_solution,
-        num_duplicates=prompts.total() - len(prompts),
-        rows=tuple(rows),
+        data_sources=dict(Counter(map(str, values("data_source"))).most_common()),
+        num_with_solution=sum(map(bool, values("extra_info.solution"))),
+        num_duplicates=texts.total() - len(texts),
+        rows=tuple({"row": row, **table.slice(row, 1).to_pylist()[0]} for row in chosen),
     )
-    return report, prompts, numbers
+    return report, texts, numbers
+
+
+def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """The column at a dotted path."""
+    head, *rest = name.split(".")
+    return pc.struct_field(table.column(head), rest) if rest else table.column(head)
 
 
 def _schema_problem(schema: pa.Schema, path: Path) -> str | None:
@@ -184,7 +171,7 @@ def _leakage(first: _Scan, second: _Scan) -> Leakage:
 
 
 def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
-    """The figures of a split in words: name and value of each row of a table."""
+    """Name and value of each figure of a split."""
     yield "rows", f"{split.num_rows:,} ({split.size_bytes / 1e6:.2f} MB)"
     yield "source", ", ".join(f"{name} ({count:,})" for name, count in split.data_sources.items()) or "none"
     if split.lengths is not None:
@@ -203,74 +190,45 @@ def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
 
 
 def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A row in the row schema as labelled texts."""
-    for message in row.get("prompt") or ():
+    """Name and value of each message, column and field of a row in the row schema."""
+    for message in row["prompt"] or ():
         role, content = (message or {}).get("role"), (message or {}).get("content")
-        yield f"prompt ({role})", content or ""
-    model = row.get("reward_model") or {}
-    if "ground_truth" in model:
-        yield "ground truth", json.dumps(model["ground_truth"], ensure_ascii=False, default=str)
-    extra = row.get("extra_info") or {}
-    for name, value in extra.items():
-        if value not in ("", None):
-            yield name, str(value)
-    for name in _TOKEN_IDS:
-        if row.get(name):
-            yield name, f"{len(row[name])} tokens: {' '.join(map(str, row[name][:12]))} ..."
-    for name in row.keys() - {"row", "prompt", "reward_model", "extra_info", "ground_truth_json", *_TOKEN_IDS}:
-        yield name, str(row[name])
+        yield f"prompt ({role})", _text(content or "")
+    for name, value in row.items():
+        if name in _TOKEN_IDS:
+            yield name, f"{len(value or ())} tokens: {_text(value)}"
+        elif isinstance(value, Mapping):
+            yield from ((field, _text(found)) for field, found in value.items() if found not in ("", None))
+        elif name not in ("row", "prompt"):
+            yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
 
 
 def as_rich(report: DatasetReport) -> RenderableType:
     """Tables for a terminal."""
-    parts: list[RenderableType] = []
-    for section in _document(report).sections:
-        for block in section.blocks:
-            if isinstance(block, document.Table) and block.rows:
-                title = Text(f"{section.title}: {block.title}", style="table.title")
-                table = Table(title=title, title_justify="left", show_header=False)
-                for row in block.rows:
-                    table.add_row(*(Text(cell.text) for cell in row))
-                parts.append(table)
-    leaks = (Text(str(pair), style="bold red" if pair.is_leak else "green") for pair in report.leakage)
-    return Group(*parts, *leaks)
-
-
-def as_html(report: DatasetReport) -> str:
-    """One self-contained page, in the looks of a run's report."""
-    from rlcore.report.page import page
-
-    return page("report.html.j2", report=_document(report))
-
-
-def _document(report: DatasetReport) -> document.Report:
-    """The same for a terminal and for a page."""
-    leaks = any(pair.is_leak for pair in report.leakage)
-    return document.Report(
-        genre="dataset",
-        title=report.path,
-        subtitle=" · ".join(map(str, report.leakage)),
-        state="splits overlap" if leaks else "",
-        state_tone="bad",
-        sections=tuple(document.Section(split.name, split.name, tuple(_blocks(split))) for split in report.splits),
+    tables = [_table(title, rows) for split in report.splits for title, rows in _sections(split)]
+    leaks = (
+        Text(str(pair), style="bold red" if pair.num_prompts or pair.num_multisets else "green")
+        for pair in report.leakage
     )
+    return Group(*tables, *leaks)
 
 
-def _blocks(split: SplitReport) -> Iterator[document.Block]:
-    def pairs(title: str, rows: Iterable[tuple[str, str]]) -> document.Table:
-        return document.table(f"{split.name}-{title}", title, {"": "text", " ": "code"}, rows)
-
-    yield pairs(split.path, _facts(split))
-    if split.lengths is not None:
-        svg = Markup(as_svg(split.lengths, f"Prompt lengths of {split.name}", unit=split.length_unit))
-        yield document.Gallery((document.Picture(f"{split.name}-lengths", "Prompt lengths", "", svg),))
-    yield pairs("columns", split.columns)
-    yield pairs("provenance", ((name, _cut(value)) for name, value in split.provenance.items()))
+def _sections(split: SplitReport) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
+    yield split.path, _facts(split)
+    yield f"{split.name}: columns", split.columns
+    yield f"{split.name}: provenance", ((name, _text(value)) for name, value in split.provenance.items())
     for row in split.rows:
-        shown = _shown_row(row) if split.problem is None else ((name, str(row[name])) for name, _ in split.columns)
-        yield pairs(f"row {row['row']}", ((name, _cut(value)) for name, value in shown))
+        shown = _shown_row(row) if split.problem is None else ((name, _text(row[name])) for name, _ in split.columns)
+        yield f"{split.name}: row {row['row']}", shown
 
 
-def _cut(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else str(value)
-    return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=Text(title, style="table.title"), title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table

@@ -20,6 +20,8 @@ from rlcore.score import Score
 if TYPE_CHECKING:
     from rlcore.config.data import ReasoningGymData
 
+VERSION = 1
+"""Raise it when the rows of equal settings change."""
 PACKAGE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer alone between <answer> and </answer>."
 _EVALUATED = "its scorer evaluates an answer as Python"
@@ -41,7 +43,7 @@ _TRIES = 10
 """Problems made for each row at most: small tasks repeat themselves."""
 
 
-def source_digests(settings: "ReasoningGymData") -> dict[str, str]:
+def inputs(settings: "ReasoningGymData") -> dict[str, str]:
     """Version of the package, on which every row depends.
 
     Raises:

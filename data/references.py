@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.custom import places_of
+from data.records import is_on_hub
 from data.schema import open_parquet, read_batches
-from data.sources import is_on_hub
-from data.stage import SPLITS, source_digest
+from data.stage import SPLITS
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
+from data.trial import places_of
 from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import (
@@ -52,6 +52,8 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for
 
+VERSION = 1
+"""Raise it when equal rows and scorers give another result."""
 BUDGET_S = 60.0
 """Seconds for one dataset. A scorer that is slower is tried on rows spread evenly over the file."""
 SAMPLE = 64
@@ -221,7 +223,7 @@ def _kept_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig,
         "deadline_s": reward.deadline_s,
         "weights": sorted(reward.weights),
         "is_taught": is_taught,
-        "source": source_digest("data.references"),
+        "version": VERSION,
     }
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 

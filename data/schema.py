@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlcore.errors import DataError
@@ -217,37 +216,3 @@ def ground_truth_json(ground_truth: object) -> str:
     if has_no_number(value):
         raise DataError(f"ground_truth: NaN and infinity are no references, got {ground_truth}; repair the task's rows")
     return _encode(value)
-
-
-def ground_truths_json(ground_truths: pa.Array) -> pa.Array:
-    """`ground_truth_json` of many rows, as an Arrow column; at once where the fields are integers, lists of integers
-    or texts."""
-    fields = {"answer": ground_truths}
-    if pa.types.is_struct(ground_truths.type):
-        fields = {field.name: pc.struct_field(ground_truths, field.name) for field in ground_truths.type}
-    columns = {name: _column_json(column) for name, column in sorted(fields.items())}
-    if not columns or ground_truths.null_count or any(column is None for column in columns.values()):
-        return pa.array([ground_truth_json(truth) for truth in ground_truths.to_pylist()], type=pa.string())
-    parts: list[Any] = []
-    for name, column in columns.items():
-        parts += [f"{', ' if parts else '{'}{_encode(name)}: ", column]
-    return pc.binary_join_element_wise(*parts, "}", "")
-
-
-def _column_json(column: pa.Array) -> pa.Array | None:
-    """Each value as JSON text; None where that is left to Python."""
-    if column.null_count:
-        return None
-    if pa.types.is_integer(column.type):
-        return pc.cast(column, pa.string())
-    if (
-        pa.types.is_list(column.type)
-        and pa.types.is_integer(column.type.value_type)
-        and not column.flatten().null_count
-    ):
-        joined = pc.binary_join(pc.cast(column, pa.list_(pa.string())), ", ")
-        return pc.binary_join_element_wise("[", joined, "]", "")
-    if _is_text(column.type):
-        distinct = pc.dictionary_encode(column)
-        return pa.array(map(_encode, distinct.dictionary.to_pylist()), type=pa.string()).take(distinct.indices)
-    return None

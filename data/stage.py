@@ -5,7 +5,6 @@ its manifest names the folders of the parts beside it, in order. Weights, names 
 another weight makes no new rows.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,15 +36,6 @@ class StageResult:
     cached: bool
     counts: Mapping[str, int]
     warning: str = ""
-
-
-def source_digest(*modules: str) -> str:
-    """Digest of the source of modules of this package, so that a change of the code changes the fingerprint."""
-    digest = hashlib.sha256()
-    for module in sorted(modules):
-        path = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
-        digest.update(module.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:

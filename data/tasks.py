@@ -1,13 +1,16 @@
-"""From settings to a published dataset: which task makes the rows, and where they lie."""
+"""From settings to a published dataset.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+`data.task` names a module of this package. Its `build(settings, seed)` gives rows, `data.write` writes them as parquet
+with a card, and the folder is published under the fingerprint of what the rows depend on.
+"""
+
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from data.rows import TaskRows
-from data.stage import SPLITS, StageResult, publish_mixture, source_digest
+from data.stage import SPLITS, StageResult, publish_mixture
 from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
@@ -17,58 +20,47 @@ from rlcore.storage.publish import published_directory
 DATASET_FORMAT = 1
 """Raise it when the layout of the dataset's files changes."""
 
-_WRITERS = ("data.rows", "data.schema", "data.write")
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "gsm8k": ("source", "revision"),
+    "parquet": ("train_file", "validation_file"),
+    "mapped": ("revision",),  # not the source: rows are named after it unless the settings give a name
+}
+"""Settings that say where the files are. The files' digests count in place of them."""
+_DRAWN = ("countdown", "reasoning_gym", "custom")
+"""Tasks whose rows depend on the seed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """How one kind of settings becomes rows.
+class Task(Protocol):
+    """A module `data.<task>`."""
 
-    `build` makes them. `modules` are the source files that the rows depend on. `inputs` digests the files that they are
-    made from; the settings that name those files, `places`, do not count beside it.
-    """
+    VERSION: int
+    """Raised when the rows of equal settings and files change."""
 
-    build: Callable[[Any, int], TaskRows]
-    modules: tuple[str, ...]
-    inputs: Callable[[Any], Mapping[str, str]]
-    places: tuple[str, ...] = ()
-    is_random: bool = False
+    def build(self, settings: Any, seed: int) -> TaskRows:
+        """The rows."""
+
+    def inputs(self, settings: Any) -> Mapping[str, str]:
+        """Digests of the files that the rows are made from."""
 
 
 def task_of(config: TaskData) -> Task:
-    """How these settings become rows. Imports the module of the task alone."""
-    match config.task:
-        case "countdown":
-            module = import_module("data.countdown")
-            modules = ("data.countdown", "data.countdown_problems", "data.arithmetic")
-            return Task(module.build, modules, inputs=lambda _: {}, is_random=True)
-        case "gsm8k":
-            module = import_module("data.gsm8k")
-            return Task(module.build, ("data.gsm8k", "data.sources"), module.source_digests, ("source", "revision"))
-        case "parquet":
-            module = import_module("data.sources")
-            places = ("train_file", "validation_file")
-            return Task(module.parquet_rows, ("data.sources",), module.parquet_digests, places)
-        case "mapped":
-            module = import_module("data.sources")
-            # The source is no place: rows are named after it unless the settings give a name.
-            return Task(module.mapped_rows, ("data.sources",), module.mapped_digests, ("revision",))
-        case "reasoning_gym":
-            module = import_module("data.reasoning_gym")
-            return Task(module.build, ("data.reasoning_gym",), module.source_digests, is_random=True)
-        case "custom":
-            module = import_module("data.custom")
-            return Task(module.build, ("data.custom",), module.source_digests, is_random=True)
+    """The module that makes rows of these settings."""
+    return cast(Task, import_module(f"data.{config.task}"))
 
 
-def _settings(config: TaskData, task: Task) -> dict[str, Any]:
-    """The settings that a row depends on."""
-    left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *task.places}
+def _origin(config: TaskData, seed: int) -> dict[str, Any]:
+    """What the rows depend on. The scorer changes no row, nor does an environment whose turns no solution shows."""
+    left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
         left_out.remove("environment")  # solutions show the turns of data.calculator's
-    if isinstance(config, CountdownData) and config.targets == "equation":
-        left_out.add("targets")  # no part of earlier fingerprints
-    return config.model_dump(mode="json", exclude=left_out)
+    return {
+        "format_version": DATASET_FORMAT,
+        "task": config.task,
+        "task_version": task_of(config).VERSION,
+        "seed": seed if config.task in _DRAWN else None,
+        "settings": config.model_dump(mode="json", exclude=left_out),
+        "inputs": input_digests(config),
+    }
 
 
 def input_digests(config: DataConfig) -> dict[str, str]:
@@ -93,24 +85,13 @@ def inputs_of(dataset: Path) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """What the dataset depends on: settings, seed, the generator's source, and the digests of its input files.
+    """Fingerprint of task version, settings, seed (where rows are drawn) and digests of the input files.
 
-    The seed counts only for tasks that draw their rows. The scorer changes no row, so it does not count, nor does an
-    environment whose turns no solution shows. That of a mixture is made of its parts' fingerprints. `splits`: those
-    that are written.
+    That of a mixture is made of its parts' fingerprints. `splits`: those that are written.
     """
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
-    task = task_of(config)
-    payload = {
-        "format": DATASET_FORMAT,
-        "settings": _settings(config, task),
-        "seed": seed if task.is_random else None,
-        "source": source_digest(*_WRITERS, *task.modules),
-        "inputs": input_digests(config),
-        **({} if tuple(splits) == SPLITS else {"splits": splits}),
-    }
-    return fingerprint("dataset", payload)
+    return fingerprint("dataset", {**_origin(config, seed), "splits": splits})
 
 
 def dataset_directory(fingerprint: str, root: Path) -> Path:
@@ -139,19 +120,9 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 def _made(config: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> StageResult:
     from data.write import write_dataset_card, write_splits
 
-    task = task_of(config)
-    inputs = input_digests(config)
-    document = {
-        "format_version": DATASET_FORMAT,
-        "task": config.task,
-        "generator_version": source_digest(*_WRITERS, *task.modules),
-        "fingerprint": directory.name,
-        "seed": seed if task.is_random else None,
-        "settings": _settings(config, task),
-        "inputs": inputs,
-    }
-    facts: dict[str, Any] = {"kind": "dataset", "fingerprint": directory.name, "task": config.task, "inputs": inputs}
+    origin = {**_origin(config, seed), "fingerprint": directory.name}
+    facts = {"kind": "dataset", **{name: origin[name] for name in ("fingerprint", "task", "inputs")}}
     with published_directory(directory, facts) as folder:
-        facts["counts"] = write_splits(folder, task.build(config, seed), document, splits)
+        facts["counts"] = write_splits(folder, task_of(config).build(config, seed), origin, splits)
         write_dataset_card(folder)
     return StageResult(directory, directory.name, cached=False, counts=facts["counts"])

@@ -32,8 +32,6 @@ from rlcore.models.hub import MODEL_FILES, read_stop_ids
 from rlcore.rollout.turns import TODAY
 
 Messages = Sequence[Mapping[str, str]]
-Asked = str | Messages
-"""A prompt: its messages, or the text of its one user message."""
 Render = Callable[[Messages], str]
 
 ID_BYTES = 4
@@ -62,8 +60,8 @@ _MAX_PIECES = 1_000_000
 # Characters on the two sides of a space, each pair of which is probed: letters with and without accents, other scripts,
 # digits, punctuation, quotes, brackets, symbols.
 _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20ac", "\U0001f642")
-# White space that is not a single space between visible characters. A line's end inside a piece is tokenized with it.
-_ODD_SPACE = re.compile(r" \s|\s |[^\S \n]")
+# White space inside a piece, but for a line's end, which is tokenized with the piece.
+_OTHER_SPACE = re.compile(r"[^\S\n]")
 
 
 class UnwrittenError(Exception):
@@ -143,9 +141,9 @@ class PromptTokenizer:
                 "(data.template=base for countdown, data.template=text for gsm8k)"
             )
         self._template_kwargs = chat_template_kwargs or {}
+        self._tools = None
         if chat and self._template_kwargs:
             self._require_read(self._template_kwargs)
-        self._tools = None
         if chat and tools:
             asked = [{"role": "user", "content": _MARK}]
             without, self._tools = self.render(asked), list(tools)
@@ -163,24 +161,23 @@ class PromptTokenizer:
         own = int(self._tokenizer.eos_token_id)
         self._end = to_bytes([own if own in self.stop_ids else min(self.stop_ids)])
         self._pieces = PieceEncoder.of(self.backend) if short_way else None
-        self._frame = ChatFrame.of(self._tokenizer.chat_template, self.render) if chat and short_way else None
-        # Special tokens that the tokenizer puts around plain text, such as a beginning-of-sequence token.
+        self._frame = ChatFrame.of(self._template(), self.render) if chat and short_way else None
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
-    def texts(self, prompts: Sequence[Asked], where: Callable[[int], str] = lambda place: "") -> list[str]:
+    def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
         """Each prompt as text: the chat template with the assistant's turn begun, or the messages as they are.
 
         Raises:
             DataError: as `prompt`, with `where` of the prompt's place before it.
         """
         if not self.chat:
-            return [prompt if isinstance(prompt, str) else self.render(prompt) for prompt in prompts]
+            return [self.render(prompt) for prompt in prompts]
         found = []
         for place, prompt in enumerate(prompts):
-            framed = self._frame.text(prompt) if self._frame is not None and isinstance(prompt, str) else None
+            framed = self._framed(prompt)
             if framed is None or place % _CHECK_EVERY == 0:
                 try:
-                    rendered = self.prompt(_messages(prompt))
+                    rendered = self.prompt(prompt)
                 except DataError as error:
                     raise DataError(f"{where(place)}{error}") from error
                 if framed is not None and framed != rendered:
@@ -216,22 +213,17 @@ class PromptTokenizer:
     def encode_prompts(self, texts: Sequence[str]) -> list[bytes]:
         """Token ids (int32, as bytes) of each prompt's text. A chat template writes its own special tokens; plain text
         gets the tokenizer's here."""
-        if self._around is None:
-            return encode_whole(self.backend, texts, add_special_tokens=True)
         before, after = self._around
-        encoded = self._encode(texts)
-        if not before and not after:
-            return encoded
         # A prompt that was rendered elsewhere may begin with the first token already.
-        return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in encoded]
+        return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in self._encode(texts)]
 
     def encode_answers(
-        self, prompts: Sequence[Asked], texts: Sequence[str], ids: Sequence[bytes], answers: Sequence[str]
+        self, prompts: Sequence[Messages], texts: Sequence[str], answers: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
         """Token ids of each answer as it follows its prompt, the token that ends it among them; none for ''. And by
         their places the answers that have none for another reason, see `UnwrittenError`.
 
-        `texts`, `ids`: what `texts` and `encode_prompts` give for the prompts.
+        `texts`: what `texts` gives for the prompts.
 
         Raises:
             DataError: an answer has a word without a token, which no model with this tokenizer can write.
@@ -244,7 +236,7 @@ class PromptTokenizer:
                     wholes[place] = self._whole(prompts[place], texts[place], answer, place % _CHECK_EVERY == 0)
                 except UnwrittenError as error:
                     unwritten[place] = str(error)
-        joined = self._joined([texts[place] for place in wholes], [ids[place] for place in wholes], wholes.values())
+        joined = self._joined([texts[place] for place in wholes], wholes.values())
         for (place, whole), (before, joint) in zip(wholes.items(), joined, strict=True):
             try:
                 found[place] = self.answer_ids(before, joint, whole[len(texts[place]) :])
@@ -358,16 +350,21 @@ class PromptTokenizer:
         if self._frame is None:
             return None
         prompt = self.render(asked)
-        return ChatFrame.of(self._tokenizer.chat_template, render)
+        return ChatFrame.of(self._template(), render)
 
-    def _framed_answer(self, prompt: Asked, answer: str) -> str | None:
+    def _framed(self, messages: Messages) -> str | None:
+        """The prompt of a single user message, in the short way; None where it has to be rendered."""
+        if self._frame is None or len(messages) != 1 or messages[0]["role"] != "user":
+            return None
+        return self._frame.text(messages[0]["content"])
+
+    def _framed_answer(self, prompt: Messages, answer: str) -> str | None:
         """What follows the prompt of a single user message, in the short way; None where it has to be rendered."""
-        has_frames = isinstance(prompt, str) and self._frame is not None and self._frame.text(prompt) is not None
-        if not has_frames or answer[0].isspace() or answer[-1].isspace() or self._answer_frame is None:
+        if self._answer_frame is None or answer != answer.strip() or self._framed(prompt) is None:
             return None
         return self._answer_frame.text(answer)
 
-    def _whole(self, prompt: Asked, text: str, answer: str, check: bool) -> str:
+    def _whole(self, prompt: Messages, text: str, answer: str, check: bool) -> str:
         """Prompt and answer as one text, to the end of its turn. Raises UnwrittenError as `require_written`."""
         if not self.chat:
             return text + answer
@@ -375,7 +372,7 @@ class PromptTokenizer:
             framed = self._framed_answer(prompt, answer)
             if framed is not None and not check:
                 return text + framed
-            *before, last = _messages(prompt)
+            *before, last = prompt
             if last["role"] == "assistant":
                 answered = [*before, {**last, "content": last["content"] + answer}]
             else:
@@ -388,22 +385,13 @@ class PromptTokenizer:
             raise ShortWayError(answer)
         return whole
 
-    def _joined(
-        self, texts: Sequence[str], ids: Sequence[bytes], wholes: Collection[str]
-    ) -> Iterator[tuple[bytes, bytes]]:
-        """Ids of each prompt, and of prompt and answer together, both without what comes before the prompt's last piece
-        where pieces are tokenized, and without special tokens of plain text."""
-        if self._pieces is not None:
-            starts = [_last_piece(text) for text in texts]
-            prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
-            yield from zip(
-                prompts, self._encode([whole[start:] for whole, start in zip(wholes, starts, strict=True)]), strict=True
-            )
-            return
-        before, after = self._around or (b"", b"")
-        bare = ids if self._around is not None else encode_whole(self.backend, texts)
-        for found, joint in zip(bare, encode_whole(self.backend, [*wholes]), strict=True):
-            yield found.removesuffix(after).removeprefix(before), joint.removeprefix(before)
+    def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
+        """Ids of each prompt, and of prompt and answer together, without special tokens of plain text; where pieces are
+        tokenized, both from the prompt's last piece on."""
+        starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
+        prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
+        joints = self._encode([whole[start:] for whole, start in zip(wholes, starts, strict=True)])
+        return zip(prompts, joints, strict=True)
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Ids of a text that follows others. A tokenizer that puts a mark before a text's first word puts it before a
@@ -429,11 +417,17 @@ class PromptTokenizer:
                 raise ShortWayError(texts[index])
         return found
 
+    def _template(self) -> str:
+        try:
+            return str(self._tokenizer.get_chat_template(tools=self._tools))
+        except ValueError as error:
+            raise DataError(f"{self._name}: must have one chat template, or a default one: {error}") from error
+
     def _require_read(self, names: Collection[str]) -> None:
         """Refuse names that the template does not read: transformers passes over them in silence."""
         try:
-            tree = _template_syntax().parse(self._tokenizer.get_chat_template())
-        except (TemplateSyntaxError, ValueError):  # rendering says what is wrong, or knows a tag that jinja does not
+            tree = _template_syntax().parse(self._template())
+        except TemplateSyntaxError:  # rendering says what is wrong, or knows a tag that jinja does not
             return
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
@@ -443,8 +437,8 @@ class PromptTokenizer:
                 "chat_template.jinja that reads it beside the tokenizer"
             )
 
-    def _find_special_tokens(self) -> tuple[bytes, bytes] | None:
-        """Special tokens before and after a text; None where one text does not show them.
+    def _find_special_tokens(self) -> tuple[bytes, bytes]:
+        """Special tokens that the tokenizer puts before and after plain text, such as a beginning-of-sequence token.
 
         An end-of-sequence token after it is left out, since the answer follows the prompt.
         """
@@ -454,11 +448,10 @@ class PromptTokenizer:
             if full[start : start + len(plain)] == plain:
                 after = full[start + len(plain) :]
                 return full[:start], b"" if after == to_bytes([self._tokenizer.eos_token_id]) else after
-        return None
-
-
-def _messages(prompt: Asked) -> Messages:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        raise DataError(
+            f"{self._name}: its special tokens must stand around a text, which they change ('a' has other tokens with "
+            "than without them). Take another model, or prompts with a chat template"
+        )
 
 
 # ---------------------------------------------------------------------- one rendering for all messages
@@ -478,13 +471,11 @@ class ChatFrame:
     looked_for: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, template: object, render: Render) -> "ChatFrame | None":
+    def of(cls, template: str, render: Render) -> "ChatFrame | None":
         """The frame; None where the template cannot be parsed, or does more than put text around a message."""
         try:
-            strings = sorted(set(_looked_for(template))) if isinstance(template, str) else None
+            strings = _looked_for(template)
         except TemplateSyntaxError:
-            return None
-        if strings is None:
             return None
         before, mark, after = render([{"role": "user", "content": _MARK}]).partition(_MARK)
         padded = f" {_MARK} {_MARK} "
@@ -507,24 +498,14 @@ def _template_syntax() -> Environment:
     return Environment(extensions=["jinja2.ext.loopcontrols"])
 
 
-def _looked_for(template: str) -> Iterator[str]:
-    """String constants on the left of `in`, and arguments of methods and filters (startswith, split, replace)."""
+def _looked_for(template: str) -> list[str]:
+    """String constants on the left of `in`, and arguments of methods, functions and filters."""
     tree = _template_syntax().parse(template)
-    for compare in tree.find_all(nodes.Compare):
-        if any(operand.op in ("in", "notin") for operand in compare.ops):
-            yield from _strings([compare.expr])
-    for filtering in tree.find_all(nodes.Filter):
-        yield from _strings(filtering.args)
-    for call in tree.find_all(nodes.Call):
-        assert isinstance(call, nodes.Call), "find_all gives what it is asked for; its type says less"
-        if isinstance(call.node, nodes.Getattr):
-            yield from _strings(call.args)
-
-
-def _strings(found: Sequence[nodes.Node]) -> Iterator[str]:
-    for node in found:
-        if isinstance(node, nodes.Const) and isinstance(node.value, str) and node.value.strip():
-            yield node.value
+    places = [compare.expr for compare in tree.find_all(nodes.Compare) if {"in", "notin"} & {o.op for o in compare.ops}]
+    for call in tree.find_all((nodes.Call, nodes.Filter)):
+        places += getattr(call, "args", ())
+    values = [place.value for place in places if isinstance(place, nodes.Const)]
+    return sorted({value for value in values if isinstance(value, str) and value.strip()})
 
 
 # ---------------------------------------------------------------------- each word once
@@ -541,17 +522,23 @@ def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool
     return [to_bytes(encoding.ids) for encoding in found]
 
 
+class _OddSpaceError(Exception):
+    """A piece does not stand between single spaces."""
+
+
 class _Pieces(dict[str, bytes]):
-    """Token ids by piece, tokenized when they are first asked for. `lead`: what comes before each piece in a text."""
+    """Token ids by piece, tokenized at first use. `lead`: what precedes each piece in a text."""
 
     def __init__(self, backend: Any, lead: str) -> None:
         super().__init__()
-        self._backend, self.lead = backend, lead
+        self._backend, self._lead = backend, lead
 
     def __missing__(self, piece: str) -> bytes:
+        if _OTHER_SPACE.search(piece) or (self._lead and not piece[:1].strip()):
+            raise _OddSpaceError
         if len(self) >= _MAX_PIECES:
             self.clear()
-        [self[piece]] = encode_whole(self._backend, [self.lead + piece])
+        [self[piece]] = encode_whole(self._backend, [self._lead + piece])
         return self[piece]
 
 
@@ -569,38 +556,20 @@ class PieceEncoder:
         return cls(backend) if _is_byte_level(json.loads(backend.to_str())) and _cuts_at_spaces(backend) else None
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Token ids of each text."""
-        before, after = _shared_ends(texts)
-        head, tail = encode_whole(self._backend, [before, after])
-        if not before and not after:
-            return self._encode(texts, self._heads)
-        stop = -len(after) or None
-        # What is left begins with the space that the first part ended before.
-        start = len(before) + 1 if before else 0
-        middles = self._encode([text[start:stop] for text in texts], self._pieces if before else self._heads)
-        return [b"".join((head, middle, tail)) for middle in middles]
+        """Token ids of each text. Texts with other white space than single spaces are tokenized whole."""
+        found = [self._by_pieces(text) for text in texts]
+        odd = [place for place, ids in enumerate(found) if ids is None]
+        whole = iter(encode_whole(self._backend, [texts[place] for place in odd]))
+        return [next(whole) if ids is None else ids for ids in found]
 
-    def _encode(self, texts: Sequence[str], heads: _Pieces) -> list[bytes]:
-        """`heads`: of first pieces, which are `_pieces` too where a space comes before each text."""
-        # One search over all texts is faster than one for each, and odd ones are rare. The replacement keeps a space at
-        # a text's end odd.
-        any_odd = _has_odd_space("\x00".join([*texts, ""]).replace(" \x00", "  "))
-        odd = [index for index, text in enumerate(texts) if any_odd and _has_odd_space(text)]
-        whole = dict(zip(odd, encode_whole(self._backend, [heads.lead + texts[index] for index in odd]), strict=True))
-        known, join = self._pieces.__getitem__, b"".join
-        found = []
-        for index, text in enumerate(texts):
-            head, *rest = text.split(" ")
-            found.append(whole[index] if index in whole else join((heads[head], *map(known, rest))))
-        return found
-
-
-def _has_odd_space(text: str) -> bool:
-    if not text.isascii():
-        return text[-1:] == " " or _ODD_SPACE.search(text) is not None
-    # In ASCII text these find what the pattern finds, several times faster.
-    line = " \n" in text or "\n " in text or "\t" in text or "\r" in text or "\x0b" in text or "\x0c" in text
-    return line or text[-1:] == " " or "  " in text
+    def _by_pieces(self, text: str) -> bytes | None:
+        if "\n " in text:
+            return None
+        head, *rest = text.split(" ")
+        try:
+            return b"".join((self._heads[head], *map(self._pieces.__getitem__, rest)))
+        except _OddSpaceError:
+            return None
 
 
 def _last_piece(text: str) -> int:
@@ -612,30 +581,6 @@ def _last_piece(text: str) -> int:
     place = text.rfind(" ")
     is_cut = 0 < place < len(text) - 1 and not text[place - 1].isspace() and not text[place + 1].isspace()
     return place if is_cut else 0
-
-
-def _shared_ends(texts: Sequence[str]) -> tuple[str, str]:
-    """What all texts begin and end with, cut at single spaces: the space before the rest belongs to the rest, the
-    space before the end to the end. '' where there is too little to gain.
-
-    >>> _shared_ends(["add 1 and 2 now, please", "add 1 and 30 now, please"])
-    ('add 1', ' please')
-    """
-    if len(texts) < 2:
-        return "", ""
-    # Up to the last space between two visible characters.
-    found = re.match(r"(?s:.*\S)(?= \S)", _common_start(texts))
-    before = found[0] if found else ""
-    after = _common_start([text[len(before) :][::-1] for text in texts])[::-1]
-    # The space must follow a visible character of every text, so not the tail's first one.
-    found = re.search(r"(?<=\S) (?=\S)", after)
-    return before, after[found.start() :] if found else ""
-
-
-def _common_start(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)
-    length = next((index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
-    return first if length is None else first[:length]
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:

@@ -1,18 +1,18 @@
 """Writes rows as parquet and dataset cards beside them.
 
 Memory is bounded, and equal rows give equal bytes. A card is a README.md with what the rows are and where they come
-from; the card of a filtered dataset has the lengths of its prompts.
+from; the card of a filtered dataset sums up the lengths of its prompts.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -20,8 +20,6 @@ from data.rows import Row, TaskRows
 from data.schema import ROWS_PER_GROUP, ground_truth_type, open_parquet, provenance, provenance_metadata, row_schema
 from data.stage import CARD, SPLITS
 from rlcore.errors import DataError
-
-_NUM_BINS = 24
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -116,7 +114,7 @@ def _further_fields(value: object, first: object) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """Token counts of the prompts of one split. `bins` are (first length, last length, prompts)."""
+    """Token counts of the prompts of one split."""
 
     num_prompts: int
     min_tokens: int
@@ -124,74 +122,17 @@ class LengthSummary:
     p50_tokens: int
     p95_tokens: int
     max_tokens: int
-    bins: tuple[tuple[int, int, int], ...]
 
 
 def summarize(lengths: Counter[int]) -> LengthSummary | None:
-    """Summary of counts by length; None where there are none."""
-    total = sum(lengths.values())
-    if not total:
+    """Summary of counts by length; None where there are none. A quantile is the smallest length that at least this
+    share of the prompts does not exceed."""
+    every = np.repeat(*(np.fromiter(part, dtype=np.int64) for part in (lengths.keys(), lengths.values())))
+    if not len(every):
         return None
-    ordered = sorted(lengths)
-    low, high = ordered[0], ordered[-1]
-    width = max(1, -(-(high - low + 1) // _NUM_BINS))
-    starts = range(low, high + 1, width)
-    counts = Counter((length - low) // width for length in lengths.elements())
-    return LengthSummary(
-        num_prompts=total,
-        min_tokens=low,
-        mean_tokens=round(sum(length * count for length, count in lengths.items()) / total, 3),
-        p50_tokens=_quantile(lengths, ordered, 0.5),
-        p95_tokens=_quantile(lengths, ordered, 0.95),
-        max_tokens=high,
-        bins=tuple((start, min(start + width - 1, high), counts[index]) for index, start in enumerate(starts)),
-    )
-
-
-def _quantile(lengths: Counter[int], ordered: Iterable[int], share: float) -> int:
-    """The smallest length that at least this share of the prompts does not exceed."""
-    missing = share * sum(lengths.values())
-    for length in ordered:
-        missing -= lengths[length]
-        if missing <= 0:
-            break
-    return length
-
-
-def as_markdown(summary: LengthSummary) -> str:
-    """The histogram as a Markdown table with bars."""
-    peak = max(count for _, _, count in summary.bins)
-    rows = (
-        f"| {first} to {last} | {count:,} | {'█' * round(20 * count / peak)} |" for first, last, count in summary.bins
-    )
-    return "\n".join(["| tokens | prompts | |", "| ---: | ---: | :--- |", *rows])
-
-
-def as_svg(summary: LengthSummary, title: str, limit: int | None = None, unit: str = "tokens") -> str:
-    """The histogram as an SVG picture, with a line at `limit` where that lies in the range."""
-    width, height, left, bottom = 640, 240, 50, 200
-    peak = max(count for _, _, count in summary.bins)
-    step = (width - left - 20) / len(summary.bins)
-    bars = []
-    for index, (first, last, count) in enumerate(summary.bins):
-        tall = 150 * count / peak
-        bars.append(
-            f'<rect x="{left + index * step:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1, 1):.1f}" '
-            f'height="{tall:.1f}" fill="#3b6ea5"><title>{first} to {last} {unit}: {count:,}</title></rect>'
-        )
-    low, span = summary.min_tokens, max(summary.max_tokens - summary.min_tokens + 1, 1)
-    mark = ""
-    if limit is not None and summary.min_tokens <= limit < summary.max_tokens:
-        x = left + (limit + 1 - low) / span * (width - left - 20)
-        mark = f'<path d="M{x:.1f} 40V{bottom}" stroke="#b3261e" stroke-dasharray="4 3"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12"><text x="{left}" y="20">{escape(title)}: {summary.num_prompts:,} prompts, mean '
-        f"{summary.mean_tokens:.1f}, p95 {summary.p95_tokens}, longest {summary.max_tokens} {unit}</text>"
-        f'{"".join(bars)}{mark}<text x="{left}" y="{bottom + 18}">{low}</text>'
-        f'<text x="{width - 20}" y="{bottom + 18}" text-anchor="end">{summary.max_tokens} {unit}</text>'
-        f'<text x="{left - 6}" y="60" text-anchor="end">{peak:,}</text></svg>\n'
-    )
+    p50, p95 = np.quantile(every, [0.5, 0.95], method="inverted_cdf").tolist()
+    low, high = int(every.min()), int(every.max())
+    return LengthSummary(len(every), low, round(float(every.mean()), 3), p50, p95, high)
 
 
 # ---------------------------------------------------------------------- cards
@@ -208,7 +149,7 @@ def write_dataset_card(folder: Path) -> None:
         f"# {any_split['data_source']}",
         "",
         f"Fingerprint `{any_split['fingerprint']}`, task `{any_split['task']}`, seed {any_split['seed']}, "
-        f"generator `{any_split['generator_version']}`, prompts as {any_split['prompt_form']}.",
+        f"version `{any_split['task_version']}`, prompts as {any_split['prompt_form']}.",
         "",
         "| split | rows | by difficulty |",
         "| --- | ---: | --- |",
@@ -240,17 +181,10 @@ def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
         "| --- | ---: |",
         *(f"| {name} | {count:,} |" for name, count in facts["counts"].items()),
     ]
+    lines += ["", "| prompts before the filter | number | mean | median | p95 | longest (tokens) |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     for split, summary in facts["lengths"].items():
         found = LengthSummary(**summary)
-        lines += [
-            "",
-            f"## Prompt lengths of {split}",
-            "",
-            f"{found.num_prompts:,} prompts before the filter: mean {found.mean_tokens:.1f}, median "
-            f"{found.p50_tokens}, p95 {found.p95_tokens}, longest {found.max_tokens} tokens.",
-            "",
-            as_markdown(found),
-            "",
-            f"![lengths](lengths-{split}.svg)",
-        ]
+        figures = f"{found.mean_tokens:.1f} | {found.p50_tokens} | {found.p95_tokens} | {found.max_tokens}"
+        lines.append(f"| {split} | {found.num_prompts:,} | {figures} |")
     (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ from flows.stages.validate import Evaluate, Validate
 from flows.stages.warm_start import WarmStart
 from flows.work.judgement import Judgement
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun, open_run, settings_text
+from flows.work.open_run import OpenRun, anchored, open_run
 from flows.work.recorded import Recorded
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
@@ -130,8 +130,7 @@ def run_evaluation(run: OpenRun, do: RunStage) -> list[ValidationResult]:
 def finished(run: OpenRun) -> PipelineResult | None:
     """The result of a run in which no stage has anything to do or to write; None where one has, or may have. The run's
     settings name the stack's store."""
-    kept = run.layout.settings_json
-    if not kept.is_file() or kept.read_text(encoding="utf-8") != settings_text(run.config, run.layout):
+    if not run.layout.run_json.is_file() or run.origin.settings != anchored(run.config, run.layout):
         return None
     last, best, report = Export().known(run), ExportBest().known(run), Report().known(run)
     judgements = [Validate(checkpoint).known(run) for checkpoint in ("start", "last")]

@@ -7,8 +7,8 @@ from shlex import join, quote
 
 from prefect import flow
 
+from flows import evaluation
 from flows.artifacts import show
-from flows.commands import evaluate as evaluation
 from flows.parameters import NO_WORDS, Root, root_of_the_flow
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack

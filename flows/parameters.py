@@ -15,7 +15,7 @@ from pydantic import Field, WithJsonSchema
 from flows.stack.state import STACK, in_stack
 from rlcore.config import RunConfig
 from rlcore.config.base import FILE_ENDINGS
-from rlcore.config.compose import experiment_names, idle_settings, load_config
+from rlcore.config.compose import Composition, compose, experiment_names
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import override_value
 from rlcore.errors import ConfigError
@@ -59,13 +59,15 @@ class RunSettings:
     """Settings of one run, composed and checked.
 
     `overrides`: as on the command line, the experiment among them or apart. `seen`: a fork's dry run plans by it, since
-    the model that `config` names is not written yet; it names another one of the same shape and tokenizer.
+    the model that `config` names is not written yet; it names another one of the same shape and tokenizer. `composed`:
+    where the settings come from.
     """
 
     config: RunConfig
     overrides: tuple[str, ...]
     experiment: str | None = None
     seen: RunConfig | None = None
+    composed: Composition | None = None
 
     def __repr__(self) -> str:
         """`<RunSettings debug-s2-5f42b025: experiment=debug seed=2>`."""
@@ -78,7 +80,7 @@ class RunSettings:
 
     def idle(self) -> list[str]:
         """Settings that were given and have no effect, a line each."""
-        return idle_settings(self.config, self.overrides, experiment=self.experiment)
+        return self.composed.idle_settings() if self.composed else []
 
 
 def compose_settings(
@@ -96,11 +98,11 @@ def compose_settings(
     folder = str(Path(named).resolve().parent)
     if named.endswith(FILE_ENDINGS) and folder not in sys.path:
         sys.path.append(folder)  # the last, so that no file there takes the place of a module of ours
-    config = load_config(given, experiment=experiment)
-    root = config.paths.root
+    composed = compose(given, experiment=experiment).sound()
+    root = composed.config.paths.root
     if (other := in_the_way(Path(root)) if root else "''") is not None:
         raise ConfigError(f"paths.root: must be a folder, and {other} is none. Choose another paths.root.")
-    return RunSettings(in_stack(config), tuple(given), experiment)
+    return RunSettings(in_stack(composed.config), tuple(given), experiment, composed=composed)
 
 
 def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path | None) -> list[str]:

@@ -108,6 +108,12 @@ class DeviceMemoryError(WorkerLostError):
     fault = "GPU out of memory"
 
 
+class RankMemoryError(DeviceMemoryError):
+    """Memory ran out in a pass that several ranks make together. A retry takes twice as many micro-batches."""
+
+    fault = "rank out of memory"
+
+
 class NonFiniteError(MillraceError, ArithmeticError):
     """A loss or gradient is not finite. The batch that caused it has been saved; the message names the file."""
 

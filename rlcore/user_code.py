@@ -1,34 +1,30 @@
 """The code that settings name as `module:function`: its source files, its copy in a run's folder, imports from there.
 
 The code of a function is the file of its module and, at any remove, the files that it imports from the same folder:
-that of the module, or of the package that it lies in. Installed packages and Millrace itself do not count, unless the
-function is theirs. File names start at that folder, so equal code has the same fingerprint anywhere. Imports are read
-from the text and nothing is executed; an import by a computed name is not found.
+that of the module, or of the package that contains it. A data file counts where a string in one of these files is its
+path from there. Installed packages and Millrace itself do not count, unless the function is theirs. File names start at
+that folder, so equal code has the same fingerprint anywhere. Nothing is executed; an import by a computed name does
+not count.
 
-A run keeps a copy, and all its processes import the copy: an edit of a file changes nothing in a run that goes on.
-Data files beside it are read where they lie.
+A run keeps a copy, and all its processes import the copy: an edit of a file changes nothing in a run that has begun.
 A scoring process imports this module, so pydantic, settings and storage load only where they are needed.
 """
 
 import ast
 import hashlib
 import importlib.util
-import io
 import json
-import linecache
 import os
-import re
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cache
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
@@ -37,8 +33,12 @@ FOLDER_VARIABLE = "MILLRACE_CODE"
 """Environment variable of a run's processes: the folder of its code."""
 OWN_PACKAGES = ("conf", "data", "flows", "rlcore")
 """Millrace's own packages are never imported from a copy: running processes have them loaded already."""
+OWN_FOLDER = "of-millrace"
+"""Folder of their files in a copy: no name that can be imported."""
 INSTALLED = ("site-packages", "dist-packages")
 SHOWN_LINES = 40
+MOST_DATA_BYTES = 10_000_000
+"""Of a data file that counts."""
 
 
 def module_of(name: str) -> str:
@@ -63,6 +63,11 @@ class Source:
     def sha256(self) -> str:
         """Digest of the file's bytes."""
         return hashlib.sha256(self.content).hexdigest()
+
+    @classmethod
+    def of(cls, file: Path, root: Path) -> "Source":
+        """A file below an import folder."""
+        return cls(file.relative_to(root).as_posix(), str(file), file.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +108,24 @@ class Code:
         }
         with published_directory(folder, values, replace=True) as written:
             for name, source in self.sources.items():
+                file = _in_copy(written, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(source.content)
+            for name, path in self._uncounted():
                 (written / name).parent.mkdir(parents=True, exist_ok=True)
-                (written / name).write_bytes(source.content)
+                shutil.copyfile(path, written / name)
+
+    def _uncounted(self) -> Iterator[tuple[str, Path]]:
+        """The other source files of the packages, so that an import by a computed name works in the copy as well."""
+        for name, source in self.sources.items():
+            top, _, file = name.partition("/")
+            if file == "__init__.py" and top not in OWN_PACKAGES:
+                package = Path(source.path).parent
+                for at, folders, files in os.walk(package):
+                    folders[:] = [each for each in folders if (Path(at, each) / "__init__.py").is_file()]
+                    paths = (Path(at, each) for each in files if each.endswith(".py"))
+                    named = ((path.relative_to(package.parent).as_posix(), path) for path in paths)
+                    yield from (each for each in named if each[0] not in self.sources)
 
 
 def kept_code(folder: Path) -> Code | None:
@@ -114,8 +135,12 @@ def kept_code(folder: Path) -> Code | None:
     if read_manifest(folder) is None:
         return None
     values = verify_directory(folder).values
-    sources = {name: Source(name, path, (folder / name).read_bytes()) for name, path in values["paths"].items()}
+    sources = {name: Source(name, path, _in_copy(folder, name).read_bytes()) for name, path in values["paths"].items()}
     return Code({function: tuple(sources[name] for name in names) for function, names in values["functions"].items()})
+
+
+def _in_copy(folder: Path, name: str) -> Path:
+    return folder / OWN_FOLDER / name if name.partition("/")[0] in OWN_PACKAGES else folder / name
 
 
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
@@ -151,12 +176,17 @@ def code_for(function: str) -> tuple[Source, ...]:
             if name in seen or (first != top and (is_own_folder or first in OWN_PACKAGES)):
                 continue
             seen.add(name)
-            source = next((source for root in roots if (source := _source(root, name)) is not None), None)
-            if source is not None:
-                found[source.name] = source
-                if top == "rlcore":  # a part of Millrace counts by itself, as what a task imports of it does not count
-                    continue
-                waiting += _imported(source.content, name, source.name.endswith("__init__.py"))
+            place = next(((root, file) for root in roots if (file := _file_of(root, name)) is not None), None)
+            if place is None:
+                continue
+            root, file = place
+            source = Source.of(file, root)
+            found[source.name] = source
+            if top == "rlcore":  # a part of Millrace counts by itself, as what a task imports of it does not count
+                continue
+            imported, texts = _read(source.content, name, file.name == "__init__.py")
+            waiting += imported
+            found |= {data.name: data for data in _data_beside(file, root, texts)}
     return tuple(found[name] for name in sorted(found))
 
 
@@ -188,38 +218,35 @@ def _roots(module: str) -> list[Path]:
     return [Path(spec.origin).absolute().parent] if spec.origin and spec.origin.endswith(".py") else []
 
 
-def _source(root: Path, module: str) -> Source | None:
-    """The source file of a module below a folder."""
+def _file_of(root: Path, module: str) -> Path | None:
     stem = root.joinpath(*module.split("."))
-    for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
-        if file.is_file():
-            source = Source(file.relative_to(root).as_posix(), str(file), file.read_bytes())
-            assert module_of(source.name) == module
-            return source
-    return None
+    return next((file for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if file.is_file()), None)
+
+
+def _data_beside(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
+    """The data files that these strings of a source file name by their path from its folder."""
+    for text in texts:
+        path = file.parent / text
+        if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
+            continue
+        if path.is_file() and path.stat().st_size <= MOST_DATA_BYTES:
+            yield Source.of(path, root)
 
 
 @cache
-def _imported(content: bytes, module: str, is_package: bool) -> tuple[str, ...]:
-    """Names that a source file imports anywhere: modules, and members that may be modules."""
+def _read(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a source file imports anywhere, as names of modules and of members that may be modules; and its strings that
+    may be paths of files."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return ()  # its import will raise
+        return (), ()  # its import will raise
     package = module if is_package else module.rpartition(".")[0]
-    return tuple(dict.fromkeys(name for node in _executed(tree) for name in _named_by(node, package)))
-
-
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.If) and re.fullmatch(r"(\w+\.)*TYPE_CHECKING", ast.unparse(node.test)):
-            waiting += node.orelse
-        else:
-            waiting += ast.iter_child_nodes(node)
+    nodes = list(ast.walk(tree))
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    paths = [text for text in strings if 0 < len(text) <= 100 and text.isprintable()]
+    imported = dict.fromkeys(name for node in nodes for name in _named_by(node, package))
+    return tuple(imported), tuple(dict.fromkeys(paths))
 
 
 def _named_by(node: ast.AST, package: str) -> Iterator[str]:
@@ -253,64 +280,30 @@ def working_by(folder: Path) -> Iterator[None]:
         use(None)
 
 
-class KeptSource(SourceFileLoader):
-    """Loads one module from its copy, under its original path, so that it finds data files beside it."""
-
-    def __init__(self, module: str, kept: Path, path: str) -> None:
-        super().__init__(module, path)
-        self.content = kept.read_bytes()
-        # For what reads source by its path through linecache: torch.jit.script, inspect, tracebacks.
-        lines = [*io.StringIO(self.content.decode(errors="replace"), newline=None)]
-        linecache.cache[path] = len(self.content), None, lines, path
-
-    def get_data(self, path: str) -> bytes:
-        """Bytes of the copy, or of a data file beside the original."""
-        return self.content if path == self.path else super().get_data(path)
-
-    def path_stats(self, path: str) -> Mapping[str, Any]:
-        """None, so the copy is compiled each time: bytecode beside the original may be of another text."""
-        raise OSError(f"{path}: is not what is loaded")
-
-
-class _Finder:
-    loaders: ClassVar[Mapping[str, KeptSource]] = {}
-
-    @classmethod
-    def find_spec(
-        cls, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        loader = cls.loaders.get(fullname)
-        if loader is None:
-            return None
-        return importlib.util.spec_from_file_location(fullname, loader.path, loader=loader)
-
-
 def use(folder: Path | None) -> None:
     """Import modules from the copy in `folder`, in this process and its children; None: from their original files.
 
-    Modules already imported with another text are removed from `sys.modules`, so their next import loads the copy. With
-    None those of the last copy stay imported.
+    Modules of the copy that are imported already are removed from `sys.modules`, so their next import takes the right
+    text.
     """
-    loaders = {} if folder is None else _loaders(folder)
-    imported = loaders.keys() & sys.modules.keys()
-    if not all(_is_of(sys.modules[name], loaders[name]) for name in imported):
-        for name in imported:  # modules of equal text too: they hold objects of the others
-            del sys.modules[name]
-            package, _, member = name.rpartition(".")
-            if package in sys.modules:  # a folder without __init__.py, which stays and has the module as a member
-                vars(sys.modules[package]).pop(member, None)
-    _Finder.loaders = loaders
-    if _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)
-    if folder is None:
-        os.environ.pop(FOLDER_VARIABLE, None)
-    else:
+    before = os.environ.pop(FOLDER_VARIABLE, None)
+    for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
+        del sys.modules[name]
+        package, _, member = name.rpartition(".")
+        if package in sys.modules:  # a folder without __init__.py, which stays and has the module as a member
+            vars(sys.modules[package]).pop(member, None)
+    sys.path[:] = [place for place in sys.path if place != before]
+    if folder is not None:
+        sys.path.insert(0, str(folder))
         os.environ[FOLDER_VARIABLE] = str(folder)
+    importlib.invalidate_caches()
 
 
-def _is_of(module: ModuleType, kept: KeptSource) -> bool:
-    loader = getattr(module.__spec__, "loader", None)
-    return isinstance(loader, KeptSource) and loader.content == kept.content
+def _modules_in(folder: str | Path | None) -> set[str]:
+    if folder is None or not (manifest := Path(folder) / "manifest.json").is_file():
+        return set()
+    names = json.loads(manifest.read_text(encoding="utf-8"))["paths"]
+    return {module_of(name) for name in names if name.endswith(".py") and name.partition("/")[0] not in OWN_PACKAGES}
 
 
 def use_from_environment() -> None:
@@ -318,12 +311,3 @@ def use_from_environment() -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and (Path(folder) / "manifest.json").is_file():
         use(Path(folder))
-
-
-def _loaders(folder: Path) -> dict[str, KeptSource]:
-    paths: Mapping[str, str] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["paths"]
-    return {
-        module_of(name): KeptSource(module_of(name), folder / name, path)
-        for name, path in paths.items()
-        if PurePosixPath(name).with_suffix("").parts[0] not in OWN_PACKAGES
-    }

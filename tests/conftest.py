@@ -68,8 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 REFERENCE = ("test_pipeline.py", "test_tracking_commands.py")
 SERVER = (
-    "sweep/test_flow.py", "sweep/test_flow_workers.py", "test_guard.py", "test_own_deployment.py", "test_recover.py",
-    "test_tasks.py", "test_untold.py",
+    "server/test_guard.py", "stack/test_deploy.py", "stack/test_own.py", "sweep/test_flow.py",
+    "sweep/test_flow_workers.py", "test_tasks.py",
 )  # fmt: skip
 """Files of tests/flows: those around one finished run, and the others around one Prefect server. A server with that run
 costs 40 s of a core, so each of both goes to one worker."""

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from tests.data.kinds import KINDS
+from tests.helpers.tokenizer_kinds import KINDS
 
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"

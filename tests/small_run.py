@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data import build_dataset, filter_dataset
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from flows.stages.suite import make_suite
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import MixtureData, RunConfig

@@ -24,13 +24,14 @@ FILES = {
     "their_kit/unused.py": "",
     "their_late.py": (
         "import json\nimport numpy\nfrom typing import TYPE_CHECKING\nfrom data.rows import Row\n"
-        "if TYPE_CHECKING:\n    import their_kit.unused\nif not TYPE_CHECKING:\n    import their_hidden\n"
+        "if not TYPE_CHECKING:\n    import their_hidden\nWORDS = 'their_words.txt'\n"
     ),
     "their_hidden.py": "",
+    "their_words.txt": "one two",
     "numpy.txt": "",
 }
 COUNTED = ["their_hidden.py", "their_kit/__init__.py", "their_kit/exact.py", "their_kit/weights.py", "their_late.py",
-           "their_reward.py"]  # fmt: skip
+           "their_reward.py", "their_words.txt"]  # fmt: skip
 
 
 def write(folder: Path) -> Path:
@@ -61,7 +62,7 @@ def config_of(**more: str) -> RunConfig:
 
 
 def test_the_module_and_what_it_imports_from_its_folder_count(folder: Path) -> None:
-    """Anywhere in a file; not what type checkers alone import, not installed packages, not Millrace."""
+    """And the data files that it names; not installed packages, not Millrace."""
     assert [source.name for source in code_for("their_reward:score")] == COUNTED
     assert "their_reward" not in sys.modules, "nothing is executed"
 
@@ -107,7 +108,7 @@ def test_every_function_that_settings_name_is_code_of_the_run(folder: Path) -> N
     assert {"data.countdown:score", "their_reward:score"} < set(code_of(mixture).by_function)
 
 
-def test_a_function_of_millrace_counts_with_the_package_that_it_lies_in() -> None:
+def test_a_function_of_millrace_counts_with_its_package() -> None:
     names = {source.name for source in code_for("data.countdown:score")}
     assert {"data/countdown.py", "data/arithmetic.py"} < names
     assert all(name.startswith("data/") for name in names)
@@ -124,7 +125,7 @@ def test_what_has_no_source_beside_it_has_no_code(function: str) -> None:
     assert code_for(function) == ()
 
 
-def test_a_run_works_by_its_copy_whatever_the_files_say_meanwhile(folder: Path, tmp_path: Path) -> None:
+def test_a_run_imports_its_copy_after_an_edit(folder: Path, tmp_path: Path) -> None:
     """In this process and in one that starts after the edit: both import the text of the run's start."""
     (folder / "their_loss.py").write_text("def loss():\n    return 'kept'\n")
     loss = {"algo.policy_loss": "their_loss:loss"}
@@ -136,7 +137,7 @@ def test_a_run_works_by_its_copy_whatever_the_files_say_meanwhile(folder: Path, 
     with working_by(tmp_path / "code"):
         assert code_of(config_of(**loss)) == kept
         assert resolve_policy_loss("their_loss:loss")() == "kept"
-        assert str(folder) in sys.modules["their_loss"].__file__, "data beside it are found there"
+        assert str(tmp_path / "code") in str(sys.modules["their_loss"].__file__)
         for num_processes in (0, 1):
             with ScoringPool("their_reward:score", RewardConfig(num_processes=num_processes)) as pool:
                 assert [score.total for score in pool.score(["x"], ["{}"])] == [0.25]
@@ -156,7 +157,7 @@ def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path)
             assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
 
 
-def test_a_module_in_a_folder_without_an_init_is_imported_again(folder: Path, tmp_path: Path) -> None:
+def test_a_module_of_a_namespace_package_is_imported_again(folder: Path, tmp_path: Path) -> None:
     """The folder stays imported, and had the old module as a member."""
     (folder / "their_plain").mkdir()
     (folder / "their_plain/reward.py").write_text(
@@ -171,8 +172,7 @@ def test_a_module_in_a_folder_without_an_init_is_imported_again(folder: Path, tm
             assert resolve_scorer("their_plain.reward:score")("x", {}) == float(weight)
 
 
-def test_code_that_reads_its_own_source_or_data_finds_those_of_the_run(folder: Path, tmp_path: Path) -> None:
-    """`torch.jit.script` compiled the edited text, and `importlib.resources` found no file."""
+def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) -> None:
     loss = "import inspect\nfrom importlib.resources import files\n\n\ndef loss():\n    return 'kept'\n"
     read = "\n\nTEXT = inspect.getsource(loss)\nDATA = (files(__package__) / 'data.txt').read_text()\n"
     (folder / "their_loss").mkdir()
@@ -180,6 +180,7 @@ def test_code_that_reads_its_own_source_or_data_finds_those_of_the_run(folder: P
     (folder / "their_loss/data.txt").write_text("beside it")
     own = {"algo.policy_loss": "their_loss:loss"}
     code_of(config_of(**own)).keep(tmp_path / "code")
+    (folder / "their_loss/data.txt").write_text("edited")
     (folder / "their_loss/__init__.py").write_text(f"# a line more\n{loss}{read}".replace("kept", "edited"))
     with working_by(tmp_path / "code"):
         resolve_policy_loss("their_loss:loss")
@@ -207,3 +208,15 @@ def test_a_difference_is_a_patch_of_some_lines(folder: Path) -> None:
     assert "-WEIGHT = 0.25" in told
     assert len(told) == user_code.SHOWN_LINES + 1
     assert told[-1].startswith("... and ")
+
+
+def test_a_computed_import_is_found_in_the_copy(folder: Path, tmp_path: Path) -> None:
+    (folder / "their_kit/exact.py").write_text(
+        "from importlib import import_module\n\n"
+        "def of(text):\n    return len(import_module('their_' + 'kit.unused').__file__)\n"
+    )
+    code_of(config_of()).keep(tmp_path / "code")
+    with working_by(tmp_path / "code"):
+        found = resolve_scorer("their_reward:score")("x", {})
+        assert sys.modules["their_kit.unused"].__file__ == str(tmp_path / "code/their_kit/unused.py")
+        assert found == len(str(tmp_path / "code/their_kit/unused.py"))

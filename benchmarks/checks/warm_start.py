@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.checks.rig import Verdict
-from data import build_dataset, filter_dataset
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.run.layout import RunLayout
@@ -42,7 +43,7 @@ def check(arguments: argparse.Namespace, folder: Path) -> Verdict:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     layout = RunLayout.of(config)
-    RunInputs(filtered.directory, tokenizer).write(layout)
+    RunInputs(filtered.directory, tokenizer).write(config, layout)
     begun = time.perf_counter()
     with Session(config, layout, report=lambda event: None, stop=StopFlag(lambda: None)) as session:
         result: Any = session.warm_start()

@@ -80,7 +80,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for JSON and weights of the sides; the table shows all there")
     parser.add_argument("--judge", type=Path, metavar="DIR", help="train nothing: judge the weights kept in DIR")
     parser.add_argument("--combine", type=Path, metavar="DIR", help="measure nothing: the table of DIR/*.json")
-    parser.add_argument("--write", action="store_true", help="keep the figures in docs/results")
+    parser.add_argument("--write", action="store_true", help="keep the figures in build/results")
     parser.add_argument("--repeats", type=int, default=1, help="rounds of all sides, each with a seed of its own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=2, help="batches before the measured ones")

@@ -36,7 +36,7 @@ def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *
     config = load_config(told, experiment=arguments.experiment or EXPERIMENT)
     inputs = chain.make_rows(OpenRun(config), chain.run_quietly)
     layout = RunLayout.of(config)
-    inputs.write(layout)
+    inputs.write(config, layout)
     with Session(config, layout, report=lambda _: None, stop=StopFlag(lambda: None)) as session:
         model = Path(str(session.warm_start()["directory"]))
     steps = arguments.steps or 60 - arguments.warm_up

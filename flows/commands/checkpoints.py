@@ -1,65 +1,68 @@
-"""`millrace checkpoints`: list, verify, export and prune the checkpoints of a run; and `--fork`, to begin with one."""
+"""`millrace checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from flows.commands.roots import root_among
-from flows.parameters import RunSettings, compose_settings
-from flows.progress import console_for_tables
-from flows.work.runs import BYTES_PER_MB, named_run
-from rlcore.checkpoint.catalog import CheckpointRow, by_score, find_checkpoint, list_checkpoints
-from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig
-from rlcore.config.fingerprint import fingerprint
-from rlcore.config.problems import override_value
-from rlcore.errors import CheckpointError, ConfigError, DataError
-from rlcore.models.hub import require_reachable
-from rlcore.run.inputs import RunInputs, planned_start_model
-from rlcore.run.layout import RunLayout
-from rlcore.storage.finished import finished_or_set_aside, finished_or_why
-from rlcore.storage.locks import RunLock
-from rlcore.user_code import working_by
+import typer
 
-START = "start"
-"""In place of a checkpoint: the model that a run has started from."""
+from flows.commands.options import RootOfRun, Run
+from rlcore.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from rlcore.checkpoint.catalog import CheckpointInfo
+    from rlcore.run.layout import RunLayout
 
 
 def checkpoints(
-    run: list[str],
-    *,
-    root: Path | None,
-    verify: bool,
-    export: Path | None,
-    checkpoint: str | None,
-    prune: bool,
-    as_json: bool,
+    run: Run,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte. Exit code 1 if one is broken.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write one as a transformers directory to this folder.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Which one to export: last, best, or a step.", show_default="last")
+    ] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
+    root: RootOfRun = None,
 ) -> None:
-    """Prune and export, where asked for, then show what there is. `checkpoint` None: the last one.
+    """Show the checkpoints of a run. Step, size, scores, the last and the best, and whether they are whole.
+
+    Examples:
+      millrace checkpoints experiment=countdown_demo --verify
+      millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best
 
     Raises:
         ConfigError: a checkpoint is named, and none is to be exported.
         CheckpointError: one cannot be exported; with `verify`, after the list: one is broken.
-        RunInUseError: to be pruned, and somebody works on the run.
+        RunInUseError: to be pruned, and another process works on the run.
     """
+    from flows.work.runs import named_run
+    from flows.work.weights import export_to
+    from rlcore.checkpoint.catalog import list_checkpoints
+    from rlcore.checkpoint.store import CheckpointStore
+    from rlcore.storage.locks import RunLock
+
     if checkpoint is not None and export is None:
         raise ConfigError(f"--checkpoint {checkpoint}: says which one to export, so give --export DIR, or leave it out")
     config, layout = named_run(run, root)
-    chosen = "last" if checkpoint is None else checkpoint
-    deleted = _prune(config, layout) if prune else ()
-    exported = None if export is None else export_to(config, layout, chosen, export.absolute())
+    document: dict[str, Any] = {"run_id": layout.run_dir.name}
+    lines = []
+    if prune:
+        with RunLock(layout.run_dir, is_named=False):  # a trainer may be about to read one, and prunes by itself
+            deleted = [path.name for path in CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()]
+        document["deleted"] = deleted
+        lines += [f"deleted {name}: the retention rule does not keep it" for name in deleted]
+    if export is not None:
+        exported = export_to(config, layout, checkpoint or "last", export.absolute())
+        document["exported"] = str(exported)
+        lines.append(f"exported {checkpoint or 'last'} to {exported}")
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
-        document: dict[str, Any] = {"run_id": layout.run_dir.name, "checkpoints": _documents(rows)}
-        document |= {"deleted": [path.name for path in deleted]} if prune else {}
-        document |= {"exported": str(exported)} if exported is not None else {}
-        print(json.dumps(document, indent=2))
+        print(json.dumps(document | {"checkpoints": _documents(rows)}, indent=2))
     else:
-        for path in deleted:
-            print(f"deleted {path.name}: the retention rule does not keep it")
-        if exported is not None:
-            print(f"exported {chosen} to {exported}")
+        print(*lines, sep="\n", end="\n" if lines else "")
         _show(layout, rows)
     broken = [row for row in rows if row.verdict == "broken"]
     if verify and broken:
@@ -67,46 +70,10 @@ def checkpoints(
         raise CheckpointError(f"{layout.checkpoints}: {len(broken)} of {len(rows)} checkpoints are broken:\n{reasons}")
 
 
-def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
-    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory.
-
-    Raises:
-        CheckpointError: there is none of that name, or it is broken.
-        DataError: the run's start model is not there any more.
-    """
-    from rlcore.checkpoint.export import export_checkpoint
-
-    info = find_checkpoint(layout.checkpoints, checkpoint)
-    return export_checkpoint(info, config, start_model_of(config, layout), target)
-
-
-def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
-    """The model that the run has started from: a folder, or a hub id as a path.
-
-    Raises:
-        DataError: the folder is not there any more.
-        ModelError: the hub's model is neither in its cache nor to be had.
-    """
-    with working_by(layout.code):
-        start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
-    if not start.is_absolute():
-        require_reachable("model.path", str(start))
-    elif not start.is_dir():
-        raise DataError(
-            f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
-            "Restore it, or make it again by the run's own command."
-        )
-    return start
-
-
-def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
-    """Prune unless a trainer works on the run: it may be about to read a checkpoint, and prunes by itself."""
-    with RunLock(layout.run_dir, is_named=False):
-        return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
-
-
-def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
+def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
     """`last` and `best` by step; of equal scores the later is best."""
+    from rlcore.checkpoint.catalog import by_score
+
     whole = [row for row in rows if row.verdict != "broken"]
     marks: dict[int, list[str]] = {}
     for mark, rising in (("last", whole), ("best", by_score(whole))):
@@ -115,26 +82,29 @@ def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
     return marks
 
 
-def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
+def _documents(rows: "Sequence[CheckpointInfo]") -> list[dict[str, Any]]:
     marks = _marks(rows)
     plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
     return [one | {"path": str(one["path"]), "marks": marks.get(one["step"], [])} for one in plain]
 
 
-def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
+def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
     from rich.table import Table
+
+    from flows.progress import console_for_tables
+    from rlcore.storage.disk import size
 
     console = console_for_tables()
     if not rows:
         console.print(f"{layout.checkpoints}: no checkpoint yet")
         return
     marks = _marks(rows)
-    table = Table("step", "MB", "held-out", "reward", "written", "", "state", box=None, pad_edge=False)
+    table = Table("step", "size", "held-out", "reward", "written", "", "state", box=None, pad_edge=False)
     for row in rows:
         reward = row.metrics.get("critic/score/mean")
         table.add_row(
             str(row.step),
-            f"{row.size_bytes / BYTES_PER_MB:,.1f}",
+            size(row.size_bytes),
             "" if row.score is None else f"{row.score:.3f}",
             "" if reward is None else f"{reward:.3f}",
             row.created[:19].replace("T", " "),
@@ -148,79 +118,3 @@ def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
     for row in rows:
         if row.verdict == "broken":
             console.print(row.reason)
-
-
-# ---------------------------------------------------------------------- as the model of another run
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
-
-    config: RunConfig
-    layout: RunLayout
-    checkpoint: str
-    folder: Path
-
-    @property
-    def label(self) -> str:
-        """`<run id>@<checkpoint>`."""
-        return f"{self.layout.run_dir.name}@{self.checkpoint}"
-
-    def ensure(self) -> Path:
-        """The folder, written unless it is there and whole.
-
-        Raises:
-            CheckpointError: the checkpoint is broken.
-        """
-        if self.checkpoint != START and finished_or_set_aside(self.folder, error=CheckpointError) is None:
-            export_to(self.config, self.layout, self.checkpoint, self.folder)
-        return self.folder
-
-
-def weights_of(source: str, root: Path | None) -> Weights:
-    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
-
-    Raises:
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint.
-    """
-    name, at, checkpoint = source.rpartition("@")
-    if not at or (Path(source) / "settings.json").is_file():  # a folder's own name may have one
-        name, checkpoint = source, ""
-    config, layout = named_run([name], root)
-    if checkpoint == START:
-        return Weights(config, layout, START, start_model_of(config, layout))
-    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
-    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
-    return Weights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
-
-
-def forked(settings: list[str], source: str, *, dry_run: bool = False) -> RunSettings:
-    """Compose settings whose model of step 0 has the weights that `source` names (`RUN[@CHECKPOINT]`).
-
-    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
-    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
-    nothing: until the weights are there it plans by the model that the other run has started from.
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint, or that is broken.
-    """
-    # The settings cannot be composed yet: their model is still to come. A run's id is looked for in their root.
-    weights = weights_of(source, root_among(settings))
-    is_missing = dry_run and finished_or_why(weights.folder, error=CheckpointError)[0] is None
-    target = weights.folder if dry_run else weights.ensure()
-    model = start_model_of(weights.config, weights.layout) if is_missing else target
-    more = [
-        f"model.path={override_value(str(model))}",
-        "warm_start.enabled=false",
-        f"tags.forked_from={override_value(weights.label)}",
-    ]
-    composed = compose_settings([*settings, *more])
-    if not is_missing:
-        return composed
-    seen = composed.config
-    planned = seen.model_copy(update={"model": seen.model.model_copy(update={"path": str(target)})})
-    return replace(composed, config=planned, seen=seen)

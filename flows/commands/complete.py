@@ -36,7 +36,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Ids of the runs under the root."""
     root = Path(ctx.params.get("root") or "artifacts")
-    names = (file.parent.name for file in root.glob("runs/*/settings.json"))
+    names = (file.parent.name for file in root.glob("runs/*/run.json"))
     return sorted(name for name in names if name.startswith(incomplete))
 
 

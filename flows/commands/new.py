@@ -4,10 +4,12 @@ import keyword
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-from data import multiplication
+import typer
+
+from flows.commands import complete
 from rlcore.errors import ConfigError
-from rlcore.storage.publish import write_text_atomically
 
 SCORER = '''"""A scorer of one's own: countdown's, with the length of the answer as a part beside it.
 
@@ -55,12 +57,28 @@ COMMANDS = {
 """What runs the file, by kind."""
 
 
-def new(kind: str, name: str) -> None:
-    """Write `NAME.py` or `NAME.yaml` into this folder, and say how it runs.
+def new(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="task|experiment|scorer",
+            help="What to write.",
+            autocompletion=complete.one_of("task", "experiment", "scorer"),
+        ),
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
+) -> None:
+    """Write a task, experiment or scorer to begin with into this folder. It runs as it is.
+
+    Examples:
+      millrace new task my_task
+      millrace new experiment mine
 
     Raises:
         ConfigError: there is no such kind, the name cannot be one, or the file is there already.
     """
+    from rlcore.storage.publish import write_text_atomically
+
     if kind not in COMMANDS:
         raise ConfigError(f"KIND: must be one of {', '.join(COMMANDS)}; got {kind}")
     file = Path(f"{name}.yaml" if kind == "experiment" else f"{name}.py")
@@ -74,6 +92,8 @@ def content_of(kind: str, name: str, command: str) -> str:
     """Text of the new file."""
     text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
     if kind == "task":
+        from data import multiplication
+
         source = Path(multiplication.__file__).read_text(encoding="utf-8")
         text += source.split('"""', 2)[2].removeprefix("\n").replace('"multiplication"', f'"{name}"')
     return text

@@ -6,39 +6,67 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from flows.plan.checks import of_the_judge
-from flows.progress import printable
-from flows.work.runs import named_run
-from rlcore import sandbox
-from rlcore.answers.judge import audit_reward, cases_of
-from rlcore.answers.judge import rescore as rescore_answers
-from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers, finite, num_answers
-from rlcore.config import RunConfig
-from rlcore.config.data import BY_ROW
+import typer
+
+from flows.commands import complete
+from flows.commands.options import AsJson, RootOfRun, Run
 from rlcore.errors import ConfigError, DataError
-from rlcore.rollout.by_part import without_scorer
-from rlcore.rollout.scoring import ScoringPool, require_scorer
-from rlcore.rollout.scoring_worker import wrong_weights
-from rlcore.run.layout import RunLayout
-from rlcore.user_code import working_by
+
+if TYPE_CHECKING:
+    from rlcore.config import RunConfig
+    from rlcore.rollout.scoring import ScoringPool
+    from rlcore.run.layout import RunLayout
 
 EXIT_FOUND = 1
 NUM_CASES = 32
 """Problems that `millrace audit` tries at most."""
+KINDS = ("all", "training", "validation")
+SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
+Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only answers of these steps.")]
+Prompt = Annotated[int | None, typer.Option(help="Only answers to this prompt (prompt_id).")]
+ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only answers with such a score.")]
+Search = Annotated[str, typer.Option(help="Only answers with this text in them.")]
+Kind = Annotated[
+    str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.one_of(*KINDS))
+]
 
 
-def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool, as_json: bool, **wanted: Any) -> None:
-    """Show kept answers: as a page of text, or one JSON object a line. `wanted`: as `Query.read` takes it.
+def rollouts(
+    run: Run,
+    step: Step = "",
+    prompt: Prompt = None,
+    score: ScoreRange = "",
+    search: Search = "",
+    kind: Kind = "all",
+    sort: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with - the highest first.",
+            autocompletion=complete.one_of(*SORTS),
+        ),
+    ] = "step",
+    limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With --json: also what is known of each token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    root: RootOfRun = None,
+) -> None:
+    """Show the answers that a run has on record, of training and of validations.
+
+    Examples:
+      millrace rollouts countdown_demo-s1 --sort -score
+      millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json
 
     Raises:
-        ConfigError: tokens of a page of text, or `wanted` cannot be read.
+        ConfigError: `--tokens` without `--json`, or an option cannot be read.
         DataError: no such run, or it has kept no answers.
     """
+    from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers
+
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
-    query = Query.read(**wanted)
+    query = Query.read(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
     _, layout, total = _kept(run, root)
     found = find_answers(layout.answers, query)
     shown = range(len(found))[: limit or None]
@@ -50,16 +78,33 @@ def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool,
         print(f"{len(shown):,} shown of {len(found):,} answers that match, of {total:,} on record")
 
 
-def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool, **wanted: Any) -> None:
-    """Score kept answers by another scorer and say what it would have changed. `wanted`: as `Query.read` takes it.
+def rescore(
+    run: Run,
+    scorer: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")],
+    step: Step = "",
+    prompt: Prompt = None,
+    score: ScoreRange = "",
+    search: Search = "",
+    kind: Kind = "all",
+    as_json: AsJson = False,
+    root: RootOfRun = None,
+) -> None:
+    """Score a run's answers by another scorer. Says what would have changed; nothing is written.
 
-    `run`: beside a run's folder or id, `reward.weights=...` may weigh the parts of the new score.
+    Examples:
+      millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training
+      millrace rescore countdown_demo-s1 --scorer my_scorer:score 'reward.weights={correct: 1, format: 0.2}'
 
     Raises:
-        ConfigError: `wanted` or the weights cannot be read, or the weights name what is no part of the score.
+        ConfigError: an option or the weights cannot be read, or the weights name what is no part of the score.
         DataError: the scorer failed on all answers.
     """
-    query = Query.read(**wanted)
+    from flows.plan.checks import of_the_judge
+    from rlcore.answers.judge import rescore as rescore_answers
+    from rlcore.answers.query import Query, finite
+    from rlcore.rollout.scoring_worker import wrong_weights
+
+    query = Query.read(step=step, prompt=prompt, score=score, search=search, kind=kind)
     is_named = any("=" not in word for word in run)
     weights = [word for word in run if is_named and word.startswith("reward.weights=")]
     config, layout, _ = _kept([word for word in run if word not in weights], root)
@@ -93,12 +138,27 @@ def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool
         print(f"  {change}")
 
 
-def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json: bool) -> None:
-    """Give a scorer answers that must not score; exit code 1 if some do.
+def audit(
+    run: Run,
+    scorer: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Another scorer than the run's own.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    root: RootOfRun = None,
+) -> None:
+    """Look for holes in a reward. Gives the scorer answers that must not score; exit code 1 if some do.
+
+    Examples:
+      millrace audit countdown_demo-s1
+      millrace audit my-run --scorer my_scorer:score
 
     Raises:
         DataError: the scorer failed on some answers, and none of the others scored.
     """
+    from flows.plan.checks import of_the_judge
+    from rlcore.answers.judge import audit_reward, cases_of
+
     config, layout, _ = _kept(run, root)
     if config.data.environment:
         raise DataError(
@@ -130,30 +190,40 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
         sys.exit(EXIT_FOUND)
 
 
-def truth_for(config: RunConfig, scorer: str | None) -> Callable[[str], str]:
+def truth_for(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     """What makes the ground truth of a kept answer, as JSON, that of its row for a scorer: where rows have several
     scorers they name them, which only the run's own reads."""
+    from rlcore.config.data import BY_ROW
+    from rlcore.rollout.by_part import without_scorer
+
     names_one = config.data.scorer == BY_ROW
     return without_scorer if names_one and scorer not in (None, config.data.scorer) else str
 
 
-def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, int]:
+def _kept(run: Sequence[str], root: Path | None) -> "tuple[RunConfig, RunLayout, int]":
+    from flows.work.runs import named_run
+    from rlcore.answers.query import num_answers
+
     config, layout = named_run(run, root)
     return config, layout, num_answers(layout.answers)
 
 
 @contextmanager
 def _pool(
-    config: RunConfig, layout: RunLayout, scorer: str | None, weights: Sequence[str] = ()
-) -> Iterator[ScoringPool]:
+    config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
+) -> "Iterator[ScoringPool]":
     """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it. `weights`: those
     of this scorer's parts, as overrides; without them only the run's own scorer has the run's."""
+    from rlcore import sandbox
+    from rlcore.rollout.scoring import ScoringPool, require_scorer
+    from rlcore.user_code import working_by
+
     sandbox.use(config.sandbox)
     if scorer is not None:
         require_scorer(scorer, "--scorer")
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
     if weights:
-        from rlcore.config.compose import checked_config  # Hydra, which nothing else here needs
+        from rlcore.config.compose import checked_config
 
         plain = config.model_dump(mode="json")
         plain["reward"]["weights"] = {}
@@ -166,6 +236,8 @@ def _pool(
 
 
 def _document(row: dict[str, Any]) -> dict[str, Any]:
+    from rlcore.answers.query import finite
+
     parts = {name: value for name, value in row["parts"]}
     document: dict[str, Any] = finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
     return document
@@ -173,6 +245,8 @@ def _document(row: dict[str, Any]) -> dict[str, Any]:
 
 def _page(row: dict[str, Any]) -> str:
     """One answer for a terminal; control characters of a model's text do nothing there."""
+    from flows.progress import printable
+
     score = "no score" if row["score"] is None else f"score {row['score']:g}"
     parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"])
     facts = [

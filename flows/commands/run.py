@@ -1,40 +1,63 @@
-"""`millrace run`, `train`, `validate`, `report`, `data make`, `data pass-rates` and `data inspect`."""
+"""`millrace run`, `train`, `validate`, `eval` and `report`."""
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING, Annotated
 
-from flows import chain
-from flows.commands.settings import beside_python
-from flows.parameters import RunSettings
-from flows.plan.checks import check_before_plan, check_before_start, check_dry_run, check_rows, check_run, plan_run
-from flows.plan.table import show_memory, show_plan
-from flows.progress import display, display_for_console, shown_on
-from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
-from flows.server.database import address_in
-from flows.stages.pass_rates import PassRates
-from flows.stages.report import write_report
-from flows.stages.validate import Validate
-from flows.work.checkpoints import checkpoint_name, checkpoint_store
-from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun
-from flows.work.runs import named_run
-from rlcore.config import RunConfig
-from rlcore.errors import ConfigError, StopRequestedError
-from rlcore.run.pass_rates import WITHOUT_PASS_RATES
-from rlcore.storage.publish import write_text_atomically
+import typer
+
+from flows.commands import complete
+from flows.commands.options import Cfg, DryRun, Fork, Info, PlanAsJson, RootOfRun, Run, Settings, Verbose
+from flows.commands.settings import (
+    beside_python,
+    compose_words,
+    require_dry_run,
+    require_settings_alone,
+    root_among,
+    show_settings,
+)
+from rlcore.errors import StopRequestedError
+
+if TYPE_CHECKING:
+    from flows.chain import PipelineResult
+    from flows.parameters import RunSettings
+    from flows.plan.plan import RunPlan
+    from flows.server.api import PrefectApi
+    from rlcore.config import RunConfig
 
 
-def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
-    """Check, plan, then run the pipeline as a flow in this process, and print where to look."""
-    config = settings.config
-    plan = plan_run(settings)
-    if dry_run:
-        show_plan(plan, as_json=as_json)
-        check_dry_run(config, plan)
+def run(
+    settings: Settings = None,
+    root: RootOfRun = None,
+    fork: Fork = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+    cfg: Cfg = None,
+    info: Info = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again.
+
+    Examples:
+      millrace run experiment=countdown_demo
+      millrace run experiment=countdown_demo seed=2 trainer.total_steps=40
+      millrace run experiment=debug --dry-run
+    """
+    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
+    if planned is None:
         return
+    from flows import chain
+    from flows.plan.checks import check_before_start
+    from flows.plan.table import show_memory
+    from flows.server.api import start_prefect
+    from flows.work.open_run import OpenRun
+
+    composed, plan = planned
+    config = composed.config
     if plan.is_done and (known := chain.finished(OpenRun(config))) is not None:  # no server is started for that
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
@@ -47,80 +70,160 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
     from flows.pipeline import run_checked  # imports Prefect, while the server comes up
 
     with flow_of_a_command(api, verbose=verbose):
-        result = run_checked(settings)
+        result = run_checked(composed)
     print("\n".join(summary_lines(config, result, api)), flush=True)
 
 
-def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
-    """Data, warm start, chunks, weights, validation, without Prefect."""
-    plan = plan_run(settings)
-    if dry_run:
-        show_plan(plan, as_json=as_json)
-        check_dry_run(settings.config, plan)
+def train(
+    settings: Settings = None,
+    root: RootOfRun = None,
+    fork: Fork = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+    cfg: Cfg = None,
+    info: Info = False,
+    verbose: Verbose = False,
+) -> None:
+    """The same training without Prefect. Data, warm start, chunks, validation, weights.
+
+    Examples:
+      millrace train experiment=countdown_demo trainer.total_steps=40
+    """
+    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
+    if planned is None:
         return
-    check_before_start(settings.config, plan)
-    with chain.opened_here(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
+    from flows import chain
+    from flows.plan.checks import check_before_start
+    from flows.progress import display
+    from flows.work.mlflow_record import MlflowRecord
+
+    composed, plan = planned
+    check_before_start(composed.config, plan)
+    with chain.opened_here(composed, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
         display().line(f"run {run.run_id} in {run.layout.run_dir}")
         chain.run_chain(run, chain.run_here, record, with_report=False)
 
 
-def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
-    """Validate one checkpoint."""
-    check_before_plan(settings.config)
+def _planned(
+    settings: Settings,
+    root: Path | None,
+    fork: str | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    cfg: str | None,
+    info: bool,
+) -> "tuple[RunSettings, RunPlan] | None":
+    """Compose, check and plan a run; None where that was only to be shown (`--cfg`, `--info`, `--dry-run`)."""
+    require_dry_run(as_json=as_json, dry_run=dry_run)
+    is_shown = cfg is not None or info
+    composed = compose_words(settings, root, fork=fork, dry_run=dry_run or is_shown)
+    if is_shown:
+        show_settings(composed, cfg=cfg)
+        return None
+    from flows.plan.checks import check_dry_run, plan_run
+    from flows.plan.table import show_plan
+
+    plan = plan_run(composed)
+    if not dry_run:
+        return composed, plan
+    show_plan(plan, as_json=as_json)
+    check_dry_run(composed.config, plan)
+    return None
+
+
+def validate(
+    settings: Settings = None,
+    root: RootOfRun = None,
+    checkpoint: Annotated[str, typer.Option(help="Which one: start, last, best, or a step.")] = "last",
+    verbose: Verbose = False,
+) -> None:
+    """Judge a checkpoint of a run on the held-out problems.
+
+    Examples:
+      millrace validate experiment=countdown_demo --checkpoint best
+    """
+    require_settings_alone(settings)
+    composed = compose_words(settings, root)
+    from flows import chain
+    from flows.plan.checks import check_before_plan
+    from flows.progress import display
+    from flows.stages.validate import Validate
+    from flows.work.checkpoints import checkpoint_name, checkpoint_store
+
+    check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)
-    checkpoint_store(settings.config).step_of(checkpoint, verify=False)  # raises where there is none
-    with chain.opened_here(settings, "validate", verbose=verbose) as run:
+    checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises where there is none
+    with chain.opened_here(composed, "validate", verbose=verbose) as run:
         chain.make_rows(run, chain.run_quietly)
         judgement = chain.run_here(Validate(checkpoint), run)
         display().line(f"answers: {judgement.file}")
 
 
-def report(run: list[str], root: Path | None) -> None:
-    """Write the report of a run."""
+def evaluate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL_OR_RUN... [KEY=VALUE]...",
+            help="Model directories, or runs by folder or id with @last (taken if not given), @best, @start or a step; "
+            "settings for all of them.",
+            autocompletion=complete.runs_and_settings,
+        ),
+    ],
+    suites: Annotated[
+        list[str],
+        typer.Option(
+            "--suite",
+            help="A name in conf/suite, or the path of a file. May be repeated.",
+            autocompletion=complete.suites,
+        ),
+    ],
+    root: RootOfRun = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Judge models or checkpoints on suites. Figures have intervals; each model is paired with the first.
+
+    Examples:
+      millrace eval artifacts/runs/<run id> --suite gsm8k
+      millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml
+      millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm
+    """
+    from flows import chain
+    from flows.evaluation import as_document, command_of, evaluate_all, table_lines
+    from flows.progress import Display, display_for_console, shown_on
+
+    models = [word for word in words if "=" not in word or Path(word).exists()]
+    overrides = [word for word in words if word not in models]
+    command = command_of(words, suites, root)
+    with shown_on(Display() if as_json else display_for_console()):
+        found = evaluate_all(models, suites, overrides, root or root_among(overrides), command, chain.run_here)
+    print(json.dumps(as_document(found), indent=2) if as_json else "\n".join(table_lines(found)))
+
+
+def report(run: Run, root: RootOfRun = None) -> None:
+    """Write the report of a run: pages in HTML, their figures in JSON and pictures.
+
+    Examples:
+      millrace report experiment=countdown_demo
+      millrace report artifacts/runs/<run id>
+    """
+    from flows.stages.report import write_report
+    from flows.work.runs import named_run
+
     _, layout = named_run(run, root)
     print(f"report: {write_report(layout)}")
 
 
-def make_data(settings: RunSettings) -> None:
-    """Make and filter the dataset."""
-    check_before_plan(settings.config)
-    check_rows(settings.config)
-    with shown_on(display_for_console()):
-        chain.make_rows(OpenRun(settings.config), chain.run_here)
-
-
-def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
-    """Measure the pass rates of the training rows."""
-    if not settings.config.pass_rates.is_wanted:
-        raise ConfigError(WITHOUT_PASS_RATES)
-    check_run(settings)
-    with chain.opened_here(settings, "data pass-rates", verbose=verbose) as run:
-        chain.run_stages(run, chain.run_here, PassRates.name)
-
-
-def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path | None) -> None:
-    """Show what a dataset's file or folder holds: on the screen, as JSON, or as a page."""
-    from data.inspect import as_html, as_rich, inspect_dataset
-
-    report = inspect_dataset(path, num_rows=num_rows, seed=seed)
-    if html is not None:
-        write_text_atomically(html, as_html(report))
-        print(html)
-    elif as_json:
-        print(report.as_json())
-    else:
-        from rich.console import Console
-
-        Console().print(as_rich(report))
-
-
 @contextmanager
-def flow_of_a_command(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
+def flow_of_a_command(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
     """Inside the block a flow runs in this process, for a command: progress on the console, errors as one message.
 
     Raises:
         StopRequestedError: the flow run was cancelled or told to end.
     """
+    from flows.progress import display_for_console, shown_on
+    from flows.server.api import wait_for_prefect
+
     wait_for_prefect(api)
     from prefect.exceptions import TerminationSignal
 
@@ -151,7 +254,7 @@ def _keep_runs_off_the_console() -> None:
     logging.raiseExceptions = False  # and one for each batch of log lines
 
 
-def summary_lines(config: RunConfig, result: chain.PipelineResult, api: PrefectApi | None) -> list[str]:
+def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
     """The last lines of `millrace run`; `api` None where there was nothing to do."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
@@ -166,12 +269,10 @@ def summary_lines(config: RunConfig, result: chain.PipelineResult, api: PrefectA
     return lines
 
 
-def _prefect_hint(api: PrefectApi, root: Path) -> str:
+def _prefect_hint(api: "PrefectApi", root: Path) -> str:
     """Address of Prefect's pages, or the command that starts them."""
     if api.home is None:
         return api.url.removesuffix("/api")
     if api.home == root / "prefect":
         return beside_python(f"millrace up --root {quote(str(root))} --workers 0")
-    where = {"PREFECT_HOME": str(api.home), **address_in(api.home)}
-    told = " ".join(f"{name}={quote(value)}" for name, value in where.items())
-    return f"{told} {beside_python('prefect server start')}"
+    return f"PREFECT_HOME={quote(str(api.home))} {beside_python('prefect server start')}"

@@ -10,33 +10,58 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import psutil
+import typer
 
-from flows.commands.settings import MOST_SLOTS
-from flows.progress import console_for_tables, duration, printable
-from flows.work.open_run import END_WAIT_S, EVALUATION, STOP_FILE, note_told
-from flows.work.runs import all_runs, named_run
-from flows.work.slots import Slots, State, Wish
-from flows.work.status import SAME_COMMAND, STATES, RunStatus, how_it_goes_on, status_of, was_told, worker_of
-from flows.work.trainer import LogTail, trainer_logs
-from rlcore.checkpoint.catalog import scan
+from flows.commands import complete
+from flows.commands.options import ARTIFACTS, AsJson, Root, RootOfRun, Run
 from rlcore.errors import ConfigError, DataError, RunInUseError
-from rlcore.storage.disk import size
-from rlcore.storage.locks import Holder
+
+if TYPE_CHECKING:
+    from flows.work.slots import State, Wish
+    from flows.work.status import RunStatus
+    from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
+MOST_SLOTS = 1_024
+"""Slots of a root at most; each is a lock on a file."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 """Seconds of a unit, largest first."""
 
 
-def runs(root: Path, names: Sequence[str] | None, states: Sequence[str] | None, *, as_json: bool) -> None:
-    """List the runs of a root, the one that wrote last first.
+def runs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT]...",
+            help="Only runs with this in their id; none: all.",
+            show_default=False,
+            autocompletion=complete.runs,
+        ),
+    ] = None,
+    states: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state", help="Only these: running, waiting, stopping, finished, stopped, failed, lost, 'not begun'."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    root: Root = ARTIFACTS,
+) -> None:
+    """List the runs of a root. State, step, score, age, size, and what each waits for or why it failed.
+
+    Examples:
+      millrace runs
+      millrace runs countdown --state failed --state lost
 
     Raises:
         ConfigError: no run can be in that state.
     """
+    from flows.work.runs import all_runs
+    from flows.work.status import STATES, status_of
+
     for state in states or ():
         if state not in STATES:
             raise ConfigError(f"--state: must be one of {', '.join(STATES)}; got {state}")
@@ -52,8 +77,12 @@ def runs(root: Path, names: Sequence[str] | None, states: Sequence[str] | None, 
         print(f"{root / 'runs'}: no {'such ' if names or states else ''}run; --root names another root")
 
 
-def _show(found: Sequence[RunStatus]) -> None:
+def _show(found: "Sequence[RunStatus]") -> None:
     from rich.table import Table
+
+    from flows.progress import console_for_tables
+    from flows.work.open_run import EVALUATION
+    from rlcore.storage.disk import size
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "state"):
@@ -81,12 +110,24 @@ def age_of(seconds: float) -> str:
     return f"{max(0, int(seconds / unit_s))} {unit}"
 
 
-def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> None:
-    """Print the end of the newest trainer's log; with `follow` also what is added, until nobody works on the run.
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Last lines to begin with.")] = 40,
+    root: RootOfRun = None,
+) -> None:
+    """Show the log of a run's newest trainer process.
+
+    Examples:
+      millrace logs countdown_demo-s1 -f
 
     Raises:
         DataError: there is no such run, or no trainer process was ever started for it.
     """
+    from flows.work.runs import named_run
+    from flows.work.status import worker_of
+    from flows.work.trainer import LogTail
+
     _, layout = named_run(run, root)
     newest = _newest_log(layout.logs)
     if newest is None:
@@ -122,23 +163,32 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
 
 def _print_line(line: str) -> None:
     """Without colours, which Ray writes, and with other control characters, as of a model's answer, written out."""
+    from flows.progress import printable
+
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def _newest_log(folder: Path) -> Path | None:
+    from flows.work.trainer import trainer_logs
+
     found = trainer_logs(folder)
     return found[max(found)] if found else None
 
 
-def stop(run: list[str], root: Path | None) -> None:
-    """Send SIGTERM, once, to the process that works on a run, and wait until nobody works on it.
+def stop(run: Run, root: RootOfRun = None) -> None:
+    """Tell a run to stop, and wait until it has. It finishes its step and saves; the same command goes on.
 
-    The process is the one that holds the run's lock, on this host, with the start time that the lock's file says.
+    Examples:
+      millrace stop countdown_demo-s1
 
     Raises:
         DataError: there is no such run.
         RunInUseError: its process is another host's or user's, or cannot be told; or it still works after its deadline.
     """
+    from flows.work.open_run import END_WAIT_S
+    from flows.work.runs import named_run
+    from flows.work.status import SAME_COMMAND, how_it_goes_on, was_told, worker_of
+
     config, layout = named_run(run, root)
     worker = worker_of(layout.run_dir)
     if worker is None:
@@ -162,7 +212,12 @@ def stop(run: list[str], root: Path | None) -> None:
     print(f"run {layout.run_dir.name}: stopped; {_saved(layout.run_dir)}; {how}{command}")
 
 
-def _tell(run_dir: Path, worker: Holder) -> None:
+def _tell(run_dir: Path, worker: "Holder") -> None:
+    """Send SIGTERM to the process that holds the run's lock: on this host, with the start time in the lock's file."""
+    import psutil
+
+    from flows.work.open_run import STOP_FILE, note_told
+
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):
         return  # its trainer was told by that, and saves
@@ -184,6 +239,8 @@ def _tell(run_dir: Path, worker: Holder) -> None:
 
 
 def _saved(run_dir: Path) -> str:
+    from rlcore.checkpoint.catalog import scan
+
     known = scan(run_dir / "checkpoints").checkpoints
     return f"step {known[-1].step} is saved" if known else "it has no checkpoint yet"
 
@@ -191,12 +248,30 @@ def _saved(run_dir: Path) -> str:
 # ---------------------------------------------------------------------- slots
 
 
-def slots(root: Path, *, number: int | None, gpus: str | None, per_gpu: int | None, as_json: bool) -> None:
-    """Set the slots of a root, where that is asked for, and show them.
+def slots(
+    root: Root = ARTIFACTS,
+    number: Annotated[
+        int | None, typer.Option("--set", min=0, max=MOST_SLOTS, help="Ranks that train at a time; 0: any number.")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
+    per_gpu: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Slots of each GPU, for runs that fit side by side.", show_default="1"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show or set how many ranks train at a time under a root. Who holds which slot, who waits, in their order.
+
+    Examples:
+      millrace slots
+      millrace slots --set 2
+      millrace slots --gpus 0,1 --per-gpu 2
 
     Raises:
         ConfigError: both a number and GPUs are given, something that is no list of GPUs, or too many slots.
     """
+    from flows.work.slots import Slots
+
     found = Slots(root.resolve())
     if number is not None and gpus is not None:
         raise ConfigError(f"--set {number} and --gpus {gpus}: give one of them; --gpus counts its slots itself")
@@ -222,13 +297,13 @@ def _indices(gpus: str) -> list[str]:
     return parts
 
 
-def _slots_as_json(state: State) -> dict[str, object]:
+def _slots_as_json(state: "State") -> dict[str, object]:
     holders = {str(number): asdict(wish) for number, wish in state.holders.items()}
     waiting = [asdict(wish) | {"reason": state.reason(wish)} for wish in state.waiting]
     return {"devices": state.devices, "holders": holders, "waiting": waiting}
 
 
-def _slot_lines(state: State, root: Path) -> list[str]:
+def _slot_lines(state: "State", root: Path) -> list[str]:
     if not state.devices:
         return [f"{root}: no slots, so any number of runs train at a time; --set N or --gpus I,J gives it some"]
     lines = []
@@ -240,5 +315,7 @@ def _slot_lines(state: State, root: Path) -> list[str]:
     return lines
 
 
-def _ago(wish: Wish) -> str:
+def _ago(wish: "Wish") -> str:
+    from flows.progress import duration
+
     return f"{duration(max(0.0, time.time() - wish.since))} ago"

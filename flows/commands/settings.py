@@ -1,8 +1,10 @@
-"""Settings as the command line has them: words and options, `--root`, and only to be shown (`--cfg`, `--info`)."""
+"""Settings on the command line: words and options, `--root`, and settings that are only shown (`--cfg`, `--info`)."""
 
+import inspect
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
@@ -11,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.commands.roots import ROOT, text_of_root
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from flows.parameters import RunSettings
 
-MOST_SLOTS = 1_024
-"""Of `millrace slots`: a lock on a file each."""
+ROOT = "paths.root="
 
 
 class Commands(TyperGroup):
@@ -36,6 +36,17 @@ class Commands(TyperGroup):
                 words = [f"--root={text_of_root(word)}" if word.startswith(ROOT) else word for word in words]
             _refuse_empty_options(words, command)
         return name, command, words
+
+
+def group_of(commands: Mapping[str, Callable[..., None]], about: str, **more: Any) -> typer.Typer:
+    """A group of commands by their names. The help of each is its docstring up to `Raises:`; the lines of its
+    `Examples:` are not wrapped."""
+    group = typer.Typer(cls=Commands, help=about, no_args_is_help=True, rich_markup_mode=None, **more)
+    for name, command in commands.items():
+        text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
+        short, _, examples = text.partition("\n\nExamples:\n")
+        group.command(name, help=short, epilog=f"\b\nExamples:\n{examples}")(command)
+    return group
 
 
 def _here() -> str:
@@ -65,6 +76,29 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
         if (word in takes and not following) or (word.endswith("=") and word[:-1] in takes):
             option = word.rstrip("=")
             raise ConfigError(f"{option}: must not be empty; is a shell variable unset? Give a value, or no {option}")
+
+
+def root_of(word: str) -> Path:
+    """The folder that `paths.root=DIR` names.
+
+    >>> root_of("paths.root='/my data'")
+    PosixPath('/my data')
+    """
+    return Path(os.path.expanduser(text_of_root(word)))  # noqa: PTH111 it lets an unknown user's be
+
+
+def text_of_root(word: str) -> str:
+    """The value of `paths.root=VALUE`, without quotes."""
+    text = word.removeprefix(ROOT)
+    if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
+        return text
+    # As Hydra reads it: backslashes count double before a quote and at the end, and one makes the quote a letter.
+    return re.sub(rf"\\+(?={text[0]}|$)", lambda found: found[0][: len(found[0]) // 2], text[1:-1])
+
+
+def root_among(words: Sequence[str]) -> Path | None:
+    """The folder that settings name last; None where they name none."""
+    return next((root_of(word) for word in reversed(words) if word.startswith(ROOT)), None)
 
 
 def root_folder(given: str | Path) -> Path:
@@ -122,34 +156,35 @@ def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
         raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
 
 
-def composed_or_shown(words: dict[str, Any]) -> bool:
-    """Compose the settings among a command's words, in place of them and of the options that say how.
-
-    Returns:
-        Whether the command goes on; False where the settings were only to be shown (`--cfg`, `--info`).
-    """
-    from flows.parameters import all_overrides, compose_settings
+def require_settings_alone(words: Sequence[str] | None) -> None:
+    """Refuse a word that is no setting: a run is validated by its settings, and the checkpoint is an option."""
     from rlcore.config.problems import Problem, settings_error
 
-    cfg, info, dry_run = words.pop("cfg", None), words.pop("info", False), words.get("dry_run", False)
-    is_shown = cfg is not None or info
-    require_dry_run(as_json=words.get("as_json", False), dry_run=dry_run)
-    given = all_overrides(words["settings"], root=words.pop("root"))
-    if "checkpoint" in words and (bare := [word for word in given if "=" not in word]):
+    if bare := [word for word in words or () if "=" not in word]:
         remedy = f"Write millrace validate KEY=VALUE ... --checkpoint {bare[-1] if bare[-1].isdigit() else 'N'}"
         rule = "takes the settings that the run was started with, and the checkpoint as an option"
         raise settings_error([Problem("validate", rule, " ".join(bare), remedy)])
-    if (source := words.pop("fork", None)) is None:
-        words["settings"] = compose_settings(given)
-    else:
-        from flows.commands.checkpoints import forked
 
-        words["settings"] = forked(given, source, dry_run=dry_run or is_shown)
-    if is_shown:
-        _show(words["settings"], cfg=cfg)
+
+def compose_words(
+    settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
+) -> "RunSettings":
+    """Compose the settings of a command, and warn of those without effect. `dry_run`: a fork writes no weights.
+
+    Raises:
+        ConfigError: one message with every mistake.
+    """
+    from flows.parameters import all_overrides, compose_settings
+
+    given = all_overrides(settings, root=root)
+    if fork is None:
+        composed = compose_settings(given)
     else:
-        warn(words["settings"].idle())
-    return not is_shown
+        from flows.work.weights import forked
+
+        composed = forked(given, fork, root_among(given), dry_run=dry_run)
+    warn(composed.idle())
+    return composed
 
 
 def warn(lines: Iterable[str]) -> None:
@@ -158,9 +193,9 @@ def warn(lines: Iterable[str]) -> None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def _show(settings: "RunSettings", *, cfg: str | None) -> None:
+def show_settings(settings: "RunSettings", *, cfg: str | None) -> None:
     """Print the composed settings as YAML (`--cfg job`, no other part), or what they are composed of (`--info`)."""
-    from rlcore.config.compose import CONF_DIR, composed_of
+    from rlcore.config.compose import CONF_DIR
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
     from rlcore.config.problems import masked
@@ -172,11 +207,11 @@ def _show(settings: "RunSettings", *, cfg: str | None) -> None:
         raise ConfigError(
             f"--cfg: must be job, the composed settings; got {cfg}. --info says what they are composed of"
         )
-    files, members = composed_of(settings.overrides, experiment=settings.experiment)
+    assert settings.composed is not None
     print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
     print(f"conf       {CONF_DIR}")
-    print(f"experiment {', '.join(files) or 'none: the defaults'}")
-    print(f"groups     {' '.join(f'{group}={member}' for group, member in members.items())}")
+    print(f"experiment {', '.join(settings.composed.files) or 'none: the defaults'}")
+    print(f"groups     {' '.join(f'{group}={member}' for group, member in settings.composed.members.items())}")
     print(f"overrides  {' '.join(map(masked, settings.overrides)) or 'none'}")
 
 

@@ -6,26 +6,37 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING, Annotated
 
-import psutil
+import typer
 
+from flows.commands.options import ARTIFACTS, Root, Runs, Uri
 from flows.commands.settings import beside_python
-from flows.server.launch import end_of, start_tethered
-from flows.server.secret import how_to_log_in, login_of, mlflow_client
-from flows.stack.services import answers, end_server, is_free, mlflow_recipe, wait_until_ready
-from flows.stack.state import Databases, Service, StackState, read_stack, tracking_in_stack
-from flows.work import runs as several
-from flows.work.runs import Outcome, all_runs, find_runs, named_runs
-from flows.work.runs import compare as compare_runs
-from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
-from rlcore.storage.locks import birth_of
-from rlcore.tracking.connection import has_store
-from rlcore.tracking.mlflow_store import LOCAL_UI, MlflowStore
+
+if TYPE_CHECKING:
+    from flows.stack.state import Service
+    from flows.work.runs import Outcome
 
 
-def compare(runs: Sequence[str] | None, *, search: str, root: Path, uri: str | None, experiment: str) -> None:
-    """Write a comparison and say what it concludes."""
+def compare(
+    runs: Runs = None,
+    search: Annotated[str, typer.Option(help="Also the runs that this finds in MLflow, in MLflow's language.")] = "",
+    root: Root = ARTIFACTS,
+    uri: Uri = None,
+    experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
+) -> None:
+    """Compare runs by settings, curves, figures and costs. The first one is the measure; figures have intervals.
+
+    Examples:
+      millrace compare countdown_demo-s1 countdown_demo-s2
+      millrace compare --search "tags.task = 'countdown' and params.seed = '1'"
+    """
+    from flows.stack.state import tracking_in_stack
+    from flows.work.runs import compare as compare_runs
+    from flows.work.runs import find_runs
+    from rlcore.config import TrackingConfig
+
     root = root.resolve()
     tracking = tracking_in_stack(TrackingConfig(uri=uri, experiment=experiment), root)
     made = compare_runs(find_runs(runs or (), search, root, tracking), root)
@@ -38,6 +49,8 @@ def compare(runs: Sequence[str] | None, *, search: str, root: Path, uri: str | N
 
 def reachable(page: str, root: Path) -> str:
     """The page under the address of the root's running MLflow server; else with the command that serves it."""
+    from rlcore.tracking.mlflow_store import LOCAL_UI
+
     if not page.startswith(LOCAL_UI):
         return page
     running = _running_mlflow(root)
@@ -47,33 +60,70 @@ def reachable(page: str, root: Path) -> str:
     return f"{page}\n            after {beside_python(f'millrace ui --root {quote(str(root))} --port {port}')}"
 
 
-def _running_mlflow(root: Path) -> Service | None:
+def _running_mlflow(root: Path) -> "Service | None":
+    from flows.stack.services import is_ready
+    from flows.stack.state import read_stack
+
     found = read_stack(root).service("mlflow")
-    return found if found is not None and found.process() is not None and answers(found) else None
+    return found if found is not None and is_ready(found) else None
 
 
-def sync(runs: Sequence[str] | None, *, root: Path, uri: str | None) -> None:
-    """Deliver journals; all of the root's where none is named."""
+def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
+    """Deliver to MLflow what it has not got of these runs' journals, or of all. Doing it again changes nothing.
+
+    Examples:
+      millrace sync
+      millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000
+    """
+    from flows.work import runs as several
+
     root = root.resolve()
-    folders = named_runs(runs, root) if runs else all_runs(root)
+    folders = several.named_runs(runs, root) if runs else several.all_runs(root)
     _end([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
 
 
-def gc(*, root: Path, uri: str | None, dry_run: bool) -> None:
-    """Remove artifacts of deleted runs."""
+def gc(
+    root: Root = ARTIFACTS,
+    uri: Uri = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+) -> None:
+    """Remove from MLflow the artifacts of runs deleted there. Registered models and metrics stay.
+
+    Examples:
+      millrace gc --dry-run
+    """
+    from flows.stack.state import tracking_in_stack
+    from flows.work.runs import collect_garbage
+    from rlcore.config import TrackingConfig
+
     root = root.resolve()
-    outcomes = several.collect_garbage(root, tracking_in_stack(TrackingConfig(uri=uri), root), dry_run=dry_run)
+    outcomes = collect_garbage(root, tracking_in_stack(TrackingConfig(uri=uri), root), dry_run=dry_run)
     _end(outcomes, "no artifacts of deleted runs")
 
 
-def _end(outcomes: Sequence[Outcome], nothing: str) -> None:
+def _end(outcomes: "Sequence[Outcome]", nothing: str) -> None:
     print("\n".join(map(str, outcomes)) or nothing)
     if not all(outcome.ok for outcome in outcomes):
         sys.exit(1)
 
 
-def ui(root: Path, port: int | None) -> None:
-    """Serve MLflow's pages of the root's store on loopback, until interrupted; say where they are."""
+def ui(
+    root: Root = ARTIFACTS,
+    port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
+) -> None:
+    """Serve MLflow's pages of the root's store, and that of the answers of its runs, until interrupted.
+
+    Examples:
+      millrace ui --port 5000
+    """
+    from flows.server.launch import end_of
+    from flows.server.secret import how_to_log_in, login_of, mlflow_client
+    from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+    from flows.stack.state import StackState, mlflow_database, mlflow_file, tracking_in_stack
+    from rlcore.config import TrackingConfig
+    from rlcore.tracking.connection import has_store
+    from rlcore.tracking.mlflow_store import MlflowStore
+
     root = root.resolve()
     running = _running_mlflow(root) if port is None else None
     if running is not None:
@@ -81,32 +131,32 @@ def ui(root: Path, port: int | None) -> None:
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
         print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
         return
-    if port is not None and not is_free(port):
+    try:
+        free_port(port or 0)
+    except OSError as error:
         raise MillraceError(
             f"--port {port}: is in use on this machine. Name another one, or none: a free one is taken."
-        )
-    databases = Databases.chosen(root)
-    if not has_store(databases.mlflow):
+        ) from error
+    database = mlflow_database(root)
+    if not has_store(database):
         raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")
-    recipe = mlflow_recipe(root, databases, port, StackState())
-    log_file = root / "mlflow-ui.log"
-    log_file.unlink(missing_ok=True)
-    server = start_tethered(recipe.command, log_file, {**os.environ, **recipe.environment})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    server = start_mlflow(root, port, StackState(), tether=True)
+    process = server.process()
     try:
-        born = birth_of(psutil.Process(server.pid))
-        wait_until_ready(recipe.started(server.pid, born, log_file))
+        wait_until_ready(server)
         tracking = TrackingConfig()
-        if not databases.mlflow_is_the_file(root):
+        if database != mlflow_file(root):
             os.environ.update(mlflow_client(login_of(root)))
-            tracking = TrackingConfig(uri=recipe.url)
-        page = MlflowStore(tracking, root).runs_url(recipe.url)
-        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nAnswers: {recipe.url}/answers/")
+            tracking = TrackingConfig(uri=server.url)
+        page = MlflowStore(tracking, root).runs_url(server.url)
+        print(f"MLflow: {page} (until Ctrl-C; its log: {server.log})\nAnswers: {server.url}/answers/")
         print(f"Log in with {how_to_log_in(root)}", flush=True)
-        code = server.wait()
-        raise MillraceError(f"MLflow's server has ended by itself (exit code {code}).\n{end_of(str(log_file))}")
+        if process is not None:
+            process.wait()
+        raise MillraceError(f"MLflow's server has ended by itself.\n{end_of(server.log)}")
     except KeyboardInterrupt:
         pass
     finally:
-        if server.poll() is None:
-            end_server(psutil.Process(server.pid))
+        if process is not None:
+            end_server(process)

@@ -36,9 +36,9 @@ from rlcore.rollout.scoring import ScoringPool, require_environment, require_sco
 from rlcore.rollout.scoring_worker import wrong_weights
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
-from rlcore.run.given_models import model_paths
 from rlcore.run.inputs import given_model, require_smollm2, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
+from rlcore.run.model_digests import model_paths
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
 from rlcore.start import import_path
@@ -47,7 +47,7 @@ from rlcore.tracking.lineage import first_gpu
 from rlcore.workers.memory_plan import require_fit
 
 if TYPE_CHECKING:
-    from data.custom import FirstRow
+    from data.trial import FirstRow
 
 LOSS_DEADLINE_S = 120.0
 """Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
@@ -248,7 +248,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
         is_scorer_tried = not config.data.environment and (not is_ours or bool(config.reward.weights))
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
-        from data.custom import first_row
+        from data.trial import first_row
 
         if (row := first_row(data, config.data.seed, Path(config.paths.root).resolve())) is not None:
             rows.append(row)
@@ -292,7 +292,7 @@ def check_rows(config: RunConfig) -> int | None:
     Raises:
         DataError: file and line of a row that cannot be used.
     """
-    from data.custom import require_sound_rows
+    from data.trial import require_sound_rows
 
     root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
     found: list[int | None] = []

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from flows.chain import stages_of
 from flows.stages.stage import StageStatus
 from flows.stages.warm_start import WarmStart
-from flows.work.open_run import OpenRun, require_same_run
+from flows.work.open_run import OpenRun
+from flows.work.origin import require_same
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
@@ -148,11 +149,10 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         DataError: source files of the dataset are missing.
         CheckpointError: the run's checkpoints are broken, of other settings, code, data or models, or past its last
             step.
-        ModelError: the warm start was made from another model than the one at `model.path`.
     """
     run = OpenRun(config, seen=seen)
     committed, seen = run.committed, run.seen
-    require_same_run(config, run.layout)
+    require_same(config, run.layout)
     stages = tuple(stage.status(run) for stage in stages_of(config))
     has_start_model = next(stage.cached for stage in stages if stage.name == WarmStart.name)
     return RunPlan(

@@ -20,10 +20,10 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
-from flows.server.database import address_in
-from flows.server.launch import end_of, python_path, start_tethered
+from flows.server.launch import end_of, python_path, start_process
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
 from flows.stack.serve import ONE_COMMAND
+from flows.stack.state import PREFECT_DATABASE, prefect_database, read_stack
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 
@@ -40,7 +40,6 @@ QUIET: Mapping[str, str] = {
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     # 2^n s in all: a server that is away for a quarter of an hour does not fail a run that is done.
     "PREFECT_CLIENT_MAX_RETRIES": "9",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "rlcore,data,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     # Prefect's own lines would tear the live line apart; they still go to the server.
@@ -62,7 +61,7 @@ class PrefectApi:
 class LocalServer:
     """A Prefect server that ends with this process. Its login is known to this process and to those that it starts.
 
-    Prefect's own ephemeral server would stay when this process is killed, answer under any name, choose a port that
+    Prefect's own ephemeral server would outlive a killed process, answer under any name, choose a port that
     another user may take first, and not start while Prefect is imported.
     """
 
@@ -85,12 +84,12 @@ class LocalServer:
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix("/api"),
             "PYTHONPATH": python_path(),
             "PREFECT_UI_ENABLED": "false",
-            **address_in(home),
+            PREFECT_DATABASE: prefect_database(home),
         }
         self._log.unlink(missing_ok=True)
         with listener:
             command = [sys.executable, "-P", "-m", "flows.stack.serve", ONE_COMMAND, str(listener.fileno())]
-            self._process = start_tethered(command, self._log, os.environ | own, [listener.fileno()])
+            self._process = start_process(command, self._log, os.environ | own, [listener.fileno()])
         # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
         atexit.register(self.stop)
 
@@ -158,10 +157,8 @@ def running_prefect(root: Path) -> PrefectApi | None:
         if server.url == url:
             return PrefectApi(server.url, home)
     if url:
-        _require_answer(url)
+        _require_prefect(url)
         return PrefectApi(url, None)
-    from flows.stack.state import read_stack
-
     stack = read_stack(root)
     recorded = stack.service("prefect")
     if recorded is None or recorded.process() is None or not answers(stack.prefect_api_url):
@@ -186,34 +183,26 @@ def answers(url: str) -> bool:
     return True
 
 
-def _require_answer(url: str) -> None:
-    key, remedy = "PREFECT_API_URL", "Start that server, or unset PREFECT_API_URL: then one is started here."
+def _require_prefect(url: str) -> None:
+    """Require a Prefect server of the installed series, such as 3.7, that accepts our login."""
+    what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL: then one is started here."
     try:
         _ask(url, ANSWER_WAIT_S)
         theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
-    except HTTPError as error:
-        if error.code != HTTPStatus.UNAUTHORIZED:
-            raise MillraceError(f"{key}: {url} answers as no Prefect server does ({error}). {remedy}") from error
-        raise MillraceError(
-            f"{CLIENT_LOGIN}: the Prefect server at {url} asks for a login, and this is another one or none. `millrace "
-            f"up` prints the line that sets it; or unset {key}: then the root's stack is found, or a server is started."
-        ) from error
     except (OSError, ValueError, HTTPException) as error:
-        raise MillraceError(f"{key}: no Prefect server answers at {url} ({error}). {remedy}") from error
-    require_same_series(theirs, version("prefect"), f"{key}: the server at {url}")
-
-
-def require_same_series(theirs: str, ours: str, what: str) -> None:
-    """Require that a server and its clients are of one series, such as 3.7: within it they understand each other.
-
-    Raises:
-        MillraceError: they are not.
-    """
-    series = ours.split(".")[:2]
-    if theirs.split(".")[:2] != series:
+        if isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED:
+            raise MillraceError(
+                f"{CLIENT_LOGIN}: {what} asks for a login, and this is another one or none. Set it by the line that "
+                f"`millrace up` prints, {remedy}"
+            ) from error
+        raise MillraceError(
+            f"PREFECT_API_URL: no Prefect server answers at {url} ({error}). Start it, {remedy}"
+        ) from error
+    ours = version("prefect")
+    if theirs.split(".")[:2] != ours.split(".")[:2]:
         raise MillraceError(
             f"{what} is Prefect {theirs}, and {ours} is installed here; both must be of one series. Bring that server "
-            f"to {'.'.join(series)}, or name no server: then one is started here."
+            f"to {'.'.join(ours.split('.')[:2])}, {remedy}"
         )
 
 
@@ -224,7 +213,7 @@ def _ask(url: str, timeout_s: float) -> None:
 
 
 def _get(url: str, timeout_s: float) -> bytes:
-    """A page, asked for with the environment's login. A proxy has no business between us and the server."""
+    """Read a page with the environment's login, and never through a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     login = b64encode(os.environ.get(CLIENT_LOGIN, "").encode()).decode()
     request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"} if login else {})

@@ -31,18 +31,30 @@ def tethered(command: Sequence[str]) -> list[str]:
     return [*_LAUNCH, str(os.getpid()), *command]
 
 
-def start_tethered(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+def start_process(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+    *,
+    folder: Path | None = None,
+    tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
-    """Start a command tethered, in a session of its own, without input, and with its output at the end of `log`.
+    """Start a command in a session of its own, without input, and with its output at the end of `log`.
 
-    An interrupt at the keyboard is for us, and we end it. `descriptors`: those of ours that it inherits.
+    An interrupt at the keyboard does not reach it.
+
+    Args:
+        descriptors: descriptors of this process that it inherits.
+        folder: where it is started; None: in the folder of this process.
+        tether: end it with this process.
     """
     import subprocess
 
     with log.open("ab") as output:
         return subprocess.Popen(
-            tethered(command),
+            tethered(command) if tether else command,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -59,7 +71,6 @@ def python_path(*more: str) -> str:
 
 
 NUM_LAST_LINES = 15
-PORT_TAKEN = "already in use"
 HINTS = {
     "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
     "another database.",
@@ -67,20 +78,17 @@ HINTS = {
     "`mlflow db upgrade ADDRESS`.",
     "Connection refused": "Its database does not answer: is it running, and is the address right?",
     "password authentication failed": "Its database refuses the user or the password in the address.",
-    PORT_TAKEN: "Somebody else has taken its port meanwhile.",
-    "Failed to find app": "Millrace was installed before it had an application for MLflow: install it again.",
+    "already in use": "Another process has taken its port meanwhile: run the command again.",
 }
-"""Text in a log, and the remedy that is shown for it."""
-NUM_LAST_CHARS = 4_000
-"""Characters at the end of a log in which these texts are looked for."""
+"""Text at the end of a log, and the remedy that is shown for it."""
 
 
 def end_of(log: str) -> str:
     """The last lines of a log, and what to do where one of them says it."""
     text = Path(log).read_text(errors="replace")
-    lines = text.splitlines()[-NUM_LAST_LINES:]
-    hints = [hint for words, hint in HINTS.items() if words in text[-NUM_LAST_CHARS:]]
-    return " ".join([*hints, f"The end of {log}:\n"]) + "\n".join(f"    {line}" for line in lines)
+    hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
+    lines = [f"    {line}" for line in text.splitlines()[-NUM_LAST_LINES:]]
+    return "\n".join([" ".join([*hints, f"The end of {log}:"]), *lines])
 
 
 def _tether(parent: int) -> None:

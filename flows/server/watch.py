@@ -1,12 +1,10 @@
-"""Cancellation and suspension of the flow run that we are in, asked for at the server.
+"""Cancellation and suspension of this process's flow run, requested at the Prefect server.
 
-Prefect tells both by events, and some are lost: the event of a suspension may come before the state is in the database,
-and the flow's own listener then looks too early and never again; a worker of Prefect 3.7 cancels a flow run once and
-not again after a retry; a worker that is dead cancels nothing, and a run that no worker started has nobody who would.
-So the flow looks itself, every few seconds. Whoever hears the event is quicker and comes first.
+Prefect announces both by events, and some are lost: the event of a suspension may come before its state is in the
+database; a worker of Prefect 3.7 cancels a flow run once and not again after a retry; and nobody cancels a run that no
+worker started, or whose worker is dead. So the flow polls its state every few seconds. Events are quicker.
 """
 
-import atexit
 import logging
 import signal
 import threading
@@ -20,11 +18,10 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType
-from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Cancelled, Running
+from prefect.states import Cancelled
 
 from rlcore.errors import MillraceError, StopRequestedError
 
@@ -34,15 +31,11 @@ LOOK_EVERY_S = 4.0
 CANCEL_AFTER_S = 20.0
 """Seconds after which a cancelled flow run ends itself; a worker that lives has sent it a signal long before."""
 MAX_RETRIES = 2
-"""Retries of a request that tells of the end of a run."""
+"""Retries of a request at the end of a run."""
 TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
 OVER = (StateType.CANCELLING, StateType.CANCELLED)
-NO_HEARTBEAT = "No heartbeat for 90 s."
-"""The message of the automation that calls a run crashed. A server that was away for longer calls a live one so."""
 ENGINE = "prefect.engine"
 """The logger of the process of a flow run."""
-LEFT = "prefect.flow-run.left"
-"""The last event of a suspended run: without it the server would miss the next heartbeat, and call the run crashed."""
 
 
 class FlowCancelledError(Abort):
@@ -50,7 +43,7 @@ class FlowCancelledError(Abort):
 
 
 class _Watch:
-    """Polls a flow run's state from a thread of its own, so that a server that is away blocks nothing."""
+    """Polls a flow run's state in a thread, so that a server that does not answer blocks nothing."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
@@ -59,31 +52,28 @@ class _Watch:
         self.suspended: State[object] | None = None
         self.cancelled_at: float | None = None
         here = copy_context()  # Prefect's settings
-        threading.Thread(target=here.run, args=(self._look_on,), name="flow-run-watch", daemon=True).start()
+        threading.Thread(target=here.run, args=(self._poll,), name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
-        """Whether the server has the flow run as cancelled, now; False where it is away."""
+        """Whether the server has the flow run as cancelled, now; False where it does not answer."""
         with suppress(Exception), few_retries():
             self._look()
         return self.cancelled_at is not None
 
-    def _look_on(self) -> None:
+    def _poll(self) -> None:
         with few_retries():
             while not self.over.is_set():
                 try:
                     self._look()
-                except Exception as error:  # the server is away: the training is not touched by that
+                except Exception as error:  # the training does not depend on the server
                     log.debug("the state of flow run %s is not known: %s", self._flow_run_id, error)
                 self.over.wait(LOOK_EVERY_S)
 
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(self._flow_run_id).state
-            if state is None:
-                return
-            if state.is_crashed() and state.message == NO_HEARTBEAT:
-                state = Running(message="Its process goes on: the server was away for longer than 90 s.")
-                client.set_flow_run_state(self._flow_run_id, state, force=True)
+        if state is None:
+            return
         if state.is_paused() and state.name == "Suspended":
             self.suspended = state
         if state.type not in OVER:
@@ -107,9 +97,6 @@ def watched() -> Iterator[None]:
     except FlowCancelledError:
         _show_cancelled(around)
         raise
-    except Pause:
-        atexit.register(_tell_that_we_leave, around)  # after the last heartbeat, before Prefect's events are sent
-        raise
     finally:
         _watch = None
         watch.over.set()  # a request that is under way is left alone
@@ -126,14 +113,26 @@ def end_if_cancelled() -> None:
         raise FlowCancelledError(TOLD_TO_END)
 
 
-@contextmanager
-def told_to_end(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """A signal inside the block is a cancellation. Prefect takes SIGINT for a crash, and at SIGTERM ends the process
-    before it has told the server, or calls the task crashed. A deployed run that nobody cancelled lost its worker:
-    the next `millrace up` says what becomes of it. `is_stopped`: whether somebody has, by `millrace stop`.
+def end_if_suspended() -> None:
+    """Leave the flow run if it was suspended. Called where everything is saved.
 
     Raises:
-        FlowCancelledError: in place of what a signal to us, or to the trainer, has raised.
+        Pause: the flow run was suspended. Prefect ends the process; resumed, the run continues from its checkpoint.
+    """
+    if _watch is not None and _watch.suspended is not None:
+        raise Pause(state=_watch.suspended)
+
+
+@contextmanager
+def told_to_end(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn a signal inside the block into a cancellation.
+
+    Prefect takes SIGINT for a crash, and at SIGTERM ends the process before it reports, or calls the task crashed. A
+    deployed run that nobody cancelled lost its worker: the next `millrace up` resumes it. `is_stopped`: whether
+    `millrace stop` has stopped the run.
+
+    Raises:
+        FlowCancelledError: in place of what a signal to this process, or to the trainer, has raised.
     """
     try:
         yield
@@ -147,7 +146,7 @@ class SignalsHeld:
     """A block in which SIGINT and SIGTERM wait for a part of it that lets them through, or for its end.
 
     For Prefect's engine around our work: interrupted while it makes or ends a task run, it fails with an error of its
-    own, and the stop is lost. A second signal is not held. In another thread than the main one nothing is held.
+    own, and the stop is lost. A second signal is not held. Outside the main thread nothing is held.
     """
 
     def __init__(self) -> None:
@@ -189,18 +188,8 @@ class SignalsHeld:
             self._let_go()
 
 
-def end_if_suspended() -> None:
-    """Leave the flow run if it was suspended. Called where everything is saved.
-
-    Raises:
-        Pause: the flow run was suspended. Prefect ends the process; resumed, the run goes on from its last checkpoint.
-    """
-    if _watch is not None and _watch.suspended is not None:
-        raise Pause(state=_watch.suspended)
-
-
 def _show_cancelled(one: UUID) -> None:
-    """Set the flow run and its unfinished tasks Cancelled, with few retries where the server is away."""
+    """Set the flow run and its unfinished tasks Cancelled; a warning where the server does not answer."""
     state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
     within = FlowRunFilter(id=FlowRunFilterId(any_=[one]))
     try:
@@ -214,7 +203,7 @@ def _show_cancelled(one: UUID) -> None:
 
 
 def show_state(state: State[object]) -> None:
-    """Set the flow run's state. Prefect's own `pause_flow_run` would block the flow, which must hear its trainer."""
+    """Set the flow run's state. Prefect's own `pause_flow_run` would block the flow, which must read its trainer."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
@@ -224,16 +213,11 @@ def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 
-def _tell_that_we_leave(one: UUID) -> None:
-    """Send the event `LEFT` by a request: the thread that sends events has ended when the interpreter does."""
-    event = Event(event=LEFT, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{one}"}))
-    with suppress(Exception), get_client(sync_client=True) as client:
-        client.request("POST", "/events", json=[event.model_dump(mode="json")])
-
-
 def say_mistakes_plainly(record: logging.LogRecord) -> bool:
-    """An error of ours is its message, in the log too: its traceback shows our code, and the mistake is elsewhere.
-    A run that was told to end has none, and the state that Prefect says its task has finished in is not its last."""
+    """Log an error of ours as its message: its traceback shows our code, and the mistake is elsewhere.
+
+    A cancelled run is no error, and the state `Running` in which Prefect calls its task finished is left out.
+    """
     if any(isinstance(said, FlowCancelledError) for said in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"
     if record.getMessage() == "Finished in state Running()":
@@ -242,7 +226,7 @@ def say_mistakes_plainly(record: logging.LogRecord) -> bool:
     if not isinstance(error, MillraceError):
         return True
     record.msg, record.args, record.exc_info = str(error), (), None
-    return record.name != ENGINE  # which says once more what the flow run has said
+    return record.name != ENGINE  # which repeats what the flow run has logged
 
 
 for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):

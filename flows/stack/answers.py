@@ -118,7 +118,7 @@ class Runs:
 
         layout = self._layout(request.query_params.get("run", ""))
         found = answers_with(layout.answers, request.query_params.get("key", ""))
-        decode = tokenizer_of(layout.inputs_json)
+        decode = tokenizer_of(layout.run_json)
         answers = [
             {
                 **row,

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING
+from uuid import UUID
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import beside_python
@@ -16,18 +18,14 @@ from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import ConfigError, MillraceError
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+
 SLUG = "deploy"
 """Slug of the schedule that a deployment gets here; a later call replaces it, and schedules that people add stay."""
-LIKE_THE_MODEL = (
-    "entrypoint",
-    "path",
-    "pull_steps",
-    "work_pool_name",
-    "work_queue_name",
-    "parameter_openapi_schema",
-    "enforce_parameter_schema",
-)
-"""What a deployment of one's own has of the model."""
+FLOW = "pipeline"
+OWN = "own"
+"""Tag of deployments that are made here, and that no file lists."""
 
 
 def deploy(
@@ -51,7 +49,9 @@ def deploy(
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
     at = Path(compose_settings(overrides, experiment, root=root).config.paths.root).resolve()
-    _stand_where_workers_do()
+    # As a worker: it starts in the checkout, so that paths are relative to it, and modules here are not found.
+    sys.path[:] = [path for path in sys.path if path != str(Path.cwd()) or path == str(SOURCE_FOLDER)]
+    os.chdir(SOURCE_FOLDER)
     composed = compose_settings(overrides, experiment, root=at)
     api = running_prefect(at)
     if api is None:
@@ -64,70 +64,69 @@ def deploy(
             f"PREFECT_API_URL: {api.url} is not the server of the stack under {at}, whose workers would run the "
             "deployment. Unset it, or name that stack's root by --root."
         )
-    schedules = _schedules(cron, timezone)
+    schedule = None if cron is None else _schedule(cron, timezone)
     check_run(composed)
-    deployment, page = _apply(composed, name or composed.config.name, schedules)
+    deployment = f"{FLOW}/{name or composed.config.name}"
+    made = _apply(composed, deployment, schedule)
     when = f", {cron} ({timezone})" if cron else ""
-    print(f"deployment {deployment}{when}, root {at}: {api.url.removesuffix('/api')}/{page}")
+    page = f"{api.url.removesuffix('/api')}/deployments/deployment/{made}"
+    print(f"deployment {deployment}{when}, root {at}: {page}")
     print(beside_python(f"prefect deployment run {quote(deployment)} --watch"))
 
 
-def _stand_where_workers_do() -> None:
-    """Change to the checkout, where workers start: paths are relative to it, and modules here are found no more."""
-    here = str(Path.cwd())
-    if here != str(SOURCE_FOLDER):
-        sys.path[:] = [path for path in sys.path if path != here]
-        os.chdir(SOURCE_FOLDER)
-
-
-def _schedules(cron: str | None, timezone: str) -> list[Any]:
-    """A schedule of Prefect's that is on; none without `cron`."""
-    if cron is None:
-        return []
+def _schedule(cron: str, timezone: str) -> "DeploymentScheduleCreate":
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import CronSchedule
 
     try:
-        return [DeploymentScheduleCreate(schedule=CronSchedule(cron=cron, timezone=timezone), slug=SLUG, active=True)]
+        return DeploymentScheduleCreate(schedule=CronSchedule(cron=cron, timezone=timezone), slug=SLUG, active=True)
     except ValueError as error:
         rule = "must be five fields of cron, and --timezone a known one"
         remedy = "--cron '0 3 * * *' is each day at 3:00"
         raise settings_error([Problem("--cron", rule, f"{cron!r} in {timezone}", remedy)]) from error
 
 
-def _apply(settings: RunSettings, name: str, schedules: list[Any]) -> tuple[str, str]:
-    """Make or update the deployment, as `MODEL` is but for its parameters; schedules that people have added stay.
-
-    Returns:
-        `flow/name`, and the path of its page.
-    """
+def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate | None") -> UUID:
+    """Make or update the deployment `flow/name`; schedules that people have added stay."""
+    from prefect import Flow
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+    from prefect.deployments.runner import RunnerDeployment
+    from prefect.exceptions import ObjectNotFound
 
-    from flows.stack.deploy import MODEL, OWN, known_deployment
+    from flows.stack.deploy import ease_form, ensure_pool
+    from flows.stack.services import POOL
 
-    full = f"{MODEL.partition('/')[0]}/{name}"
-    overrides = [text for text in settings.overrides if not text.startswith("paths.root=")]
+    known = None
     with get_client(sync_client=True) as client:
-        model, known = known_deployment(client, MODEL), known_deployment(client, full)
-        if model is None:
-            raise MillraceError(
-                f"the Prefect server at {client.api_url} has no deployment {MODEL}. `millrace up` applies them."
-            )
+        with suppress(ObjectNotFound):
+            known = client.read_deployment_by_name(name)
         if known is not None and OWN not in known.tags:
-            raise MillraceError(f"{full}: is a deployment of Millrace's own. Give another name by --name.")
-        fields: dict[str, Any] = {field: getattr(model, field) for field in LIKE_THE_MODEL} | {
-            "description": f"`{settings.experiment}`, deployed by `millrace deploy`.",
-            "tags": [OWN],
-            "parameters": {"experiment": settings.experiment, "overrides": overrides},
-        }
-        if known is None:
-            made = client.create_deployment(model.flow_id, name, schedules=schedules, **fields)
-            return full, f"deployments/deployment/{made}"
-        client.update_deployment(known.id, DeploymentUpdate(**fields))
-        for schedule in schedules:
-            for before in known.schedules:
-                if before.slug == schedule.slug:
-                    client.delete_deployment_schedule(known.id, before.id)
-            client.create_deployment_schedules(known.id, [schedule])
-    return full, f"deployments/deployment/{known.id}"
+            raise MillraceError(f"{name}: is a deployment of Millrace's own. Give another name by --name.")
+        ensure_pool(client)
+        kept = [] if known is None else known.schedules
+        schedules = [
+            DeploymentScheduleCreate(schedule=one.schedule, active=one.active, parameters=one.parameters, slug=one.slug)
+            for one in kept
+            if schedule is None or one.slug != SLUG
+        ]
+        # No event loop runs here, so that each of the three calls returns its result.
+        flow = Flow.from_source(str(SOURCE_FOLDER), f"flows/pipeline.py:{FLOW}")
+        assert isinstance(flow, Flow)
+        deployment = flow.to_deployment(
+            name.removeprefix(f"{FLOW}/"),
+            description=f"`{settings.experiment}`, deployed by `millrace deploy`.",
+            tags=[OWN],
+            parameters={
+                "experiment": settings.experiment,
+                "overrides": [text for text in settings.overrides if not text.startswith("paths.root=")],
+            },
+            work_pool_name=POOL,
+            work_queue_name="training",
+        )
+        assert isinstance(deployment, RunnerDeployment)
+        deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]
+        made = deployment.apply()
+        assert isinstance(made, UUID)
+        ease_form(client, made, paused=known is not None and known.paused)
+    return made

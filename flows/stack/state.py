@@ -1,14 +1,17 @@
-"""What `millrace up` has started under a root: `stack.json` there. A process is known by its id and its birth."""
+"""The record of a stack, `stack.json` under its root, and the addresses and login that runs under the root use.
+
+A process is identified by its id and its birth.
+"""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_TOO, PREFECT_SQLITE
 from flows.server.secret import login_of, mlflow_client
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
@@ -19,12 +22,14 @@ from rlcore.storage.sqlite import sqlite_address
 
 STATE_FILE = "stack.json"
 LOOPBACK = "127.0.0.1"
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process; `born`: see `birth_of`. `url`: its page, if it has one; `ready_url` answers once up."""
+    """One process; `born`: see `birth_of`. `url`: its page, if it has one; `ready_url` answers once it is up.
+
+    `version`: release of a server at its start.
+    """
 
     name: str
     pid: int
@@ -33,37 +38,53 @@ class Service:
     url: str
     ready_url: str
     log: str
+    version: str = ""
 
     def process(self) -> psutil.Process | None:
-        """The process, if it is the one that was started; another one may have its id by now."""
+        """The process that was started; None if it has ended, even where another process has its id."""
         return process_of(self.pid, self.born)
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a Prefect worker."""
+        return self.name.startswith("worker-")
 
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """All of it. `prefect_api_url`: for flows; `mlflow_url`: for people; `mlflow_database`: without a password; `root`:
-    the folder that it was written to.
-    """
+    """A stack. `mlflow_database` has no password; `root` is the folder that the record was written to."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[2] = 2
     root: str = ""
-    prefect_version: str = ""
-    mlflow_version: str = ""
     mlflow_database: str = ""
-    prefect_api_url: str = ""
-    mlflow_url: str = ""
     services: tuple[Service, ...] = ()
 
     def service(self, name: str) -> Service | None:
         """The service of that name."""
         return next((service for service in self.services if service.name == name), None)
 
+    def running(self) -> set[Service]:
+        """The services whose processes live."""
+        return {service for service in self.services if service.process() is not None}
+
+    @property
+    def prefect_api_url(self) -> str:
+        """Address of Prefect's API, running or not; '' where none was started."""
+        prefect = self.service("prefect")
+        return "" if prefect is None else f"{prefect.url}/api"
+
+    @property
+    def mlflow_url(self) -> str:
+        """Address of MLflow's server, running or not; '' where none was started."""
+        mlflow = self.service("mlflow")
+        return "" if mlflow is None else mlflow.url
+
 
 _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """What is recorded; an empty state where nothing is, and in a copied or moved folder: that stack is another root's.
+    """Read the record of a root's stack. It is empty without a record, and in a copied or moved folder.
 
     Raises:
         MillraceError: the file is damaged or of another format.
@@ -74,48 +95,40 @@ def read_stack(root: Path) -> StackState:
     except (FileNotFoundError, NotADirectoryError):
         return StackState()
     except ValidationError as error:
+        (first, *_) = error.errors()
         raise MillraceError(
-            f"{path}: is no record of a stack ({error.errors()[0]['msg']}). End what it started by hand, delete it, "
-            "and run `millrace up` again."
+            f"{path}: is no record of a stack of this Millrace ({'.'.join(map(str, first['loc']))}: {first['msg']}). "
+            "Run `millrace down` with the Millrace that wrote it, or end what it started by hand and delete it; then "
+            "`millrace up`."
         ) from error
-    if state.format_version != FORMAT_VERSION:
-        raise MillraceError(
-            f"{path}: format_version must be {FORMAT_VERSION}, got {state.format_version}. Run `millrace down` with "
-            "the Millrace that wrote it, then `millrace up`."
-        )
     return state if state.root == str(root.resolve()) else StackState()
 
 
 def write_stack(root: Path, state: StackState) -> None:
-    """Write the state to disk, whole or not at all."""
+    """Write the record atomically."""
     state = replace(state, root=str(root.resolve()))
     write_text_atomically(root / STATE_FILE, _STATE.dump_json(state, indent=2).decode() + "\n")
 
 
+PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
+PREFECT_DATABASE_TOO = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Databases:
-    """Addresses, with passwords if they have any."""
+def prefect_database(home: Path) -> str:
+    """Address of the database of a Prefect server: the one in the environment, else a file in the server's home."""
+    named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_DATABASE_TOO)
+    return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
-    prefect: str
-    mlflow: str
 
-    @classmethod
-    def chosen(cls, root: Path, environment: Mapping[str, str] = os.environ) -> "Databases":
-        """What the environment names, else files under the root."""
-        prefect = environment.get(PREFECT_DATABASE) or environment.get(PREFECT_DATABASE_TOO)
-        mlflow = environment.get(MLFLOW_DATABASE)
-        files = cls(
-            sqlite_address(root / "prefect" / DATABASE, PREFECT_SQLITE),
-            sqlite_address(root / "mlflow.db"),
-        )
-        return cls(prefect or files.prefect, mlflow or files.mlflow)
+def mlflow_database(root: Path) -> str:
+    """Address of the database of MLflow's server: the one in the environment, else the file under the root."""
+    return os.environ.get(MLFLOW_DATABASE) or mlflow_file(root)
 
-    def mlflow_is_the_file(self, root: Path) -> bool:
-        """Whether runs under this root find their metrics in the database without being told where it is."""
-        return self.mlflow == sqlite_address(root / "mlflow.db")
+
+def mlflow_file(root: Path) -> str:
+    """Address of the MLflow store that runs use where their settings and the stack name no other one."""
+    return sqlite_address(root / "mlflow.db")
 
 
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
@@ -123,44 +136,45 @@ FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 WORKERS_COMMAND = "-m prefect.engine"
 """End of the command line of such a process."""
 STACK = "MILLRACE_STACK"
-"""Environment of flows under a stack: its root, which is theirs where no other one is named."""
+"""Environment variable of flows under a stack: its root, which is theirs where no other one is named."""
 
 
 def stack_store(root: Path) -> str | None:
     """The address of the stack's MLflow server; None: the file under the root. See `log_in`.
 
     Raises:
-        MillraceError: `stack.json` is damaged or of another format, or the login's file can be read by others.
+        MillraceError: `stack.json` is damaged or of another format, or others can read the login's file.
     """
     root = Path(os.environ.get(STACK, root)).resolve()
     stack = read_stack(root)
-    if not stack.mlflow_database or Databases("", stack.mlflow_database).mlflow_is_the_file(root):
+    if stack.mlflow_database in ("", mlflow_file(root)) or not stack.mlflow_url:
         return None
-    return log_in(stack.mlflow_url, root) if stack.mlflow_url else None
+    return log_in(stack.mlflow_url, root)
 
 
-_given: dict[str, str | None] = {}
-"""What the environment had in place of the stack's login, while that is there."""
+_replaced: dict[str, str | None] = {}
+"""The user's own MLflow login, while the environment has the stack's in its place."""
 
 
 def log_in(uri: str, root: Path) -> str:
-    """Return the address. If it is the stack's server, and that is up, this process and those that it starts log in
-    from now on; if not, they have the login that the user has given, if any: MLflow's clients send one login to
-    whatever server they ask, and a port that a stack had may be another user's by now.
+    """Return the address, and set the login of MLflow's clients in the environment of this process for it.
+
+    The stack's login for the stack's server while that is up, else the user's own: MLflow's clients send one login to
+    every server, and another user may have the port of a stack that was stopped.
     """
     root = Path(os.environ.get(STACK, root)).resolve()
-    wanted: Mapping[str, str | None] = _given
     stack = read_stack(root)
     server = stack.service("mlflow")
+    wanted: Mapping[str, str | None] = dict(_replaced)
     if uri.rstrip("/") == stack.mlflow_url and server is not None and server.process() is not None:
         wanted = mlflow_client(login_of(root))
-        _given.update({name: os.environ.get(name) for name in wanted.keys() - _given.keys()})
+        _replaced.update({name: os.environ.get(name) for name in wanted.keys() - _replaced.keys()})
+    else:
+        _replaced.clear()
     for name, value in wanted.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    if wanted is _given:
-        _given.clear()
     return uri
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data import StageResult
+from data.stage import StageResult
 from flows.stages.rows import describe_rows, make_dataset, planned_dataset, status_of_rows
 from flows.stages.stage import Stage, StageStatus
 from flows.work.open_run import OpenRun

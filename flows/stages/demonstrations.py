@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data import StageResult
+from data.stage import StageResult
 from flows.stages.rows import (
     before_its_tokenizer,
     describe_rows,
@@ -28,7 +28,7 @@ class Demonstrations(Stage[StageResult]):
         return before_its_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
 
     def make(self, run: OpenRun) -> StageResult:
-        from data import tokenize_demonstrations
+        from data.demonstrations import tokenize_demonstrations
 
         return tokenize_demonstrations(
             run.config.warm_start,

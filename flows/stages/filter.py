@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from data import StageResult
+from data.stage import StageResult
 from flows.stages.rows import (
     before_its_tokenizer,
     describe_rows,

@@ -81,9 +81,13 @@ def _write(layout: RunLayout, failure: str) -> ReportPage:
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
     """What a report depends on: the run's journal, settings and validations, how it failed, and the report's own
     source."""
-    files = [layout.journal, layout.settings_json, *sorted(layout.validation.glob("*.json"))]
+    files = [
+        layout.journal,
+        layout.run_json,
+        layout.run_dir / "memory_plan.json",
+        *sorted(layout.validation.glob("*.json")),
+    ]
     files += sorted(layout.suites.glob("*/*.json"))
-    files += [layout.run_dir / name for name in ("lineage.json", "memory_plan.json")]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
     return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))

@@ -5,18 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data import (
-    StageResult,
-    dataset_directory,
-    dataset_fingerprint,
-    filter_dataset,
-    filter_fingerprint,
-    filtered_directory,
-    tokenizer_fingerprint,
-)
+from data.filter import filter_dataset, filter_fingerprint, filtered_directory
 from data.references import check_parts
-from data.stage import SPLITS
-from data.tasks import build_dataset
+from data.stage import SPLITS, StageResult
+from data.tasks import build_dataset, dataset_directory, dataset_fingerprint
+from data.tokenizer import tokenizer_fingerprint
 from flows.progress import display, skipped
 from flows.stages.stage import StageStatus, made_again
 from flows.work.open_run import OpenRun

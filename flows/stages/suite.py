@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from data import StageResult
-from data.stage import SPLITS
+from data.stage import SPLITS, StageResult
 from flows.stages.rows import (
     before_its_tokenizer,
     describe_rows,

@@ -1,4 +1,4 @@
-"""Training, a chunk of steps at a time, and the record of where the run comes from."""
+"""Training, a chunk of steps at a time, and the record of its start."""
 
 import logging
 from collections.abc import Mapping
@@ -6,25 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.progress import skipped
-from flows.stages.rows import inputs_of, planned_dataset
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trainer import call_trainer
 from flows.work.checkpoints import checkpoint_store, committed_step
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
-from rlcore.run.inputs import planned_start_model
-from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.publish import write_text_atomically
-from rlcore.tracking.lineage import (
-    PASS_RATES_STAGE,
-    Lineage,
-    code_diff,
-    code_revision,
-    environment_facts,
-    stage_of,
-)
-from rlcore.tracking.lineage import Stage as Origin
-from rlcore.user_code import code_of
+from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +70,7 @@ class Train(Stage[Chunk]):
         return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), skipped=True, metrics={})
 
     def make(self, run: OpenRun) -> Chunk:
-        record_lineage(run)
+        record_start(run)
         result = call_trainer(run, "train", to_step=self.stop, settle=self.is_last)
         return Chunk(self.start, self.stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])
 
@@ -90,36 +78,15 @@ class Train(Stage[Chunk]):
         return f"train: {result}"
 
 
-def record_lineage(run: OpenRun) -> None:
-    """Write `lineage.json` and `code.diff` into the run's folder, once for each start; a lack of room ends no run."""
-    if run.has_lineage:
+def record_start(run: OpenRun) -> None:
+    """Record command, source and machine in `run.json` and `code.diff`, once for each start; a lack of room ends no
+    run."""
+    if run.is_origin_complete:
         return
-    run.has_lineage = True
+    run.is_origin_complete = True
     try:
-        commit, dirty = code_revision()
-        lineage = Lineage(
-            stages=_origins(run),
-            command=run.command,
-            git_commit=commit,
-            git_dirty=dirty,
-            environment=environment_facts(),
-        )
-        lineage.write(run.layout.run_dir)
+        commit, is_dirty = code_revision()
+        run.note(command=run.command, git_commit=commit, git_dirty=is_dirty, environment=environment_facts())
         write_text_atomically(run.layout.run_dir / DIFF_FILE, code_diff()[:MAX_DIFF_CHARACTERS])
     except OSError as error:
-        log.warning("%s: where the run comes from was not noted: %s", run.layout.run_dir, error)
-
-
-def _origins(run: OpenRun) -> tuple[Origin, ...]:
-    inputs = inputs_of(run)
-    folders = {
-        "dataset": planned_dataset(run.config),
-        "filtered": inputs.filtered_directory,
-        "tokenizer": inputs.tokenizer_directory,
-        "start model": planned_start_model(run.config, inputs.filtered_directory),
-    }
-    if run.config.pass_rates.is_wanted:
-        folders[PASS_RATES_STAGE] = planned_pass_rates(run.config, inputs.filtered_directory)
-    code = code_of(run.config)
-    kept = Origin("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
-    return (kept, *(stage_of(name, folder) for name, folder in folders.items()))
+        log.warning("%s: how the training was started is not recorded: %s", run.layout.run_dir, error)

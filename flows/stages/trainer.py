@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.stages.rows import inputs_of
-from flows.work.open_run import OpenRun, require_same_rows
+from flows.work.open_run import OpenRun
+from flows.work.origin import require_same
+from rlcore.run.inputs import planned_start_model
+from rlcore.run.pass_rates import planned_pass_rates
+from rlcore.tracking.lineage import PASS_RATES_STAGE, Stage, stage_of
+from rlcore.user_code import code_of
 
 
 def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[str, Any]:
@@ -13,17 +18,24 @@ def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[
     Raises:
         CheckpointError: the run has begun with other rows.
     """
-    write_inputs(run)
+    record_inputs(run)
     return run.trainer.call(command, **arguments)
 
 
-def write_inputs(run: OpenRun) -> None:
-    """Write the inputs to where the trainer process reads them.
+def record_inputs(run: OpenRun) -> None:
+    """Record the stages before the training, where the trainer process reads its inputs.
 
     Raises:
         CheckpointError: the run has begun with other rows.
     """
     inputs = inputs_of(run)
-    if not run.is_evaluation:  # its suites may be others than those of its last start
-        require_same_rows(run.config, run.layout, inputs)
-    inputs.write(run.layout)
+    folders = inputs.folders | {"start model": planned_start_model(run.config, inputs.filtered_directory)}
+    if run.config.pass_rates.is_wanted:
+        folders[PASS_RATES_STAGE] = planned_pass_rates(run.config, inputs.filtered_directory)
+    code = code_of(run.config)
+    kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
+    stages = (kept, *(stage_of(name, folder) for name, folder in folders.items()))
+    if stages != run.origin.stages:
+        if not run.is_evaluation:  # its suites may be others than those of its last start
+            require_same(run.config, run.layout, inputs)
+        run.note(stages=stages)

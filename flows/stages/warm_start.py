@@ -5,10 +5,9 @@ from pathlib import Path
 
 from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, made_again
-from flows.stages.trainer import call_trainer, write_inputs
+from flows.stages.trainer import call_trainer
 from flows.work.open_run import OpenRun
 from rlcore.config import WarmStartConfig
-from rlcore.run.given_models import keep_base, require_same_base
 from rlcore.run.inputs import given_model, is_given, planned_start_model
 from rlcore.run.start_model import StartModel, known_start_model
 from rlcore.storage.finished import finished_or_why
@@ -29,18 +28,13 @@ class WarmStart(Stage[StartModel]):
         if not has_tokenizer(run.seen)[0]:
             return StageStatus(self.name, None, None, False, "after the filter")
         rows = planned_rows(run.seen)
-        require_same_base(config, rows)
         place = planned_start_model(config, rows)
         manifest, damage = finished_or_why(place)
         detail = made_again(damage) or (_ends(config.warm_start) if config.warm_start.enabled else "model only")
         return StageStatus(self.name, place.name, place, manifest is not None, detail)
 
     def known(self, run: OpenRun) -> StartModel | None:
-        write_inputs(run)
-        known = known_start_model(run.config, inputs_of(run))
-        if known is not None:
-            keep_base(run.config, inputs_of(run).filtered_directory)
-        return known
+        return known_start_model(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> StartModel:
         size = run.config.warm_start.steps_per_chunk

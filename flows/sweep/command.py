@@ -3,30 +3,50 @@
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from flows.commands.run import flow_of_a_command
+import typer
+
+from flows.commands import complete
+from flows.commands.options import DryRun, PlanAsJson, RootOfRun, Settings, Verbose
 from flows.commands.settings import require_dry_run, warn
-from flows.parameters import all_overrides
-from flows.server.api import start_prefect
-from flows.sweep.points import checked_sweep, members_of
-from rlcore.config.sweep import Budget, shown_point
-from rlcore.config.sweep_load import Sweep
+
+if TYPE_CHECKING:
+    from rlcore.config.sweep_load import Sweep
 
 
 def sweep(
-    spec: str,
-    overrides: list[str] | None,
-    *,
-    max_runs: int | None,
-    max_steps: int | None,
-    max_hours: float | None,
-    root: Path | None,
-    on_workers: bool,
-    dry_run: bool,
-    as_json: bool,
-    verbose: bool,
+    spec: Annotated[
+        str,
+        typer.Argument(
+            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=complete.sweeps
+        ),
+    ],
+    overrides: Settings = None,
+    max_runs: Annotated[int | None, typer.Option(min=1, help="Runs to work on at most.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Training steps to spend at most.")] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(min=0.001, max=100_000, help="Begin no run after so many hours.")
+    ] = None,
+    root: RootOfRun = None,
+    on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Check, show or run, and say where to look. Exit code 1 if a point has failed."""
+    """Run many points of settings, several seeds each. They are compared; what is finished is not done again.
+
+    Examples:
+      millrace sweep debug_grid --dry-run
+      millrace sweep my_sweep.yaml trainer.total_steps=40
+      millrace sweep countdown_lr --max-hours 8
+    """
+    from flows.commands.run import flow_of_a_command
+    from flows.parameters import all_overrides
+    from flows.server.api import start_prefect
+    from flows.sweep.points import checked_sweep
+    from rlcore.config.sweep import Budget
+
     require_dry_run(as_json=as_json, dry_run=dry_run)
     settings = all_overrides(overrides, root=root)
     checked = checked_sweep(spec, settings, Budget(runs=max_runs, steps=max_steps, hours=max_hours))
@@ -43,8 +63,11 @@ def sweep(
         sys.exit(1)
 
 
-def show(sweep: Sweep, *, as_json: bool) -> None:
+def show(sweep: "Sweep", *, as_json: bool) -> None:
     """What would be run, and how far each run is."""
+    from flows.sweep.points import members_of
+    from rlcore.config.sweep import shown_point
+
     runs = []
     for number, point in enumerate(sweep.points, 1):
         for member in members_of(sweep, point)[0]:

@@ -9,7 +9,7 @@ from flows.parameters import RunSettings
 from flows.plan.checks import check_before_plan
 from flows.stack.state import in_stack
 from flows.work.checkpoints import committed_step
-from flows.work.open_run import require_same_run
+from flows.work.origin import require_same
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings
@@ -86,7 +86,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 def committed(config: RunConfig) -> int:
     """How far a run has come; 0 where its checkpoints cannot be read: the run itself says why when it is begun."""
     try:
-        require_same_run(config, RunLayout.of(config))
+        require_same(config, RunLayout.of(config))
         return committed_step(config)
     except (MillraceError, OSError):
         return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data import StageResult
+from data.stage import StageResult
 from flows.parameters import MLFLOW_PAGE
 from flows.stages.export import Weights
 from flows.stages.report import ReportPage, report_fingerprint
@@ -22,7 +22,7 @@ from flows.stages.train import DIFF_FILE
 from flows.work.open_run import OpenRun
 from flows.work.recorded import Recorded, models_digest, settings_digest
 from rlcore.checkpoint.catalog import scan
-from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.config.fingerprint import RUN_FILE, settings_fingerprint
 from rlcore.config.problems import masked
 from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
@@ -69,11 +69,13 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
     """Tags, settings, machine, code and datasets: known before the first step."""
     import pyarrow.parquet as pq
 
+    from rlcore.config.documents import to_yaml
+
     store, mlflow_run, config, layout = page.store, page.mlflow_run, page.run.config, page.run.layout
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
-    lines = (layout.run_dir / "settings.yaml").read_text(encoding="utf-8").split("\n")
+    lines = to_yaml(page.run.origin.settings).split("\n")
     store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
@@ -106,9 +108,10 @@ def log_result(page: Page, report: ReportPage | None) -> None:
         store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
     if layout.validation.is_dir():
         store.client.log_artifacts(mlflow_run, str(layout.validation), layout.validation.name)
-    for name in ("lineage.json", DIFF_FILE):
-        if (layout.run_dir / name).is_file():
-            store.client.log_artifact(mlflow_run, str(layout.run_dir / name), "lineage")
+    lines = layout.run_json.read_text(encoding="utf-8").split("\n")
+    store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), f"lineage/{RUN_FILE}")
+    if (layout.run_dir / DIFF_FILE).is_file():
+        store.client.log_artifact(mlflow_run, str(layout.run_dir / DIFF_FILE), "lineage")
     if page.run.config.pass_rates.is_wanted:
         table = planned_pass_rates(page.run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")

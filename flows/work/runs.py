@@ -11,6 +11,7 @@ from flows.work.status import worker_of
 from rlcore.checkpoint.catalog import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
+from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of
@@ -19,6 +20,7 @@ from rlcore.storage.sqlite import sqlite_file
 from rlcore.tracking.attempts import Destination, read_attempts
 from rlcore.tracking.connection import explain, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run
+from rlcore.tracking.lineage import read_origin
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
 from rlcore.tracking.models import find_garbage, remove_garbage
 
@@ -35,7 +37,7 @@ MOST_NAMES = 8
 
 def all_runs(root: Path) -> list[Path]:
     """Folders of all runs under a root, by name."""
-    return sorted(file.parent for file in files_of(root / "runs", "*/settings.json"))
+    return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
 def named_runs(names: Sequence[str], root: Path) -> list[Path]:
@@ -49,7 +51,7 @@ def named_runs(names: Sequence[str], root: Path) -> list[Path]:
 
 def _named(name: str, root: Path) -> Path:
     for folder in (Path(name), root / "runs" / name):
-        if (folder / "settings.json").is_file():
+        if (folder / RUN_FILE).is_file():
             return folder.resolve()
     known = all_runs(root)
     found = [folder for folder in known if name and folder.name.startswith(name)]
@@ -74,7 +76,7 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
         ConfigError: the settings are wrong.
         DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
     """
-    named = [word for word in words if "=" not in word or (Path(word) / "settings.json").is_file()]
+    named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
         raise ConfigError(
             f"RUN: must be one run, by its folder or id, or the settings that it was started with, each KEY=VALUE; got "
@@ -105,16 +107,9 @@ def settings_of(folder: Path) -> RunConfig:
     Raises:
         DataError: they cannot be read, or are those of another version.
     """
-    file = folder / "settings.json"
-    try:
-        return RunConfig.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}). Make it readable, or name another run.") from error
-    except ValueError as error:
-        raise DataError(
-            f"{file}: cannot be read as the settings of this version of Millrace ({error}). Use the version that "
-            "wrote it."
-        ) from error
+    if (origin := read_origin(folder)) is None:
+        raise DataError(f"{folder / RUN_FILE}: is not there. Name the folder of a run.")
+    return origin.settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
 """Slots of a root: how many trainers work at a time, and which run is next.
 
 A slot is a locked file that the trainer process inherits, so the kernel frees it when the flow and its trainer have
-both ended, however they end; there is no scheduler process. Runs that wait lock a file each, too. Whoever looks reads
-only files whose locks are held: what a killed process left behind counts for nothing.
+both ended, however they end. Waiting runs lock a file each as well; files without a held lock count for nothing.
 
-The order is by priority, then by whose process asked first. Nobody passes a run that waits for more slots than are
-free, so a run of several ranks is not kept waiting by small ones. At the end of a chunk a run gives its slots back
-where one of a higher priority waits for more than are free, and waits in its turn for the next chunk.
+The order is by priority, then by time of request. No run overtakes one that waits for more slots than are free. At the
+end of a chunk a run returns its slots where one of a higher priority waits for more than are free, and waits again.
 
 Why not Prefect's concurrency limits: docs/decisions/0015.
 """
@@ -14,10 +12,9 @@ Why not Prefect's concurrency limits: docs/decisions/0015.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,8 +33,7 @@ MUTEX_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a run asks for. `number`: of slots. `since`: seconds since the epoch when its process first
-    asked."""
+    """Request of a run. `number`: of slots. `since`: seconds since the epoch when its process first asked."""
 
     run_id: str
     number: int
@@ -47,7 +43,7 @@ class Wish:
 
     @classmethod
     def of(cls, config: RunConfig, run_id: str) -> "Wish":
-        """A slot for each rank of a run, asked for now."""
+        """A slot for each rank of a run, requested now."""
         return cls(run_id, config.runtime.num_workers, config.runtime.priority, time.time(), os.getpid())
 
     @property
@@ -58,10 +54,6 @@ class Wish:
     def __str__(self) -> str:
         return f"{self.run_id} (priority {self.priority})"
 
-    def encoded(self) -> bytes:
-        """What the file of a slot or of a waiting run says."""
-        return json.dumps(asdict(self)).encode()
-
 
 _WISH = TypeAdapter(Wish)
 _DEVICES = TypeAdapter(tuple[str, ...])
@@ -69,8 +61,8 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The slots of a root at one moment. `devices`: of each slot, '' on a CPU. `holders`: by slot, as far as they are
-    taken. `waiting`: first in line first."""
+    """The slots of a root at one moment. `devices`: of each slot, '' on a CPU. `holders`: by taken slot. `waiting`: in
+    their order."""
 
     devices: tuple[str, ...]
     holders: Mapping[int, Wish]
@@ -85,8 +77,12 @@ class State:
         """Slots that those before it in line wait for."""
         return sum(other.number for other in self.waiting if other.order < wish.order)
 
+    def must_yield(self, mine: Wish) -> bool:
+        """Whether runs of higher priority wait for more slots than are free."""
+        return sum(wish.number for wish in self.waiting if wish.priority > mine.priority) > self.num_free
+
     def reason(self, wish: Wish) -> str:
-        """Tells why a run waits."""
+        """Why a run waits."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
         ahead = [str(other) for other in self.waiting if other.order < wish.order]
         behind = f"; before it in line: {', '.join(ahead)}" if ahead else ""
@@ -94,10 +90,6 @@ class State:
             f"waits for {wish.number} of {len(self.devices)} slots with priority {wish.priority}: "
             f"{self.num_free} free, held by {held or 'nobody'}{behind}"
         )
-
-    def must_yield(self, mine: Wish) -> bool:
-        """Whether runs of higher priority wait for more slots than are free."""
-        return sum(wish.number for wish in self.waiting if wish.priority > mine.priority) > self.num_free
 
 
 class Slots:
@@ -111,21 +103,17 @@ class Slots:
         """The device of each slot; empty where the root has no slots, and any number of runs may train.
 
         Raises:
-            DataError: the file that says so is damaged.
+            DataError: the file is damaged.
         """
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
             return ()
         except ValidationError as error:
-            raise DataError(f"{self._file}: is damaged. `millrace slots --set N` writes it anew.") from error
+            raise DataError(f"{self._file}: is damaged. `millrace slots --set N` writes it again.") from error
 
     def require(self, number: int) -> None:
-        """Require that there are so many slots.
-
-        Raises:
-            ConfigError: there are fewer, so a run with so many ranks would wait for ever.
-        """
+        """Raise ConfigError where the root has fewer slots, so a run with so many ranks would wait for ever."""
         devices = self.devices()
         if devices and number > len(devices):
             raise ConfigError(
@@ -134,12 +122,12 @@ class Slots:
             )
 
     def set_devices(self, devices: Sequence[str]) -> None:
-        """Give the root so many slots. Runs that have one keep it until their trainer ends."""
+        """Set the slots. Runs that hold one keep it until their trainer ends."""
         with self.mutex():
             write_json_atomically(self._file, list(devices))
 
     def mutex(self) -> HeldLock:
-        """Held while slots are looked at or taken."""
+        """Lock to hold while slots are looked at or taken."""
         return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
 
     def look(self) -> State:
@@ -147,10 +135,9 @@ class Slots:
         if not self.devices():
             return State((), {}, ())
         with self.mutex():
-            return self.state()
+            return self._state()
 
-    def state(self) -> State:
-        """The slots as they are now; the caller holds the mutex."""
+    def _state(self) -> State:
         devices = self.devices()
         holders = {number: wish for number in range(len(devices)) if (wish := _live(self.path(number)))}
         waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _live(file))]
@@ -170,7 +157,7 @@ class Slots:
             return ""
         try:
             state = self.look()
-        except (MillraceError, OSError):  # who may only read here cannot take the mutex
+        except (MillraceError, OSError):  # a user who may only read cannot take the mutex
             return "waits for slots"
         return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
 
@@ -182,28 +169,56 @@ class Slots:
         """
         if not self.devices():
             return HeldSlots(self, wish, {}, ())
-        began = time.monotonic()
-        with _in_line(self, wish):
+        file = self.waiting_path(wish.run_id)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as line:
+            with self.mutex():
+                line.callback(_locked(file, wish).release)
+                line.callback(file.unlink, missing_ok=True)
             while True:
                 with self.mutex():
                     self.require(wish.number)
-                    state = self.state()
+                    state = self._state()
                     if not state.devices or state.num_free >= state.num_wanted_before(wish) + wish.number:
-                        locks = _taken(self, wish, state)
-                        self.note("took", wish, slots=list(locks), waited_s=round(time.monotonic() - began, 3))
-                        return HeldSlots(self, wish, locks, state.devices)
+                        return self._taken(wish, state)
                 on_wait(state.reason(wish))
                 time.sleep(POLL_S)
 
-    def note(self, what: str, wish: Wish, **more: object) -> None:
-        """One line in the slots' log: who took or gave back which of them, and when. A full disk has no such line."""
-        line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what, **asdict(wish), **more}
-        with suppress(OSError), (self.folder / "log.jsonl").open("ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
+    def _taken(self, wish: Wish, state: State) -> "HeldSlots":
+        free = [number for number in range(len(state.devices)) if number not in state.holders]
+        with ExitStack() as undo:
+            locks = {}
+            for number in free[: wish.number]:
+                locks[number] = _locked(self.path(number), wish)
+                undo.callback(locks[number].release)
+            undo.pop_all()
+        return HeldSlots(self, wish, locks, state.devices)
+
+
+class HeldSlots:
+    """Slots of a run, none where the root has none. A trainer inherits `descriptors` and `environment`, its devices."""
+
+    def __init__(self, slots: Slots, wish: Wish, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
+        self._slots, self._wish, self._locks = slots, wish, list(locks.values())
+        named = [devices[number] for number in locks if devices[number]]
+        self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
+        self.descriptors = [lock.fileno() for lock in self._locks]
+
+    def must_yield(self) -> bool:
+        """Whether runs of higher priority need these slots."""
+        try:
+            return bool(self._locks) and self._slots.look().must_yield(self._wish)
+        except (MillraceError, OSError):  # unreadable files are no reason to end a trainer
+            return False
+
+    def release(self) -> None:
+        """Return them; a live trainer keeps them until it ends. Safe to call twice."""
+        while self._locks:
+            self._locks.pop().release()
 
 
 def _live(file: Path) -> Wish | None:
-    """Who holds a file's lock; None where it is free. A holder that has not written yet counts as one of no run."""
+    """The holder of a file's lock; None where it is free. One that has not written yet counts as one of no run."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):
@@ -216,67 +231,14 @@ def _live(file: Path) -> Wish | None:
         return Wish("a run that has just begun", 1, 0, 0.0, 0)
 
 
-class HeldSlots:
-    """Slots in hand, none where the root has none. A trainer inherits `descriptors` and `environment`, its devices."""
-
-    def __init__(self, slots: Slots, wish: Wish, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
-        self._slots = slots
-        self._wish = wish
-        self._locks = dict(locks)
-        named = [devices[number] for number in self._locks if devices[number]]
-        self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
-        self.descriptors = [lock.fileno() for lock in self._locks.values()]
-
-    def must_yield(self) -> bool:
-        """Whether runs of higher priority need these slots."""
-        if not self._locks:
-            return False
-        try:
-            return self._slots.look().must_yield(self._wish)
-        except (MillraceError, OSError):  # the slots' files cannot be read: no reason to end a trainer
-            return False
-
-    def release(self) -> None:
-        """Give them back; a trainer that lives keeps them until it ends. Safe to call twice."""
-        locks, self._locks = self._locks, {}
-        if locks:
-            self._slots.note("ended", self._wish, slots=list(locks))
-        for lock in locks.values():
-            lock.release()
-
-
-def _taken(slots: Slots, wish: Wish, state: State) -> dict[int, FileLock]:
-    free = [number for number in range(len(state.devices)) if number not in state.holders][: wish.number]
-    locks = {number: FileLock(slots.path(number)) for number in free}
-    try:
-        for lock in locks.values():
-            _lock(lock, wish)
-    except BaseException:
-        for lock in locks.values():
-            lock.release()
-        raise
-    return locks
-
-
-def _lock(lock: FileLock, wish: Wish) -> None:
+def _locked(path: Path, wish: Wish) -> FileLock:
+    """A file's lock, with the wish in the file."""
+    lock = FileLock(path)
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: was locked by another process outside of its turn. Start again.")
     try:
-        lock.write(wish.encoded())
+        lock.write(json.dumps(asdict(wish)).encode())
     except OSError:  # the disk is full
         lock.release()
         raise
-
-
-@contextmanager
-def _in_line(slots: Slots, wish: Wish) -> Iterator[None]:
-    file = slots.waiting_path(wish.run_id)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(file)
-    with slots.mutex():
-        _lock(lock, wish)
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        lock.release()
+    return lock

@@ -12,6 +12,7 @@ from flows.stack.state import WORKERS_COMMAND
 from flows.work.open_run import STOP_FILE
 from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
+from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError
 from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import read_faults
@@ -62,8 +63,9 @@ def status_of(run_dir: Path) -> RunStatus:
     """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
     step, reward, pause, changed, gpu_seconds = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
     with suppress(OSError):  # it is deleted at this moment
-        changed = changed or (run_dir / "settings.json").stat().st_mtime
-    settings = _document(run_dir / "settings.json")
+        changed = changed or (run_dir / RUN_FILE).stat().st_mtime
+    found = _document(run_dir / RUN_FILE).get("settings")
+    settings = found if isinstance(found, dict) else {}
     trainer = settings.get("trainer")
     state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).reason_of(run_dir.name))
     return RunStatus(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from flows.server.launch import python_path, start_tethered
+from flows.server.launch import python_path, start_process
 from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
 from flows.work.slots import HeldSlots, Slots, Wish
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
@@ -105,7 +105,7 @@ class TrainerProcess:
     Use as a context manager, and from the main thread: the kernel ties the process to the thread that started it.
 
     Args:
-        run_dir: the run's folder, with `settings.json` in it.
+        run_dir: the run's folder, with `run.json` in it.
         on_event: called with progress, notes and checkpoints while a call waits.
         on_line: called with each line of the process's log.
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
@@ -296,14 +296,14 @@ class _Child:
         log_file = _new_log(run_dir / "logs")
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
-        line = [*command, "--settings", str(run_dir / "settings.json")]
+        line = [*command, "--run", str(run_dir)]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
             inherited = [child_reads, child_writes, *held.descriptors]
             if lock is not None:
                 line += ["--lock-fd", str(lock)]
                 inherited.append(lock)
-            self.process = start_tethered(line, log_file, _environment() | held.environment, inherited)
+            self.process = start_process(line, log_file, _environment() | held.environment, inherited)
         except BaseException:
             os.close(self._commands_fd)
             os.close(self._replies_fd)

@@ -12,11 +12,12 @@ _MOST_TOKENS = 4
 """One character is split into at most so many tokens."""
 
 
-def tokenizer_of(inputs_json: Path) -> Decode | None:
-    """Decoder of the tokenizer that a run's inputs name; None where it has no file of its own kind."""
+def tokenizer_of(run_json: Path) -> Decode | None:
+    """Decoder of the tokenizer that a run's record names; None where it has no file of its own kind."""
     try:
-        file = Path(json.loads(inputs_json.read_text(encoding="utf-8"))["tokenizer_directory"]) / "tokenizer.json"
-    except (OSError, ValueError, KeyError, TypeError):
+        stages = json.loads(run_json.read_text(encoding="utf-8"))["stages"]
+        file = Path(next(stage["path"] for stage in stages if stage["name"] == "tokenizer")) / "tokenizer.json"
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
         return None
     return _decoder(file) if file.is_file() else None
 

@@ -1,10 +1,9 @@
 """Which checkpoints lie in a folder, and which of them are whole, best and kept. No torch, no settings of a run."""
 
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +17,6 @@ from rlcore.storage.documents import read_ordinary
 from rlcore.storage.finished import finished_or_set_aside, set_aside
 from rlcore.storage.manifest import MANIFEST, newer_format, read_manifest, verify_directory
 
-log = logging.getLogger(__name__)
-
 NAME = re.compile(r"^step-(?P<step>\d{6,})$")
 VALIDATION_SCORE = re.compile(r"^val-core/(?!all/).+/reward/mean@\d+$")
 """Of each data source; `all`, over the problems of several, is none of them."""
@@ -30,7 +27,9 @@ Verdict = Literal["verified", "not verified", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint as its manifest describes it. `created`: UTC, ISO 8601. `metrics`: of its step, finite ones."""
+    """One checkpoint as its manifest describes it. `created`: UTC, ISO 8601. `metrics`: of its step, finite ones. Of
+    a folder that cannot be used (`verdict` broken) step, path and `reason` are known, the rest where it can be read.
+    """
 
     step: int
     path: Path
@@ -38,6 +37,13 @@ class CheckpointInfo:
     metrics: Mapping[str, float]
     created: str
     settings_fingerprint: str
+    verdict: Verdict = "not verified"
+    reason: str = ""
+
+    @classmethod
+    def refused(cls, path: Path, step: int, reason: str) -> "CheckpointInfo":
+        """A folder that cannot be used."""
+        return cls(step, path, 0, {}, "", "", "broken", reason)
 
     @property
     def name(self) -> str:
@@ -55,20 +61,11 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """A checkpoint folder that cannot be used, and why."""
-
-    path: Path
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Catalog:
     """Checkpoints of a folder by step, and unusable folders with the reason."""
 
     checkpoints: tuple[CheckpointInfo, ...]
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[CheckpointInfo, ...]
 
 
 def name_of(step: int) -> str:
@@ -100,7 +97,7 @@ def scan(directory: Path) -> Catalog:
         try:
             checkpoints.append(_info(path, step))
         except CheckpointError as reason:
-            refusals.append(Refusal(path, step, str(reason)))
+            refusals.append(CheckpointInfo.refused(path, step, str(reason)))
     return Catalog(tuple(sorted(checkpoints, key=lambda info: info.step)), tuple(refusals))
 
 
@@ -134,22 +131,10 @@ def make_way(path: Path) -> None:
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)
     if version is not None:
-        _rename(path, f"format-{version}", f"is of format version {version}, newer than ours")
+        why = f"{path}: is of format version {version}, newer than ours"
+        set_aside(path, f"format-{version}", why, error=CheckpointError)
     elif path.is_symlink() or not path.is_dir() or _is_unreadable(path):
-        _rename(path, "unreadable", "is no folder, or cannot be read")
-
-
-def keep_off_the_way(path: Path, why: str) -> None:
-    """Give a checkpoint, or a result, that the run does not go on from another name: it is kept, and not found."""
-    _rename(path, "left", why)
-
-
-def _rename(path: Path, label: str, why: str) -> None:
-    try:
-        aside = set_aside(path, label)
-    except OSError as reason:
-        raise CheckpointError(f"{path}: {why}, and cannot be renamed ({reason}). Move it away, then go on.") from reason
-    log.warning("%s: %s: it is kept as %s", path, why, aside.name)
+        set_aside(path, "unreadable", f"{path}: is no folder, or cannot be read", error=CheckpointError)
 
 
 def _is_unreadable(path: Path) -> bool:
@@ -161,14 +146,6 @@ def _is_unreadable(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRow(CheckpointInfo):
-    """One line of the list. Of a folder whose manifest cannot be read only step, path and reason are known."""
-
-    verdict: Verdict
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,23 +161,19 @@ class PrunePlan:
         return sum(info.size_bytes for info in self.deleted)
 
 
-def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointRow, ...]:
+def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
     """Every checkpoint folder by step, broken ones too. Without `verify_hashes` presence and size of files alone."""
     catalog = scan(directory)
-    rows = [_row(info, verify_hashes) for info in catalog.checkpoints]
-    rows += [CheckpointRow(one.step, one.path, 0, {}, "", "", "broken", one.reason) for one in catalog.refusals]
-    return tuple(sorted(rows, key=lambda row: row.step))
+    judged = [_judged(info, verify_hashes) for info in catalog.checkpoints]
+    return tuple(sorted([*judged, *catalog.refusals], key=lambda info: info.step))
 
 
-def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
-    verdict: Verdict = "verified" if hashes else "not verified"
-    reason = ""
+def _judged(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
     try:
         verify_directory(info.path, hashes=hashes, error=CheckpointError)
     except CheckpointError as error:
-        verdict, reason = "broken", str(error)
-    known = (info.step, info.path, info.size_bytes, info.metrics, info.created, info.settings_fingerprint)
-    return CheckpointRow(*known, verdict, reason)
+        return replace(info, verdict="broken", reason=str(error))
+    return replace(info, verdict="verified" if hashes else "not verified")
 
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -244,7 +217,7 @@ def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
     """Those that the retention rule does not keep. One whose files are not all there has no place in it, and stays."""
-    whole = [info for info in checkpoints if not _row(info, hashes=False).reason]
+    whole = [info for info in checkpoints if not _judged(info, hashes=False).reason]
     kept = kept_steps(whole, config)
     return [info for info in whole if info.step not in kept]
 

@@ -1,14 +1,11 @@
 """A checkpoint in the making: copied in a moment, written while training goes on, published when every rank is done.
 
-    COPIED --begin to write--> WRITING --every rank is done--> PUBLISHING --renamed--> committed
-       ^                          |                                 |
-       +------ an error ----------+---------------------------------+        nothing is left
-
     training             copy to the host | next step ...................... | next step | poll: committed
     thread of a rank                      | write files |
     thread of the driver                                | hash, flush, rename, delete old ones |
 
-An error in a thread surfaces at the next `poll` or `settle`, as if the call itself had failed.
+An error in a thread surfaces at the next `poll` or `settle`, as if the call itself had failed; nothing is left of the
+checkpoint then.
 """
 
 import logging
@@ -16,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -49,14 +46,6 @@ class WaitsForRoom(Protocol):
         ...
 
 
-class SaveState(Enum):
-    """The states of a save."""
-
-    COPIED = "every rank holds a copy, and nothing of it lies on the disk"
-    WRITING = "threads of the ranks write into a temporary folder"
-    PUBLISHING = "a thread of the driver hashes, flushes and renames that folder"
-
-
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A committed checkpoint and the metrics of its step."""
@@ -75,6 +64,16 @@ class UnderWay:
 
 
 @dataclass
+class _Save:
+    """A checkpoint whose folder is open for the ranks; `publication` once all of them have written."""
+
+    step: int
+    ranks: SavingRanks
+    metrics: Mapping[str, float]
+    folder: ExitStack
+    publication: Future[None] | None = None
+
+
 class CheckpointSaver:
     """The saves of one run, one at a time.
 
@@ -84,21 +83,16 @@ class CheckpointSaver:
         phase: wraps whatever waits for a disk and not for room on it, since that has a deadline.
     """
 
-    store: CheckpointStore
-    room: WaitsForRoom
-    phase: Callable[[], AbstractContextManager[None]] = nullcontext
-    _save: "_Save | None" = field(default=None, init=False)
-
-    @property
-    def at(self) -> UnderWay | None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        room: WaitsForRoom,
+        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.store, self.room, self.phase = store, room, phase
+        self.at: UnderWay | None = None
         """What is being done for the save under way, in whichever thread; None where nothing is. For any thread."""
-        save = self._save
-        return None if save is None else save.at
-
-    @property
-    def state(self) -> SaveState | None:
-        """None where no save is under way: none was begun, or the last one is committed or given up."""
-        return None if self._save is None else self._save.state
+        self._save: _Save | None = None
 
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
@@ -110,10 +104,23 @@ class CheckpointSaver:
         `CheckpointStore.writing` do.
         """
         assert self._save is None, "settle or abandon the save before this one first"
-        self._save = save = _Save(self.store, self.phase, step, ranks, record, metrics)
-        self.room.wait(save.needed_bytes, step=step, path=self.store.directory)
-        save.start()
-        return None if save.is_copied else self.settle()
+        sizes = ranks.each(RankSaver.copy)
+        num_bytes = sum(size.num_bytes for size in sizes)
+        needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
+        self.room.wait(needed_bytes, step=step, path=self.store.directory)
+        begun = time.monotonic()
+
+        def at(what: str) -> None:
+            self.at = UnderWay(f"checkpoint of step {step}: {what}", begun)
+
+        at(f"opening a folder beside {self.store.path_of(step)}")
+        with self.phase(), ExitStack() as opened:
+            opened.callback(self._at_nothing)
+            folder = opened.enter_context(self.store.writing(record(), metrics, at))
+            at(f"writing shards to {folder}")
+            ranks.each(RankSaver.write, str(folder))
+            self._save = _Save(step, ranks, metrics, opened.pop_all())
+        return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
         """The checkpoint, once, when it has been committed. Does not wait. Raises as `settle` does."""
@@ -129,106 +136,49 @@ class CheckpointSaver:
         return self._advance(wait=True)
 
     def abandon(self) -> None:
-        """Give up what is under way: its ranks are lost. Nothing is left of it, unless it was being published."""
+        """Give up what is under way: nothing is left of it. One that is being published is waited for instead."""
         save, self._save = self._save, None
-        if save is not None:
-            with self.phase():
-                save.give_up()
-
-    def _advance(self, *, wait: bool) -> Saved | None:
-        save = self._save
-        if save is None or save.state is SaveState.COPIED:
-            return None
-        return self._commit(save) if save.advance(wait=wait) else None
-
-    def _commit(self, save: "_Save") -> Saved:
-        self._save = None
-        save.ranks.each(RankSaver.drop)
-        return Saved(save.step, self.store.path_of(save.step), save.metrics)
-
-
-@dataclass
-class _Save:
-    """One save. It is `COPIED` at first and after an error."""
-
-    store: CheckpointStore
-    phase: Callable[[], AbstractContextManager[None]]
-    step: int
-    ranks: SavingRanks
-    make_record: Callable[[], TrainerState]
-    metrics: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        self._record: TrainerState | None = None
-        self._folder = ExitStack()
-        self._publication: Future[None] = Future()
-        self.at: UnderWay | None = None
-        sizes = self.ranks.each(RankSaver.copy)
-        num_bytes = sum(size.num_bytes for size in sizes)
-        self.needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
-        self.is_copied = all(size.is_copied for size in sizes)
-        self.state = SaveState.COPIED
-
-    def start(self) -> None:
-        """Open a temporary folder and have the ranks begin to write into it; nothing is left of it after an error."""
-        begun = time.monotonic()
-
-        def at(what: str) -> None:
-            self.at = UnderWay(f"checkpoint of step {self.step}: {what}", begun)
-
-        at(f"opening a folder beside {self.store.path_of(self.step)}")
-        with self.phase(), ExitStack() as opened:
-            opened.callback(self._at_nothing)
-            self._record = self._record or self.make_record()
-            folder = opened.enter_context(self.store.writing(self._record, self.metrics, at))
-            at(f"writing shards to {folder}")
-            self.ranks.each(RankSaver.write, str(folder))
-            self._folder = opened.pop_all()
-        self.state = SaveState.WRITING
-
-    def advance(self, *, wait: bool) -> bool:
-        """Go on, to the end or as far as it goes without waiting; whether the checkpoint has been published.
-
-        Raises:
-            DiskSpaceError, CheckpointError: a rank or the publication failed; nothing is left of the checkpoint.
-        """
-        with self.phase() if wait else nullcontext():
-            if self.state is SaveState.WRITING and self._is_written(wait=wait):
-                self._publication = in_thread(self._publish, "checkpoint-publish")
-                self.state = SaveState.PUBLISHING
-            if self.state is not SaveState.PUBLISHING or not (wait or self._publication.done()):
-                return False
-            self.state = SaveState.COPIED
-            self._publication.result()
-            return True
-
-    def give_up(self) -> None:
-        """Leave nothing of it on the disk; what is being published is waited for, since it is too late for that."""
-        state, self.state = self.state, SaveState.COPIED
-        if state is SaveState.PUBLISHING:
-            self._publication.exception()
-        elif state is SaveState.WRITING:
+        if save is None:
+            return
+        with self.phase():
+            if save.publication is not None:
+                save.publication.exception()
+                return
             try:
-                self._folder.__exit__(_GivenUpError, _GivenUpError(), None)
+                save.folder.__exit__(_GivenUpError, _GivenUpError(), None)
             except _GivenUpError:
                 pass
             except Exception:
                 log.exception("what is left of an abandoned checkpoint is removed by the next one")
 
-    def _is_written(self, *, wait: bool) -> bool:
+    def _advance(self, *, wait: bool) -> Saved | None:
+        save = self._save
+        if save is None:
+            return None
+        with self.phase() if wait else nullcontext():
+            if save.publication is None and self._is_written(save, wait=wait):
+                save.publication = in_thread(partial(self._publish, save.folder), "checkpoint-publish")
+            if save.publication is None or not (wait or save.publication.done()):
+                return None
+            self._save = None
+            save.publication.result()
+        save.ranks.each(RankSaver.drop)
+        return Saved(save.step, self.store.path_of(save.step), save.metrics)
+
+    def _is_written(self, save: _Save, *, wait: bool) -> bool:
         try:
-            return all(self.ranks.each(RankSaver.is_written, wait=wait))
+            return all(save.ranks.each(RankSaver.is_written, wait=wait))
         except BaseException as reason:
             try:
                 if isinstance(reason, MillraceError):
-                    self.ranks.each(RankSaver.give_up)  # no rank may write any more; a lost one raises here too
+                    save.ranks.each(RankSaver.give_up)  # no rank may write any more; a lost one raises here too
             finally:
-                self.give_up()
+                self.abandon()
             raise
 
-    def _publish(self) -> None:
+    def _publish(self, folder: ExitStack) -> None:
         begun = time.monotonic()
-        self._folder.close()
+        folder.close()
         self.at = UnderWay(f"deleting checkpoints beside {self.store.directory} that are not kept", begun)
         try:
             prune(self.store)

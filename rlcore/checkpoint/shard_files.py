@@ -141,27 +141,15 @@ def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ra
                 yield local_part(state_name(name, key), value, rank=rank)
 
 
-def expected_parts(
-    model: nn.Module, *, moments: Iterable[str], rank: int
-) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
-    """Names, shapes and types of what this rank writes of a model, and of an optimizer that has taken no step yet."""
-    trained = dict(named_parameters(model))
-    for name, tensor in model_tensors(model):
-        part = local_part(f"model.{name}", tensor, rank=rank)
-        if part.is_written_here:
-            names = [part.name, *(state_name(name, key) for key in moments if name in trained)]
-            yield from ((one, part.local.shape, part.local.dtype) for one in names)
-
-
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Trained parameters and lasting buffers, each once: a tied weight under the first of its names."""
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             yield name, parameter
-    for prefix, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            if key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}".lstrip(".").replace(COMPILED, ""), buffer
+    lasting = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in lasting:
+            yield name.replace(COMPILED, ""), buffer
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -20,7 +20,7 @@ optimizer's groups and numbers.
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +35,6 @@ from rlcore.checkpoint.shard_files import (
     LocalPart,
     ShardReader,
     StoredTensor,
-    expected_parts,
     local_part,
     local_parts,
     model_tensors,
@@ -47,7 +46,7 @@ from rlcore.checkpoint.shard_files import (
 )
 from rlcore.errors import CheckpointError
 from rlcore.models.nf4 import is_in_4_bits
-from rlcore.models.optim import MOMENTS, OffloadedAdamW, host_memory
+from rlcore.models.optim import OffloadedAdamW, host_memory
 from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
 
@@ -96,9 +95,10 @@ class RankShards:
     base: "BaseRecord | None" = None
 
     @torch.no_grad()
-    def copied(self, buffers: "HostBuffers") -> "RankShards":
-        """A copy on the host, which the next copy to the same buffers overwrites."""
-        copy = replace(self, parts=tuple(replace(part, local=buffers.copy(part)) for part in self.parts))
+    def copied(self, buffers: dict[str, Tensor]) -> "RankShards":
+        """A copy on the host. That of a GPU's tensors is in `buffers` by name, page-locked and slow to get;
+        the next copy to the same buffers overwrites it."""
+        copy = replace(self, parts=tuple(replace(part, local=_copied(part, buffers)) for part in self.parts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
@@ -234,23 +234,15 @@ class RankSaver:
     def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
         self._models = models
         self._num_ranks = num_ranks
-        self._buffers: defaultdict[str, HostBuffers] = defaultdict(HostBuffers)
+        self._buffers: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         self._copies: Mapping[str, RankShards] = {}
         self._writing: Future[None] | None = None
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Get the host's memory for copies of a GPU's tensors, in a thread, before the first save."""
-        rank, _ = rank_and_world_size()
-        for name, (model, optimizer) in self._models().items():
-            on_device = () if isinstance(optimizer, OffloadedAdamW) else MOMENTS
-            self._buffers[name].prepare(expected_parts(model, moments=on_device, rank=rank))
 
     def copy(self) -> CopySize:
         """Copy this rank's shards to the host, to be written while training goes on, if there is memory for it."""
         shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
         size = sum(num_bytes(one.parts) for one in shards.values())
-        more = size - sum(buffers.num_bytes for buffers in self._buffers.values())
+        more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
         is_copied = fits_in_memory(more * self._num_ranks)
         self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}
         return CopySize(size, is_copied)
@@ -319,47 +311,15 @@ def fits_in_memory(num_bytes: int) -> bool:
     return psutil.virtual_memory().available > num_bytes * (1 + SPARE_SHARE)
 
 
-class HostBuffers:
-    """Where copies of a GPU's tensors go: page-locked memory, several times as fast as other, and slow to get.
-
-    So it is kept from save to save, and asked for in a thread before the first. Tensors of a CPU are copied to ordinary
-    memory that lives as long as the copy.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._preparing: threading.Thread | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are held already; waits for those that are being got."""
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
-
-    def prepare(self, wanted: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
-        """Get buffers in a thread: names, shapes and types of what `copy` will be asked for."""
-        known = list(wanted)
-        if not fits_in_memory(sum(shape.numel() * dtype.itemsize for _, shape, dtype in known)):
-            return
-
-        def get() -> None:
-            for name, shape, dtype in known:
-                self._buffers[name] = host_memory(shape, dtype, locked=True)
-
-        self._preparing = threading.Thread(target=get, name="checkpoint-buffers", daemon=True)
-        self._preparing.start()
-
-    def copy(self, part: LocalPart) -> Tensor:
-        """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""
-        source = part.local
-        if source.device.type != "cuda":
-            return source.to("cpu", copy=True)
-        buffer = self._buffers.get(part.name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-            buffer = self._buffers[part.name] = host_memory(source.shape, source.dtype, locked=True)
-        return buffer.copy_(source, non_blocking=True)
+def _copied(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
+    """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""
+    source = part.local
+    if source.device.type != "cuda":
+        return source.to("cpu", copy=True)
+    buffer = buffers.get(part.name)
+    if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+        buffer = buffers[part.name] = host_memory(source, source.dtype, locked=True)
+    return buffer.copy_(source, non_blocking=True)
 
 
 @torch.no_grad()

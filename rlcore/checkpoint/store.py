@@ -15,9 +15,7 @@ from typing import Any
 from rlcore.checkpoint.catalog import (
     KIND,
     CheckpointInfo,
-    Refusal,
     by_score,
-    keep_off_the_way,
     make_way,
     name_of,
     prunable,
@@ -29,6 +27,7 @@ from rlcore.config.fingerprint import lasting_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
 from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.finished import LEFT, set_aside
 from rlcore.storage.manifest import verify_directory
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_beside
 
@@ -43,7 +42,7 @@ class Found:
     """
 
     checkpoint: CheckpointInfo | None
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[CheckpointInfo, ...]
     journal_problem: str = ""
 
 
@@ -130,12 +129,9 @@ class CheckpointStore:
 
         They would count as the newest ones where old ones are deleted. Broken ones stay, as ever.
         """
-        later = [info for info in scan(self.directory).checkpoints if info.step > step]
-        whole = [info for info in later if self._search([info], hashes=True).checkpoint is not None]
-        if not whole:
-            return
-        for info in whole:
-            keep_off_the_way(info.path, f"the run goes on from step {step}")
+        for info in scan(self.directory).checkpoints:
+            if info.step > step and self._search([info], hashes=True).checkpoint is not None:
+                set_aside(info.path, LEFT, f"{info.path}: the run goes on from step {step}", error=CheckpointError)
 
     def _delete(self, path: Path) -> bool:
         """Out of sight by one rename first: a crash in the middle leaves no half checkpoint under its name."""
@@ -256,7 +252,7 @@ class CheckpointStore:
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> Found:
         """The last candidate that is whole; with `journal` the last that fits it too."""
-        refusals: tuple[Refusal, ...] = ()
+        refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
             try:
                 self.verify(info, hashes=hashes)
@@ -265,7 +261,7 @@ class CheckpointStore:
                     raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")
                 return Found(info, refusals)
             except CheckpointError as reason:
-                refusals += (Refusal(info.path, info.step, str(reason)),)
+                refusals += (CheckpointInfo.refused(info.path, info.step, str(reason)),)
         return Found(None, refusals)
 
     def _journal_problem(self, state: TrainerState) -> str:

@@ -1,8 +1,9 @@
 """From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
@@ -10,12 +11,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlcore.config.base import covers, leaves
+from rlcore.config.base import covers, keys_of, leaves
 from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
-from rlcore.config.suite import SUITES, suites_in
+from rlcore.config.suite import SUITES, put_suites, suites_in
 
 NULLABLE_SECTIONS = ("critic", "model.lora")
 """Sections that `null` switches off."""
@@ -36,11 +37,30 @@ class Written:
         return tuple(leaves({self.key: self.value}))
 
 
-# ---------------------------------------------------------------------- overrides over composed settings
+def checked(settings: dict[str, Any], values: Sequence[Written], findings: Findings) -> RunConfig:
+    """Nested plain settings with overrides put over them, as a typed config without the wrong ones.
+
+    Every mistake in keys, types, ranges and rules goes to `findings`.
+
+    Raises:
+        ConfigError: some of the values that are wrong cannot be removed.
+    """
+    for written in values:
+        _put(settings, written, findings)
+    put_suites(settings, findings)
+    texts = {
+        name: written.text if isinstance(written.value, int | float) else ""
+        for written in values
+        for name in written.names
+    }
+    config = _typed(_filled_in(settings, findings), findings, texts)
+    for problem in broken_rules(config, findings.unsound):
+        findings.add(problem)
+    return config
 
 
-def put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
-    """Put one override into nested plain settings, in place. Unknown keys are found later, by `validate`."""
+def _put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
+    """Put one override into nested plain settings, in place. Unknown keys are found later, by `_typed`."""
     key, value = written.key, written.value
     sets_section = key in section_names() and not written.delete and not isinstance(value, dict)
     if sets_section and not (value is None and key in NULLABLE_SECTIONS):
@@ -62,10 +82,8 @@ def put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
         findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
     elif written.delete:
         inner.pop(last)
-    elif isinstance(value, dict) and isinstance(inner.get(last), dict):
-        inner[last] = _merged(inner[last], value)
     else:
-        inner[last] = value
+        inner[last] = _merged(inner.get(last), value)
 
 
 def _merged(settings: Any, more: Any) -> Any:
@@ -74,74 +92,55 @@ def _merged(settings: Any, more: Any) -> Any:
     return settings | {name: _merged(settings.get(name), value) for name, value in more.items()}
 
 
-def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """The settings with every `${...}` replaced by its value. One that cannot be read, or points nowhere, is a problem,
-    and the value that it stands in is left out."""
-    if not any(_to_fill(settings)):
-        return settings
-
-    def keep(check: Callable[[tuple[str, ...], Any], object]) -> None:
-        for path, value in list(_to_fill(settings)):
-            try:
-                check(path, value)
-            except OmegaConfBaseException as error:
-                rule = f"cannot be filled in ({str(error).splitlines()[0]})"
-                key = ".".join(map(str, path))
-                findings.add(Problem(key, rule, shown(value), "Name a setting that exists, or write a value"))
-                _section_at(settings, path).pop(path[-1], None)
-
-    keep(lambda _, value: OmegaConf.create([value]))
-    tree = OmegaConf.create(settings)
-    keep(lambda path, _: _filled(tree, path))
-    return as_plain(OmegaConf.create(settings), resolve=True)
+def _filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """The settings as JSON has them, every `${...}` replaced by its value. One that cannot be read, or points nowhere,
+    is a problem, and the value that it is in is left out."""
+    while True:
+        # The keys of JSON are texts, where those of YAML may be true or 1.
+        settings = json.loads(json.dumps(settings, default=str))
+        if "${" not in (text := json.dumps(settings)) and '"???"' not in text:
+            return settings
+        try:
+            return as_plain(OmegaConf.create(settings), resolve=True)
+        except OmegaConfBaseException as error:
+            path = _path_of(str(error.full_key).partition("[")[0], settings)
+            value = _removed(settings, path)
+            rule = f"cannot be filled in ({str(error).splitlines()[0]})"
+            remedy = "Name a setting that exists, or write a value"
+            findings.add(Problem(".".join(path), rule, shown(value), remedy))
 
 
-def _to_fill(settings: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Path and value of each `${...}` and `???`. No dotted key: a name of `free_mappings` may have a dot itself."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _to_fill(value, (*above, name))
-        elif "${" in str(value) or value == "???":
-            yield (*above, name), value
+def _path_of(key: str, settings: Any) -> list[str]:
+    """The names of a dotted key in nested settings, where a name may have a dot itself."""
+    for name, inner in settings.items() if isinstance(settings, dict) else ():
+        if covers(name, key):
+            return [name, *_path_of(key[len(name) + 1 :], inner)]
+    return []
 
 
-def _filled(tree: Any, path: Sequence[str]) -> None:
-    """Raise OmegaConfBaseException where the value at a path, or one in it, cannot be filled in."""
-    for name in path:
-        tree = tree[name]
-    if OmegaConf.is_config(tree):
-        OmegaConf.to_container(tree, resolve=True)
+def _removed(settings: Any, path: Sequence[int | str]) -> Any:
+    """Remove the value at a path; a path that is not there any more is left alone."""
+    *outer, last = path
+    for part in outer:
+        settings = settings.get(part, {})
+    return settings.pop(last, None)
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
     """OmegaConf's settings as plain values; with `resolve` every `${...}` is replaced by its value."""
-    found = OmegaConf.to_container(tree, resolve=resolve)
+    found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
-# ---------------------------------------------------------------------- keys, types, ranges and rules
-
-
-def validate(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Check keys, types, ranges and rules. Every mistake goes to `findings`; wrong values are taken out of `settings`.
-
-    `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
-    """
-    config = _typed(settings, findings, texts)
-    for problem in broken_rules(config, findings.unsound):
-        findings.add(problem)
-    return config
+# ---------------------------------------------------------------------- keys, types and ranges, by pydantic
 
 
 def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """The settings without their mistakes: wrong values are removed until the rest is right.
 
-    Raises:
-        ConfigError: some of the values that are wrong cannot be removed.
+    `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
     """
-    names = [entry.get("name") if isinstance(entry, dict) else None for entry in suites_in(settings)]
-    suites = [name if isinstance(name, str) else "" for name in names]
     while True:
         text = json.dumps(settings)
         try:
@@ -149,79 +148,65 @@ def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str
             return RunConfig.model_validate_json(text, strict=True)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
-                _settle(detail, settings, findings, texts, suites)
+                _settle(detail, json.loads(text), settings, findings, texts)
         if json.dumps(settings) == text:
             raise settings_error(findings.problems)
 
 
+def place_of(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
+    """Path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
+    path: list[int | str] = []
+    for part in detail["loc"]:
+        if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
+            content = content[part]
+            path.append(part)
+    return (*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)
+
+
 def _settle(
-    detail: ErrorDetails, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str], suites: Sequence[str]
+    detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    parts = _path(detail)
-    key = ".".join(parts)
-    value = detail["input"]
-    if ".".join(parts[:-1]) in free_mappings() and detail["loc"][-3:-1] == tuple(parts[-2:]):
+    """Add what is wrong with the settings that were `given`, and take it out of `settings`."""
+    path = place_of(detail, given)
+    at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
+    key, inside = ".".join(map(str, path[:at])), path[at:]
+    value, outer = detail["input"], key.rpartition(".")[0]
+    values_of_outer = get_args(all_keys()[outer][0].annotation)[1] if outer in free_mappings() else None
+    if isinstance(values_of_outer, UnionType):
         # pydantic has a mistake for each type that the value may have; as problems they are equal, and so one.
         rule = "must be true or false, a finite number or a text"
-        findings.add(Problem(key, rule, shown(value), _described(".".join(parts[:-1]))))
+        findings.add(Problem(key, rule, shown(value), _described(outer)))
     elif detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         # A name made of digits is parsed as a number; its text is the string that was meant.
-        _put_text(settings, detail["loc"], texts.get(key) or str(value))
+        inner: Any = settings
+        for part in path[:-1]:
+            inner = inner[part] if isinstance(part, int) else inner.get(part, {})
+        inner[path[-1]] = texts.get(key) or str(value)
         return
-    elif inside := _inside_list(detail, parts, suites if key == SUITES else ()):
-        rule, remedy = rule_of(detail), _described(key)
-        if detail["type"] == "extra_forbidden":
-            rule = "there is no such setting"
-            remedy = did_you_mean(str(detail["loc"][-1]), _siblings(detail, key)) or remedy
-        findings.add(Problem(key, f"{inside}: {rule}", shown(value), remedy.strip()))
+    elif len(inside) > 1 or (inside and detail["type"] == "model_type"):
+        findings.add(_wrong_in_list(key, inside, detail, given))
     elif detail["type"] == "extra_forbidden":
         for name, inner in leaves({key: value}).items():
-            is_written = any(covers(given, name) or covers(name, given) for given in texts)
+            is_written = any(covers(written, name) or covers(name, written) for written in texts)
             _add_unknown(name, inner, settings, findings, in_files=not is_written)
     else:
         findings.add(_wrong_value(key, detail))
-    _section_at(settings, parts).pop(parts[-1], None)
+    _removed(settings, path[:at])
 
 
-def _put_text(settings: Any, loc: Sequence[int | str], text: str) -> None:
-    """Put a text where pydantic's path leads in nested plain settings, which lack the tags of unions."""
-    *outer, last = loc
-    for part in outer:
-        if not isinstance(settings, dict) or part in settings:
-            settings = settings[part]
-    settings[last] = text
-
-
-def _path(detail: ErrorDetails) -> list[str]:
-    """Dotted path of a mistake. pydantic's has unions' tags and members and a list's index too, which are in no key."""
-    loc = list(detail["loc"])
-    if loc[0] == "data" and len(loc) > 1 and loc[1] in TASKS:
-        del loc[1]
-    parts: list[str] = []
-    for part in loc:
-        is_whole = ".".join(parts) in all_keys().keys() - free_mappings() or ".".join(parts[:-1]) in free_mappings()
-        if isinstance(part, int) or is_whole:
-            break
-        parts.append(part)
-    return parts
-
-
-def _inside_list(detail: ErrorDetails, parts: list[str], names: Sequence[str]) -> str:
-    """Place of a mistake in a list of sections: `entry 0: data.train_size`, or by a name; '' outside of one."""
-    rest = [part for part in detail["loc"] if part not in TASKS][len(parts) :]
-    if not rest or not isinstance(rest[0], int) or (len(rest) == 1 and detail["type"] != "model_type"):
-        return ""
-    entry = (names[rest[0]] if names else "") or f"entry {rest[0]}"
-    return ": ".join([entry, *([".".join(map(str, rest[1:]))] if rest[1:] else [])])
-
-
-def _siblings(detail: ErrorDetails, key: str) -> Iterable[str]:
-    """Names of the section in a list, or of its task's settings, that an unknown name stands among."""
-    above = detail["loc"][-2]
-    if above in TASKS:
-        return TASKS[str(above)].model_fields
-    section = get_args(all_keys()[key][0].annotation)[0]
-    return section.model_fields if isinstance(above, int) else ()
+def _wrong_in_list(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
+    """A mistake in a list of sections: `entry 0: data.train_size`, or by the section's name."""
+    index, *rest = inside
+    suite = suites_in(given)[int(index)] if key == SUITES else None
+    name = suite.get("name") if isinstance(suite, dict) else None
+    entry = name if isinstance(name, str) and name else f"entry {index}"
+    wrong = ".".join(map(str, rest))
+    rule, remedy = rule_of(detail), _described(key)
+    if detail["type"] == "extra_forbidden":
+        (section,) = get_args(all_keys()[key][0].annotation)[:1]
+        rule = "there is no such setting"
+        remedy = did_you_mean(wrong, [known for known, _ in keys_of(section)]).strip() or remedy
+    return Problem(key, ": ".join([entry, *([wrong] if wrong else []), rule]), shown(detail["input"]), remedy)
 
 
 def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: Findings, *, in_files: bool) -> None:
@@ -266,10 +251,3 @@ def _described(key: str) -> str:
     field_info = all_keys()[key][0]
     default = shown(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
-
-
-def _section_at(settings: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    """The nested mapping that holds the last part; an empty one where it was removed before."""
-    for part in parts[:-1]:
-        settings = settings.get(part, {})
-    return settings

@@ -131,6 +131,10 @@ def run_id(config: RunConfig) -> str:
     return config.run_id or f"{config.name}-s{config.seed}-{settings_fingerprint(config)[:8]}"
 
 
+RUN_FILE = "run.json"
+"""The record of a run's origin in its folder, see `rlcore.tracking.lineage.Origin`."""
+
+
 def run_directory(config: RunConfig) -> Path:
     """The run's folder under `paths.root`."""
     return Path(config.paths.root) / "runs" / run_id(config)

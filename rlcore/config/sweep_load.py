@@ -16,7 +16,7 @@ from yaml import YAMLError
 from rlcore.config import sweep
 from rlcore.config.base import FILE_ENDINGS, keys_of
 from rlcore.config.check import rule_of
-from rlcore.config.compose import CONF_DIR, GROUPS, group_members, idle_settings, judge_settings
+from rlcore.config.compose import CONF_DIR, GROUPS, compose, group_members, judge_settings
 from rlcore.config.fingerprint import fingerprint, lasting_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
@@ -84,7 +84,7 @@ class Sweep:
     def idle_settings(self) -> list[str]:
         """A line for each setting, shared or swept, that has no effect in any point."""
         swept = {key for point in self.points for key in point} | self.spec.space.keys()
-        return idle_settings(self.base, self.overrides, experiment=self.spec.experiment, swept=swept)
+        return compose(self.overrides, experiment=self.spec.experiment).idle_settings(swept)
 
     def metric_of(self, config: RunConfig) -> str:
         """The objective's name below `val-core/<data source>/`."""

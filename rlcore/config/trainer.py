@@ -200,5 +200,3 @@ class TrackingConfig(Section):
     """Name in MLflow's model registry under which both are put, with the aliases `best` and `last`. None: neither."""
     ship_every_s: float = Field(default=2.0, gt=0)
     """Seconds between two deliveries of the process beside the trainer."""
-    price_per_gpu_hour: float | None = Field(default=None, ge=0)
-    """Price of an hour of one GPU in any currency: by it reports and MLflow tell what a run cost. None: no price."""

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rlcore.errors import UserCodeError
-from rlcore.models.optim import laid_out_as, local_of, page_locked
+from rlcore.models.optim import copy_beside, local_of, page_locked
 
 R = TypeVar("R")
 
@@ -113,7 +113,7 @@ class HostedWeights:
         host = self._host.get(parameter) if self._is_away else None
         if host is None:
             return parameter
-        return laid_out_as(parameter, host.to(local_of(parameter).device, copy=True))
+        return copy_beside(parameter, host)
 
 
 def move_together(tensors: Iterable[Tensor]) -> None:

@@ -84,8 +84,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             for key in MOMENTS:
                 if key in state:  # not before the first step
                     home[parameter, key] = state[key]
-                    there = local_of(parameter).device
-                    state[key] = laid_out_as(parameter, local_of(state[key]).to(there, copy=True, non_blocking=True))
+                    state[key] = copy_beside(parameter, local_of(state[key]))
         super().step()
         for parameter in piece:
             state = self.state[parameter]
@@ -97,8 +96,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Memory of the host for one moment of a parameter, or of this rank's shard of it."""
-        local = local_of(parameter)
-        return laid_out_as(parameter, host_memory(local.shape, dtype, locked=local.device.type == "cuda"))
+        return host_memory(parameter, dtype, locked=local_of(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but the moments stay where they are instead of going to the device together."""
@@ -142,28 +140,27 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local` as this rank's shard of a tensor that lies as the parameter does, wherever its memory is.
-
-    `DTensor.from_local` would carry it to the mesh's device.
-    """
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+def copy_beside(parameter: Tensor, local: Tensor) -> Tensor:
+    """A copy of `local`, this rank's shard of a tensor, on the parameter's device and laid out as the parameter is."""
+    copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+    local_of(copy).copy_(local, non_blocking=True)
+    return copy
 
 
 def page_locked(tensor: Tensor) -> Tensor:
     """A copy of a host's tensor in memory that a GPU reads by itself; the tensor where there is none of it."""
-    moved = host_memory(tensor.shape, tensor.dtype, locked=True)
+    moved = host_memory(tensor, tensor.dtype, locked=True)
     return moved.copy_(tensor) if moved.is_pinned() else tensor
 
 
-def host_memory(shape: torch.Size, dtype: torch.dtype, *, locked: bool) -> Tensor:
-    """Memory of the host, page-locked if that is asked for and the host gives it (a container may have a limit);
-    ordinary memory is slower and as good."""
+def host_memory(like: Tensor, dtype: torch.dtype, *, locked: bool) -> Tensor:
+    """Memory of the host for a tensor of that shape and layout (of a DTensor for this rank's shard), page-locked if
+    that is asked for and the host gives it (a container may have a limit); ordinary memory is slower and as good."""
     if locked:
         try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
         except RuntimeError as reason:
             log.warning(
                 "no page-locked memory for what waits on the host (%s); the way to the GPU takes longer", reason
             )
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)

@@ -1,21 +1,14 @@
-"""FSDP2: parameters, gradients and optimizer state split over ranks, and put together again for hand-over.
-
-The collectives of a pass are counted, so that a rank that left a pass can make up for the rest. All ranks order the
-same collectives in a pass: each layer's weights are gathered and its gradients reduced. Where one rank leaves in the
-middle, out of memory, the others would wait for its part for ever.
-"""
+"""FSDP2: parameters, gradients and optimizer state split over ranks, and put together again for hand-over."""
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from rlcore.models.lora import ADAPTERS, merged_parameters
@@ -71,22 +64,6 @@ def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
             yield f"base_model.model.{name}", gathered(parameter)
 
 
-@contextmanager
-def gathered_weights(model: nn.Module) -> Iterator[None]:
-    """Parameters are whole inside, in the type in which the model computes: gathered once, layer by layer, for whoever
-    reads them and for the first pass. Each layer gives its own up after that pass, or at the end."""
-    assert isinstance(model, FSDPModule), "only a sharded model gathers"
-    model._get_fsdp_state()._lazy_init()  # else the first pass does it
-    modules = _sharded_modules(model)
-    for module in modules:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.reshard()
-
-
 def reshard(model: nn.Module) -> None:
     """Give up the whole weights that FSDP2 leaves together after a pass without gradients: those outside the layers."""
     if isinstance(model, FSDPModule):
@@ -104,10 +81,11 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 
 def forget_failed_pass(model: PackedTrunk) -> None:
-    """Bring a sharded model back to where a pass may begin, after one that ended in the middle by an exception.
+    """Bring a model that is sharded on one rank back to where a pass may begin, after one that ended in the middle by
+    an exception; its gradients are dropped. Nothing to do for a model that is not sharded.
 
-    Its gradients are dropped, the reduced and those that FSDP would still reduce with the other ranks.
-    Nothing to do for a model that is not sharded.
+    Private parts of FSDP2: what it does itself at the end of a backward. Without them the next pass fails in its
+    state machine, which has no public way back.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -115,20 +93,11 @@ def forget_failed_pass(model: PackedTrunk) -> None:
     if not state._state_ctx.all_states:  # no pass has begun yet
         return
     model.zero_grad(set_to_none=True)
-    # What FSDP does itself at the end of a backward: shard every parameter again, drop what is under way.
-    for module in _sharded_modules(model):
-        fsdp: Any = module._get_fsdp_state()
-        for group in getattr(fsdp, "_fsdp_param_groups", None) or [fsdp._fsdp_param_group]:  # torch 2.11 has one
-            for parameter in group.fsdp_params:  # gradients that were being added up
-                parameter.unsharded_accumulated_grad = None
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None
-    for module in _sharded_modules(model):
-        module.reshard()
-
-
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -197,65 +166,3 @@ def _gathered(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtyp
     dist.all_gather([*everyones], mine, group=mesh.get_group())
     for part, shape in zip(everyones.split(sizes, dim=1), shapes, strict=True):
         yield part.reshape(-1)[: shape.numel()].view(shape)
-
-
-R = TypeVar("R")
-
-
-class CountedCollectives:
-    """Counts the collectives of a sharded model's passes, and leaves out those that an earlier pass has sent.
-
-    Args:
-        model: by `fully_shard`, as are its layers, over several ranks.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        assert isinstance(model, FSDPModule), "the whole is sharded as well as its layers"
-        self._root = model
-        self._reached = 0
-        self._ordered_before = 0
-        self.in_doubt = False
-        """Whether a collective itself failed: then nobody knows what the others have seen of it."""
-        for module in _sharded_modules(model):
-            module.set_custom_all_gather(_CountedAllGather(self))
-            module.set_custom_reduce_scatter(_CountedReduceScatter(self))
-
-    def begin(self, *, rest: bool = False) -> None:
-        """A pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together, and
-        the next would order one collective less.
-
-        `rest`: the pass makes up for one that this rank left. It has as many micro-batches, however small; the
-        collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
-        """
-        self._root.reshard()
-        self._reached, self._ordered_before = 0, self._reached if rest else 0
-
-    def order(self, send: Callable[[], R]) -> R | None:
-        """Called at each collective: it is sent, unless that has been done."""
-        self._reached += 1
-        if self._reached <= self._ordered_before:
-            return None
-        self.in_doubt = True
-        sent = send()
-        self.in_doubt = False
-        return sent
-
-
-class _Counted:
-    """A collective of FSDP2, sent through the counter."""
-
-    def __init__(self, counter: CountedCollectives) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        call: Callable[..., dist.Work | None] = super().__call__  # type: ignore[misc]  # of the class after this one
-        return self._counter.order(lambda: call(*args, **kwargs))
-
-
-class _CountedAllGather(_Counted, DefaultAllGather):
-    pass
-
-
-class _CountedReduceScatter(_Counted, DefaultReduceScatter):  # type: ignore[misc]  # `_Counted` takes any arguments
-    pass

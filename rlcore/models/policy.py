@@ -1,10 +1,11 @@
 """The policy and the value model: a transformers decoder over packed tokens with a language model or scalar head."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Literal, TypeVar, cast
 
 import torch
+import torch.compiler.config as compiler_settings
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -71,8 +72,7 @@ class PackedTrunk(nn.Module):
         that code and its count of graphs: with adapters beside a critic and a reference there are more kinds of passes
         (gradient or none, sharded or not) than torch's limit of 8, beyond which it runs the others uncompiled.
         """
-        limits: Any = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
+        compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MOST_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
 
@@ -105,16 +105,17 @@ class PackedTrunk(nn.Module):
             return nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedTrunk":
-        # `.to(bfloat16)` would round the rotary frequencies too, and with them every position.
-        exact = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in exact.items():
-            owner, _, attribute = name.rpartition(".")
-            moved = self.get_buffer(name)
-            if moved.dtype != torch.float32:
-                setattr(self.get_submodule(owner), attribute, buffer.to(moved.device))
-        return self
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def round_weights(model: M, dtype: torch.dtype) -> M:
+    """Round the weights of a model to `dtype`; returns the model. Unlike `.to(dtype)` it leaves rotary frequencies,
+    which are buffers, in float32: rounded they would shift every position."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 class CausalPolicy(PackedTrunk):

@@ -18,7 +18,7 @@ from rlcore.report.figures import Groups
 from rlcore.report.findings import check_table, findings_of
 from rlcore.report.plots import Chart, gallery_of
 from rlcore.report.record import RunRecord, Runs, read_run
-from rlcore.report.samples import samples_of
+from rlcore.report.samples import sample_table
 from rlcore.report.series import first_tenth, last_tenth
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 
@@ -135,17 +135,12 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
     if others:
         yield Section("seeds", "Seeds", (compare.seed_table(groups),))
     else:
-        lead = (
-            "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
-            "kind by id, not the best."
-        )
-        yield Section("answers", "Answers", (samples_of(first),), lead)
+        yield Section("answers", "Answers", (sample_table(first),), "The first of each kind by id, not the best.")
     yield Section("convergence", "Convergence", (
         figures.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
-    costs = filter(None, (performance.cost_table(runs), performance.spent_table(runs)))
     yield Section("performance", "Performance", (
         draw(figures.charts_of(groups, figures.SPEED)), *on_time, figures.measure_table("performance", runs),
-        figures.measure_table("efficiency", runs), *costs))  # fmt: skip
+        figures.measure_table("efficiency", runs)))  # fmt: skip
     planned = () if others else performance.memory_plan(first)
     yield Section("memory", "Memory", (*planned, figures.measure_table("memory_peak", runs)))
     if not others:
@@ -235,10 +230,8 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
         yield Tile(label, numbers.duration(record.seconds.iloc[-1]), detail)
-    if record.spent is not None:
-        costs = (("{} Wh", record.spent.energy_wh), ("price {}", record.price))
-        details = [text.format(numbers.compact(cost, 3)) for text, cost in costs if cost is not None]
-        yield Tile("GPU time", numbers.duration(record.spent.gpu_seconds), " · ".join(details))
+    if record.gpu_seconds is not None:
+        yield Tile("GPU time", numbers.duration(record.gpu_seconds))
     if (throughput := record.series("perf/throughput")) is not None:
         detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
         yield Tile("Tokens/s/device", numbers.compact(throughput.median(), 3), detail)

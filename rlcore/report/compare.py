@@ -26,7 +26,7 @@ LABELS = ("name", "run_id", "tags", "paths", "tracking")
 MOST_KEYS_IN_A_LABEL = 2
 
 CODE = "code"
-"""A run's stage of that name (`Lineage`) has the fingerprint of the code that its settings name."""
+"""A run's stage of that name (`Origin`) has the fingerprint of the code that its settings name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def _code_of(run: RunRecord) -> str | None:
-    stages = run.lineage.stages if run.lineage is not None else ()
+    stages = run.lineage.stages
     return next((stage.fingerprint for stage in stages if stage.name == CODE), None)
 
 

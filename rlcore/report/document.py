@@ -1,4 +1,4 @@
-"""A report before it is HTML or JSON: sections of tables, pictures, texts and answers."""
+"""A report before it is HTML or JSON: sections of tables, pictures and texts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,7 +8,6 @@ from typing import Literal
 from markupsafe import Markup
 from pydantic import JsonValue
 
-from rlcore.evaluation.result import Answer
 from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 
@@ -82,22 +81,7 @@ class Prose:
     is_code: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SamplePair:
-    """The answers to one problem before and after training."""
-
-    label: str
-    tone: Tone
-    prompt: str
-    truth: str
-    before: Answer
-    after: Answer
-    solved_before: str
-    solved_after: str
-
-
-Samples = tuple[SamplePair, ...]
-Block = Table | Gallery | Prose | Samples
+Block = Table | Gallery | Prose
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ of its panel, a picture of several runs the first line of each.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from rlcore.config import RunConfig
 from rlcore.report import numbers, performance
 from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, table
 from rlcore.report.plots import (
@@ -41,7 +42,6 @@ from rlcore.report.series import (
 from rlcore.tracking.catalog import describe
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ONE_UPDATE = "each batch is used for one update, before which the old policy and the new one are the same"
@@ -54,40 +54,67 @@ Lines = Mapping[str, tuple[str, str]]
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
 
 
-# ------------------------------------------------------------------ how a panel of one run is drawn
+# ------------------------------------------------------------------ the panels
 
 
-def _lines(record: RunRecord, panel: "Panel", figure: "Figure") -> "Axes":
-    """Lines in one set of axes; next to others a line that is 0 at every step is left out."""
-    axes = figure.subplots()
-    found = [(series, look) for metric, look in panel.lines.items() if (series := record.series(metric)) is not None]
-    for series, look in [one for one in found if one[0].any()] or found[:1]:
-        plot_series(axes, series, *look)
-    tidy(axes, y=panel.unit)
-    return axes
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A picture over steps, declared. `lines`, the held-out statistics and the rest are drawn together.
+
+    `held_out`: so many of the main held-out statistics with their intervals. `band`: metrics of its lower and its upper
+    edge, and its label. `limit`: label of a dashed line, and its height by the settings. `draw`: draws a picture that
+    is none over steps. `when`: the runs that can have it. `flat`: why it may be 0 at every step.
+    """
+
+    name: str
+    title: str
+    caption: str
+    unit: str
+    lines: Lines = field(default_factory=dict)
+    held_out: int = 0
+    band: tuple[str, str, str] | None = None
+    limit: tuple[str, Callable[[RunConfig], float]] | None = None
+    from_zero: bool = False
+    draw: "Callable[[RunRecord, Panel, Figure], object] | None" = None
+    when: Callable[[RunRecord], bool] = lambda record: True
+    height_in: float = 2.5
+    flat: str = ""
+
+    def draw_run(self, record: RunRecord, figure: "Figure") -> None:
+        """Fill an empty figure with the curves of one run; next to others a line that is 0 everywhere is left out."""
+        if self.draw is not None:
+            self.draw(record, self, figure)
+            return
+        axes = figure.subplots()
+        if self.band is not None:
+            low, high = (record.series(metric) for metric in self.band[:2])
+            if low is not None and high is not None:
+                low, high = thinned(low, MOST_POINTS), thinned(high, MOST_POINTS)
+                axes.fill_between(low.index, low, high, color=LIGHT["blue"], alpha=0.14, lw=0, label=self.band[2])
+        found = [(series, look) for metric, look in self.lines.items() if (series := record.series(metric)) is not None]
+        for series, look in [one for one in found if one[0].any()] or found[:1]:
+            plot_series(axes, series, *look)
+        statistics = record.core_statistics[: self.held_out]
+        for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
+            points = record.held_out(statistic)
+            # Beside each other, so that intervals do not hide each other.
+            aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
+            if points:
+                label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
+                plot_intervals(axes, [(step + aside, interval) for step, interval in points], colour, label)
+        tidy(axes, y=self.unit)
+        if self.limit is not None and axes.lines:
+            label, height = self.limit[0], self.limit[1](record.config)
+            if height < 3 * axes.get_ylim()[1]:
+                axes.axhline(height, color=LIGHT["red"], linewidth=0.9, linestyle=(0, (4, 3)), label=label)
+        if self.from_zero:
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
 
 
-def _reward(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
-    axes = figure.subplots()
-    if (train := record.series(REWARD)) is not None:
-        plot_series(axes, train, "grey", "training")
-    if found := record.held_out(record.reward_statistic):
-        plot_intervals(axes, found, "blue", f"held-out {record.reward_statistic.removeprefix('reward/')}")
-    tidy(axes, y=panel.unit)
+STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
-def _validation(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
-    axes = figure.subplots()
-    colours = ("blue", "green", "purple", "orange")[-len(record.core_statistics) :]
-    for place, (statistic, colour) in enumerate(zip(record.core_statistics, colours, strict=True)):
-        if found := record.held_out(statistic):
-            aside = (place - 1.5) * 0.004 * (found[-1][0] - found[0][0])  # so that intervals do not hide each other
-            points = [(step + aside, interval) for step, interval in found]
-            plot_intervals(axes, points, colour, statistic.removeprefix("reward/"))
-    tidy(axes, y=panel.unit)
-
-
-def _pass_rates(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+def _pass_rates(record: RunRecord, panel: Panel, figure: "Figure") -> None:
     counts = np.array(record.rows_by_passes)
     axes = figure.subplots()
     colours = [LIGHT["grey" if passes in (0, len(counts) - 1) else "blue"] for passes in range(len(counts))]
@@ -95,7 +122,7 @@ def _pass_rates(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
     tidy(axes, x=f"of {len(counts) - 1} answers right", y=panel.unit)
 
 
-def _supervised(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
+def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
     axes = figure.subplots()
     for metric, colour, label in (("sft/loss", "grey", "training"), ("sft/held_out_loss", "blue", "held out")):
         points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
@@ -104,85 +131,33 @@ def _supervised(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
     tidy(axes, y=panel.unit)
 
 
-def _throughput(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
-    axes = _lines(record, panel, figure)
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
-
-
-_LIMIT: Mapping[str, Any] = {"linewidth": 0.9, "linestyle": (0, (4, 3))}
-
-
-def _grad_norm(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
-    axes, clip = _lines(record, panel, figure), record.config.optim.grad_clip
-    if axes.lines and clip < 3 * axes.get_ylim()[1]:
-        axes.axhline(clip, color=LIGHT["grey"], **_LIMIT)
-        axes.annotate("clipped above", (1.0, clip), xycoords=("axes fraction", "data"), fontsize=7.5,
-                      color=LIGHT["muted"], ha="right", va="bottom")  # fmt: skip
-
-
-def _lengths(record: RunRecord, panel: "Panel", figure: "Figure") -> None:
-    mean, high, low, cut = (record.series(f"response_length/{part}") for part in ("mean", "max", "min", "clip_ratio"))
-    if mean is None:
-        return
-    is_cut = cut is not None and bool(cut.any())
-    heights = (3, 1.15) if is_cut else (1,)
-    upper, *lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    if high is not None and low is not None:
-        top, bottom = thinned(high, MOST_POINTS), thinned(low, MOST_POINTS)
-        upper.fill_between(top.index, bottom, top, color=LIGHT["blue"], alpha=0.14, linewidth=0,
-                           label="shortest to longest")  # fmt: skip
-    plot_series(upper, mean, "blue", "average")
-    upper.axhline(record.config.rollout.max_response_tokens, color=LIGHT["red"], label="limit", **_LIMIT)
-    tidy(upper, x="" if is_cut else "training step", y=panel.unit)
-    upper.set_ylim(bottom=0)
-    for axes in lower:
-        assert cut is not None, "else there is no second set of axes"
-        plot_series(axes, 100 * cut, "red", "cut at the limit", smoothed=False)
-        tidy(axes, y="cut, %")
-        axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
-
-
-# ------------------------------------------------------------------ the panels
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A picture over steps. `draw`: how it is drawn of one run. `when`: the runs that can have it. `flat`: why it may
-    be 0 at every step."""
-
-    name: str
-    title: str
-    caption: str
-    unit: str
-    lines: Lines = field(default_factory=dict)
-    draw: "Callable[[RunRecord, Panel, Figure], object]" = _lines
-    when: Callable[[RunRecord], bool] = lambda record: True
-    height_in: float = 2.5
-    flat: str = ""
-
-
 def _has_critic(record: RunRecord) -> bool:
     return record.config.critic is not None
 
 
 LEARNING = (
     Panel("reward", "Reward", "Score of training answers, and of answers to held-out problems with 95% intervals.",
-          "score", draw=_reward, height_in=2.9, flat="no answer has scored"),
+          "score", {REWARD: ("grey", "training")}, held_out=1, height_in=2.9, flat="no answer has scored"),
     Panel("validation", "Held-out problems", "Each held-out figure with its interval over problems.",
-          "score or share solved", draw=_validation, height_in=2.9),
+          "score or share solved", held_out=4, height_in=2.9),
     Panel("entropy", "Entropy", "Of the policy at answer tokens. Falling: answers become alike.", "nats/token",
           {"actor/entropy": ("purple", "entropy")}),
     Panel("ppo_kl", "KL", "ppo_kl: how far a step's updates move the policy. kl: distance from the reference, if on.",
           "nats/token", {"actor/ppo_kl": ("blue", "ppo_kl"), "actor/kl_loss": ("orange", "kl in the loss"),
                          "actor/reward_kl_penalty": ("orange", "kl in the reward")}, flat=ONE_UPDATE),
     Panel("grad_norm", "Gradient norm", "Before clipping, mean over the step's updates.", "global norm before clipping",
-          {"actor/grad_norm": ("blue", "policy"), "critic/grad_norm": ("orange", "critic")}, _grad_norm),
+          {"actor/grad_norm": ("blue", "policy"), "critic/grad_norm": ("orange", "critic")},
+          limit=("clipped above", lambda config: config.optim.grad_clip)),
     Panel("clipping", "Clipped tokens", "Share of answer tokens whose update the clip range holds back.",
           "share of tokens",
           {"actor/pg_clipfrac": ("blue", "clip range"), "actor/pg_clipfrac_lower": ("red", "dual clip"),
            "critic/vf_clipfrac": ("orange", "value clip")}, flat=ONE_UPDATE),
-    Panel("lengths", "Answer length", "Band from the shortest to the longest answer; below, the share cut at the "
-          "limit.", "tokens an answer", {"response_length/mean": ("blue", "average")}, _lengths, height_in=3.2),
+    Panel("lengths", "Answer length", "Band from the shortest to the longest answer.", "tokens an answer",
+          {"response_length/mean": ("blue", "average")}, from_zero=True,
+          band=("response_length/min", "response_length/max", "shortest to longest"),
+          limit=("limit", lambda config: config.rollout.max_response_tokens)),
+    Panel("cut", "Answers cut at the limit", "They are scored as they stand.", "share of answers",
+          {"response_length/clip_ratio": ("red", "cut")}, from_zero=True),
     Panel("groups", "Groups of equal score", "Prompts whose answers all scored the same teach a group method nothing.",
           "share of prompts", {"reward/equal_group_share": ("teal", "equal groups")}),
     Panel("critic", "Critic", "Explained variance of the returns (1 is perfect, 0 is no better than their mean).",
@@ -197,10 +172,10 @@ LEARNING = (
 )  # fmt: skip
 SPEED = (
     Panel("phases", "Time of a step", "Wall seconds of each phase, stacked.", "seconds a step",
-          {STEP_S: ("blue", "step")}, lambda record, panel, figure: performance.draw_phases(record, figure),
+          {STEP_S: ("blue", "step")}, draw=lambda record, panel, figure: performance.draw_phases(record, figure),
           height_in=3.2),
     Panel("throughput", "Throughput", "Prompt and answer tokens over seconds and devices.", "tokens/s/device",
-          {"perf/throughput": ("green", "throughput")}, _throughput, height_in=3.2),
+          {"perf/throughput": ("green", "throughput")}, from_zero=True, height_in=3.2),
 )  # fmt: skip
 
 Find = Callable[[RunRecord], Series | None]
@@ -215,13 +190,13 @@ def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
     """The pictures of these panels that the runs can have, in the order of the panels."""
     runs = [run for group in groups.values() for run in group]
     if len(runs) > 1:
-        compared = [panel for panel in panels if panel.lines and any(map(panel.when, runs))]
+        compared = [panel for panel in panels if panel.lines and not panel.held_out and any(map(panel.when, runs))]
         return [_compared(groups, panel) for panel in compared]
     (record,) = runs
     config = record.config.trainer
     once = config.mini_batch_size == config.batch_size and config.epochs_per_batch == 1
     return [
-        Chart(panel.name, panel.title, panel.caption, partial(panel.draw, record, panel), panel.height_in,
+        Chart(panel.name, panel.title, panel.caption, partial(panel.draw_run, record), panel.height_in,
               panel.flat if once or panel.flat != ONE_UPDATE else "")
         for panel in panels
         if panel.when(record)
@@ -330,6 +305,10 @@ def _wall_seconds(record: RunRecord) -> Value:
     return record.steps[-1].time - record.steps[0].time if len(record.steps) > 1 else None
 
 
+def _gpu_seconds_a_point(record: RunRecord) -> Value:
+    return None if record.gpu_seconds is None or record.gained <= 0 else 0.01 * record.gpu_seconds / record.gained
+
+
 def _idle_share(record: RunRecord) -> Value:
     low, high = record.series("global_seqlen/balanced_min"), record.series("global_seqlen/balanced_max")
     if low is None or high is None or record.config.runtime.num_workers == 1:
@@ -369,6 +348,10 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
                 note="Mean without the first step, which warms up."),
         Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
         Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),
+        Measure("GPU time, all attempts", "", _last, "seconds", note="Summed over ranks, from their start on.",
+                of_run=lambda run: run.gpu_seconds),
+        Measure("GPU time a point gained", "", _last, "seconds", note="A point is 0.01 of held-out reward, from the "
+                "first validation to the last.", of_run=_gpu_seconds_a_point),
         Measure("Model FLOP utilization, policy", "perf/mfu/actor", pd.Series.mean, "percent"),
         Measure("Model FLOP utilization, critic", "perf/mfu/critic", pd.Series.mean, "percent"),
     )),

@@ -1,7 +1,6 @@
 """Held-out problems: tables and pictures of a run before and after training, and of several runs after it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +56,7 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
             _pass_table(results),
         ]  # fmt: skip
     if not others:
-        blocks += [_progress_table(first), suite_table(first)]
+        blocks.append(suite_table(first))
     return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
 
 
@@ -147,13 +146,6 @@ def _grid(
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
 
 
-def _progress_table(record: RunRecord) -> Table:
-    curves = {name.removeprefix("reward/"): dict(record.held_out(name)) for name in record.core_statistics}
-    curves = {name: found for name, found in curves.items() if found}
-    grid = _grid("progress", "Held-out figures on the way", ("Step", "number"), curves)
-    return replace(grid, folded=len(grid.rows) > 12)
-
-
 def _pass_table(results: Judged) -> Table | None:
     curves = {f"pass@k, {label}": pass_curve(result) for label, result in results.items()}
     note = (
@@ -189,9 +181,6 @@ def _parts_table(
 BEFORE_AND_AFTER = ("grey", "blue")
 """Colours of two results; of more they are those of lines."""
 
-MOST_BARS = 24
-"""Lengths are put into so many bins at most."""
-
 _BARS = 0.76
 """Width of all bars at one place."""
 
@@ -204,18 +193,16 @@ def _charts(judged: Judged) -> list[Chart]:
         Chart("solve_rates", "How often problems are solved", "Held-out problems by how many of their samples are "
               "right.", partial(_solve_rates, judged)),
         *([difficulty] if has_several else []),
-        Chart("answer_lengths", "Length of held-out answers", "Sampled answers, end token included.",
-              partial(_lengths, judged)),
     ]  # fmt: skip
 
 
-def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]], width: float = 1.0) -> None:
-    """Bars of (x, height), those of the results side by side. `width`: room on the x axis for all of them."""
+def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]]) -> None:
+    """Bars of (x, height), those of the results next to each other."""
     colours = BEFORE_AND_AFTER if len(columns) <= len(BEFORE_AND_AFTER) else CYCLE
     for place, (label, (x, heights)) in enumerate(zip(labels, columns, strict=True)):
         colour = LIGHT[colours[place % len(colours)]]
-        bar = width * _BARS / max(2, len(columns))
-        axes.bar(np.asarray(x) + width * _aside(place, len(columns)), heights, bar, color=colour, label=label)
+        bar = _BARS / max(2, len(columns))
+        axes.bar(np.asarray(x) + _aside(place, len(columns)), heights, bar, color=colour, label=label)
 
 
 def _aside(place: int, count: int) -> float:
@@ -233,20 +220,6 @@ def _solve_rates(judged: Judged, figure: "Figure") -> None:
     solved = [[problem.num_solved for problem in result.problems if problem.scored] for result in judged.values()]
     _bars(axes, judged, [(np.arange(k + 1), _shares(np.bincount(found, minlength=k + 1))) for found in solved])
     tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
-
-
-def _lengths(judged: Judged, figure: "Figure") -> None:
-    lengths = [
-        [answer.num_tokens for problem in result.problems for answer in problem.samples] for result in judged.values()
-    ]
-    axes = figure.subplots()
-    low, high = min(map(min, lengths)), max(map(max, lengths))
-    step = max(1, -(-(high - low + 1) // MOST_BARS))
-    edges = np.arange(low, high + step + 1, step)
-    middles = edges[:-1] + 0.5 * step - 0.5
-    _bars(axes, judged, [(middles, _shares(np.histogram(found, edges)[0])) for found in lengths], step)
-    tidy(axes, x="tokens of a sampled answer", y="% of answers")
-    axes.set_xlim(edges[0] - max(2.0, step), edges[-1] + max(1.0, step))
 
 
 def _difficulty(judged: Judged, figure: "Figure") -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Mapping
 
 from rlcore.evaluation.stats import Interval
 
@@ -107,8 +106,3 @@ def duration(seconds: float | None) -> str:
     if seconds < 1:
         return f"{1e3 * seconds:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def score_parts(parts: Mapping[str, float]) -> str:
-    """The parts of a score in words: `correct 1, format 1`."""
-    return ", ".join(f"{name} {compact(value, 3)}" for name, value in parts.items())

@@ -11,7 +11,6 @@ from markupsafe import Markup
 from markupsafe import escape as html_escape
 from pydantic import JsonValue
 
-from rlcore.report import numbers
 from rlcore.report.document import Report
 from rlcore.report.plots import DARK, LIGHT
 
@@ -79,6 +78,6 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"parts": numbers.score_parts, "prose": prose}
+_TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

@@ -1,6 +1,5 @@
-"""The phases of a step, what a run cost, and the plan of its memory."""
+"""The phases of a step, and the plan of a run's memory."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,11 +10,10 @@ from pydantic import TypeAdapter
 from rlcore.errors import DataError
 from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, cell, table
 from rlcore.report.plots import LIGHT, MOST_POINTS, tidy
-from rlcore.report.record import RunRecord, Runs
-from rlcore.report.series import Series, thinned, up_to
+from rlcore.report.record import RunRecord
+from rlcore.report.series import Series, thinned
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
-from rlcore.tracking.cost import NOTHING as NO_COST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,81 +90,6 @@ def phase_table(record: RunRecord) -> Table:
             rows.append((f"{title} ({times}, not in the step)", float(series.mean()), "", f"timing_s/{name}"))
     columns: dict[str, Kind] = {"Phase": "text", "Mean": "seconds", "Share": "share", "Metric": "code"}
     return table("phases", "Phases of a step", columns, rows, "The first step is left out: it warms up.")
-
-
-# ------------------------------------------------------------------ costs, of one run or several
-
-LEVEL_STEP = 0.1
-"""Costs are listed for every tenth of a point between the first validation and the best."""
-
-ROUNDING = 1e-9
-"""A mean of scores may lie so far beside the tenth that it is."""
-
-MOST_LEVELS = 8
-"""A table of costs has at most so many levels, the highest ones."""
-
-POINT = 0.01
-"""A gain in held-out reward, by which costs are divided."""
-
-
-def levels_of(*records: RunRecord) -> list[float]:
-    """The highest multiples of 0.1 above the lowest first validation, up to the best one of all runs."""
-    curves = [found for record in records if (found := record.held_out(record.reward_statistic))]
-    if not curves:
-        return []
-    ends = min(curve[0][1].value for curve in curves), max(each.value for curve in curves for _, each in curve)
-    low, high = (math.floor(value / LEVEL_STEP + ROUNDING) for value in ends)
-    return [round(tenth * LEVEL_STEP, 10) for tenth in range(max(low, high - MOST_LEVELS) + 1, high + 1)]
-
-
-def cost_of(record: RunRecord, level: float) -> tuple[int, float | None, float | None] | None:
-    """Step of the first validation at or above a level of the held-out reward, and tokens and seconds up to it, None
-    where they were not measured; None if the run never reached it.
-    """
-    for step, interval in record.held_out(record.reward_statistic):
-        if interval.value >= level - ROUNDING:
-            totals = (record.tokens, record.seconds)
-            tokens, seconds = (None if each is None else up_to(each, pd.Index([step])).iloc[0] for each in totals)
-            return step, tokens, seconds
-    return None
-
-
-def cost_table(runs: Runs) -> Table:
-    """What each level of held-out reward cost each run, by its label."""
-    never = (Cell("not reached", None, "muted"),) * 3
-    rows: list[Row] = [
-        (level, label, *(cost_of(run, level) or never))
-        for level in levels_of(*runs.values())
-        for label, run in runs.items()
-    ]
-    columns: dict[str, Kind] = {"Held-out reward": "number", "Run": "code", "Step": "number", "Tokens": "number",
-                                "Training time": "seconds"}  # fmt: skip
-    note = "The first validation at or above the level, with the tokens and seconds of all training steps up to it."
-    return table("cost", "What a score cost", columns, rows, note)
-
-
-def spent_table(runs: Runs) -> Table | None:
-    """GPU time, energy and price of each run and of all, and by point of held-out reward gained; None without GPUs."""
-    spent = {label: (run.spent, run.price, run.gained) for label, run in runs.items() if run.spent is not None}
-    if not spent:
-        return None
-    if len(spent) > 1:
-        uses, prices, gains = zip(*spent.values(), strict=True)
-        spent["all"] = (sum(uses, NO_COST), None if None in prices else sum(prices), max(gains))
-    rows = []
-    for label, (used, price, gained) in spent.items():
-        costs, points = (used.gpu_seconds, used.energy_wh, price), gained / POINT
-        by_point = (None if cost is None or points <= 0 else cost / points for cost in costs)
-        rows.append((label, *costs, points, *by_point))
-    columns: dict[str, Kind] = {"Run": "code", "GPU time": "seconds", "Energy, Wh": "number", "Price": "number",
-                                "Points gained": "number", "GPU time a point": "seconds",
-                                "Energy a point, Wh": "number", "Price a point": "number"}  # fmt: skip
-    note = (
-        f"GPU time and energy are those of all attempts; a point is {POINT:g} of held-out reward, from the first "
-        "validation to the last; all runs together are set against the largest gain of one. Prices are by "
-        "tracking.price_per_gpu_hour."
-    )
-    return table("spent", "What it cost", columns, rows, note)
 
 
 # ------------------------------------------------------------------ memory

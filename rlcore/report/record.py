@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import TypeAdapter
 
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
+from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report.series import Series, series_of, warmed_up
-from rlcore.storage.documents import read_document
-from rlcore.tracking.cost import Spent, spent
+from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
     WORKERS,
@@ -30,11 +29,10 @@ from rlcore.tracking.journal import (
     load_journal,
     missing_steps,
 )
-from rlcore.tracking.lineage import PASS_RATES_STAGE, Lineage, read_lineage
+from rlcore.tracking.lineage import PASS_RATES_STAGE, Origin, read_origin
 
 MOST_VALIDATIONS_KEPT = 32
 """Validations that stay in memory: several parts of a report read the same ones."""
-_SETTINGS = TypeAdapter(RunConfig)
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 
 
@@ -47,7 +45,7 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
     validations: Mapping[str, ValidationResult]
-    lineage: Lineage | None
+    lineage: Origin
     checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
     suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
@@ -97,14 +95,9 @@ class RunRecord:
         return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
 
     @cached_property
-    def spent(self) -> Spent | None:
-        """What all attempts have cost; None where no GPU was held."""
-        return spent(self.run_dir / JOURNAL_FILE)
-
-    @property
-    def price(self) -> float | None:
-        """Price of `spent`; None where no GPU was held or the settings name no price."""
-        return None if self.spent is None else self.spent.price(self.config.tracking.price_per_gpu_hour)
+    def gpu_seconds(self) -> float | None:
+        """GPU-seconds of all attempts; None where no GPU was held."""
+        return gpu_seconds(self.run_dir / JOURNAL_FILE)
 
     @property
     def gained(self) -> float:
@@ -127,7 +120,7 @@ class RunRecord:
     @cached_property
     def supervised_steps(self) -> tuple[StepRecord, ...]:
         """Steps of the supervised stage that made the run's start model; none where it had no such stage."""
-        stages = self.lineage.stages if self.lineage is not None else ()
+        stages = self.lineage.stages
         beside = self.run_dir.resolve().parent.parent / "warm-starts"  # rlcore.run.inputs.stage_layout
         files = [beside / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
         return next((_read_journal(file, []).steps for file in files if file.is_file()), ())
@@ -135,7 +128,7 @@ class RunRecord:
     @cached_property
     def rows_by_passes(self) -> tuple[int, ...]:
         """Training rows by the number of the start model's right answers, from 0 on; empty where none was measured."""
-        stages = self.lineage.stages if self.lineage is not None else ()
+        stages = self.lineage.stages
         found = [stage.facts.get("rows_by_passes") for stage in stages if stage.name == PASS_RATES_STAGE]
         return tuple(int(count) for count in str(found[0] or "").split()) if found else ()
 
@@ -235,12 +228,10 @@ def read_run(run_dir: Path) -> RunRecord:
         DataError: the folder holds no settings of a run.
     """
     missing: list[str] = []
-    file = run_dir / "settings.json"
-    config = read_document(
-        file, _SETTINGS, "these settings are of another version of Millrace, which can make the report, or damaged"
-    )
-    if config is None:
-        raise DataError(f"{file}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>")
+    if (origin := read_origin(run_dir)) is None:
+        raise DataError(
+            f"{run_dir / RUN_FILE}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>"
+        )
     checkpoints: tuple[CheckpointInfo, ...] = ()
     try:  # first: the lines of a newer one come before it
         catalog = scan(run_dir / "checkpoints")
@@ -249,21 +240,19 @@ def read_run(run_dir: Path) -> RunRecord:
         missing.append(str(error))
     journal = _read_journal(run_dir / JOURNAL_FILE, missing)
     missing += _journal_gaps(run_dir / JOURNAL_FILE, journal, checkpoints)
-    lineage = None
-    try:
-        lineage = read_lineage(run_dir)
-    except DataError as error:
-        missing.append(str(error))
     record = RunRecord(
         run_dir,
-        config,
+        origin.settings,
         tuple(sorted(journal.steps, key=lambda record: record.step)),
         journal.events,
         _read_validations(run_dir / "validation", missing),
-        lineage,
+        origin,
         checkpoints,
         (),
-        {each.name: _read_validations(run_dir / "suites" / each.name, missing) for each in config.validation.suites},
+        {
+            each.name: _read_validations(run_dir / "suites" / each.name, missing)
+            for each in origin.settings.validation.suites
+        },
     )
     return replace(record, missing=(*missing, *_gaps(record)))
 
@@ -336,5 +325,5 @@ def _gaps(record: RunRecord) -> Iterable[str]:
             yield f"Validation {result.name}: {number} answers have no score, since their scorer or environment failed."
     if not record.is_complete:
         yield f"The run has {record.last_step} of {total} steps so far; held-out figures are of its last validation."
-    if record.lineage is None:
-        yield "No lineage.json and no inputs.json: where data, model and code come from is not recorded."
+    if not record.lineage.stages:
+        yield "run.json has no stages: where data, model and code come from is not recorded."

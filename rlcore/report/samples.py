@@ -1,4 +1,4 @@
-"""Answers to held-out problems: side by side in the report, and all of them in a page."""
+"""Answers to held-out problems: a few in the report, and all of them in a page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from pydantic import JsonValue
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.report import page
-from rlcore.report.document import SamplePair, Samples, Tone
+from rlcore.report import numbers, page
+from rlcore.report.document import Cell, Kind, Row, Table, Tone, table
 from rlcore.report.record import RunRecord, read_run
 from rlcore.storage.publish import write_text_atomically
 
@@ -29,37 +29,38 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 }
 
 
-def samples_of(record: RunRecord) -> Samples:
+def sample_table(record: RunRecord) -> Table:
     """Scored answers to the same problems: newly solved, lost, unsolved and solved ones, the first of each by id."""
-    if record.before is None or record.after is None:
-        return ()
-    later = {problem.prompt_id: problem for problem in record.after.problems}
-    kinds: dict[str, list[SamplePair]] = {kind: [] for kind, _ in _KINDS.values()}
-    for problem in sorted(record.before.problems, key=lambda problem: problem.prompt_id):
+    rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
+    later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
+    before = record.before.problems if record.before is not None else ()
+    for problem in sorted(before, key=lambda problem: problem.prompt_id):
         if (other := later.get(problem.prompt_id)) is None:
             continue
-        was, became = _shown(problem), _shown(other)
+        # The greedy answer, else the first sample: not the best one.
+        was, became = (each.greedy or each.samples[0] for each in (problem, other))
         if was.failure is not None or became.failure is not None:
             continue
         kind, tone = _KINDS[was.solved, became.solved]
-        if len(kinds[kind]) < SAMPLES_OF_A_KIND:
+        if len(rows[kind]) < SAMPLES_OF_A_KIND:
             truth = truth_text(problem.ground_truth_json)
-            pair = SamplePair(kind, tone, problem.prompt_text, truth, was, became, _solved(problem), _solved(other))
-            kinds[kind].append(pair)
-    return tuple(pair for pairs in kinds.values() for pair in pairs)
+            shown = (f"{each.text}\n({_words(each)})" for each in (was, became))
+            rows[kind].append((Cell(kind, kind, tone), problem.prompt_text, truth, *shown))
+    columns: dict[str, Kind] = {"": "text", "Problem": "code", "Wanted": "code", "Before": "code", "After": "code"}
+    note = f"By the greedy answer or the first sample. `{FILE_NAME}` beside this page has every answer."
+    return table(
+        "samples", "Answers before and after", columns, [row for found in rows.values() for row in found], note
+    )
 
 
-def _shown(problem: ProblemResult) -> Answer:
-    """The greedy answer, else the first sample: not the best one."""
-    return problem.greedy or problem.samples[0]
+def _words(answer: Answer) -> str:
+    parts = "".join(f", {name} {numbers.compact(value, 3)}" for name, value in answer.parts.items())
+    cut = ", cut" if answer.finish_reason == "length" else ""
+    return f"score {answer.score:.3g}{parts}, {answer.num_tokens} tokens{cut}"
 
 
 def _score(answer: Answer) -> float | None:
     return answer.score if answer.failure is None else None
-
-
-def _solved(problem: ProblemResult) -> str:
-    return f"{problem.num_solved} of {len(problem.scored)}"
 
 
 def truth_text(ground_truth_json: str) -> str:

@@ -14,7 +14,6 @@ from rlcore.config.problems import masked, plain_text
 from rlcore.config.run import all_keys
 from rlcore.report.document import Block, Cell, Prose, Table, cell, table
 from rlcore.report.record import RunRecord
-from rlcore.tracking.lineage import Lineage
 
 _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
 
@@ -74,10 +73,10 @@ def _cell(value: JsonValue) -> Cell:
 
 def reproduction(record: RunRecord) -> Iterator[Block]:
     """How a run was started, and what makes it again."""
-    if record.lineage is not None and record.lineage.command:
+    if record.lineage.command:
         yield from (Prose("As it was started:"), Prose(shlex.join(map(masked, record.lineage.command)), is_code=True))
     yield Prose(
-        "`settings.json` in the run's folder has all settings; the table above those that differ from the defaults. "
+        "`run.json` in the run's folder has all settings; the table above those that differ from the defaults. "
         f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "
         f"`data.seed={record.config.data.seed}` the rows. The same versions of torch and transformers, the same kind "
         "of device and the same number of threads give the same numbers; others differ in the last digits, which "
@@ -87,7 +86,7 @@ def reproduction(record: RunRecord) -> Iterator[Block]:
 
 def lineage(record: RunRecord) -> Iterator[Block]:
     """Stages, code and packages, and checkpoints of a run."""
-    found = record.lineage or Lineage()
+    found = record.lineage
     if found.stages:
         rows = [
             (stage.name, stage.fingerprint, stage.path,

@@ -4,6 +4,7 @@ import torch
 
 from rlcore.config import RunConfig
 from rlcore.models.load import load_policy
+from rlcore.models.policy import round_weights
 from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.rollout.engine import NoEngine, RolloutEngine
 
@@ -31,5 +32,5 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
     # bits: it takes merged weights.
     lora = config.model.lora and config.model.lora.model_copy(update={"base": "native"})
     computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch."), "lora": lora})
-    policy = load_policy(model_directory, model=computing, device=device).to(dtype)
+    policy = round_weights(load_policy(model_directory, model=computing, device=device), dtype)
     return HfEngine(policy, eos_token_ids=end_of_text, max_num_seqs=config.rollout.max_num_seqs)

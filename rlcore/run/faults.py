@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from rlcore.errors import DeviceMemoryError, HostMemoryError, MillraceError
+from rlcore.errors import DeviceMemoryError, HostMemoryError, MillraceError, RankMemoryError
 from rlcore.storage.documents import read_ordinary
 
 FAULTS_FILE = "faults.jsonl"
@@ -46,6 +46,8 @@ _FAULT = TypeAdapter(Fault)
 
 def as_ours(error: Exception, phase: str) -> Exception:
     """The library's error of exhausted memory as an error of our own tree; any other error as it is."""
+    if isinstance(error, RankMemoryError):
+        return error
     if isinstance(error, DeviceMemoryError) and _is_of_the_host(str(error)):
         return HostMemoryError(str(error))
     if isinstance(error, MillraceError):

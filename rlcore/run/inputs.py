@@ -5,8 +5,7 @@ Fingerprints name folders under `paths.root`; none of these functions loads torc
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,18 +18,19 @@ from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
+from rlcore.run.model_digests import content_digest, digests_in
 from rlcore.storage.finished import FINGERPRINT, finished, finished_or_set_aside
 from rlcore.storage.manifest import Manifest, part_directories
 from rlcore.storage.publish import published_directory, write_json_atomically
+from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
-MODEL_FORMAT = 3
+MODEL_FORMAT = 4
 """Raise it when a model made from nothing or its warm start changes for the same settings."""
 
 
 _SUITE = "suite "
-"""Before a suite's name in the file of the inputs."""
+"""Before a suite's name among the stages of the run's record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,42 @@ class RunInputs:
     suites: Mapping[str, Path] = field(default_factory=dict)
     """Folder with the filtered rows of each suite, by the suite's name."""
 
-    def write(self, layout: RunLayout) -> None:
-        """Write the inputs into the run's folder."""
-        folders = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "suites"}
-        folders |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
-        write_json_atomically(
-            layout.inputs_json, {name: str(path) for name, path in folders.items() if path is not None}
-        )
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folders by the names of their stages in the run's record."""
+        named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
+        named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
+        named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
+        return {name: path for name, path in named.items() if path is not None}
+
+    def write(self, config: RunConfig, layout: RunLayout) -> None:
+        """Write a record of settings and inputs alone, from which a session can start."""
+        Origin(config, stages=tuple(stage_of(*each) for each in self.folders.items())).write(layout.run_dir)
+
+    @classmethod
+    def of(cls, origin: Origin) -> "RunInputs | None":
+        """The inputs in a run's record; None where it has none yet."""
+        found = {stage.name: Path(stage.path) for stage in origin.stages}
+        if not {"filtered", "tokenizer"} <= found.keys():
+            return None
+        suites = {name.removeprefix(_SUITE): path for name, path in found.items() if name.startswith(_SUITE)}
+        return cls(found["filtered"], found["tokenizer"], found.get("dataset"), found.get("demonstrations"), suites)
 
     @classmethod
     def read(cls, layout: RunLayout) -> "RunInputs":
-        """The inputs that `write` has written."""
-        try:
-            found = {name: Path(path) for name, path in parse_json(read_ordinary(layout.inputs_json)).items()}
-            suites = {name.removeprefix(_SUITE): found.pop(name) for name in list(found) if name.startswith(_SUITE)}
-            return cls(**found, suites=suites)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        """The inputs in the record of the run's folder.
+
+        Raises:
+            DataError: they are not there.
+        """
+        origin = read_origin(layout.run_dir)
+        found = None if origin is None else cls.of(origin)
+        if found is None:
             raise DataError(
-                f"{layout.inputs_json}: the run's inputs cannot be read ({error}); start it by `millrace run` or "
-                "`millrace train`, which make them"
-            ) from error
+                f"{layout.run_json}: has no inputs of the run; start it by `millrace run` or `millrace train`, which "
+                "make them"
+            )
+        return found
 
     def verify(self) -> None:
         """Read every byte of what Millrace has written of them. A flow has done so when it found them.
@@ -222,6 +238,8 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     if path == SMOLLM2:
         path = given_model(config).name
     payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": path}
+    if path is not None and config.model.path != SMOLLM2:
+        payload["files"] = digests_in(Path(path).expanduser())
     if config.model.path is None:
         payload["scratch"] = config.model.scratch.model_dump(mode="json")
     warm = config.warm_start
@@ -264,18 +282,6 @@ def code_payload(function: str) -> dict[str, object]:
 
 FILE_SHA256 = "file_sha256"
 """What the manifest of tokenized demonstrations says of their file."""
-
-
-def content_digest(file: Path) -> str:
-    """sha256 of a file, which is read again only where its size or its time has changed."""
-    path = file.expanduser().resolve()
-    seen = path.stat()
-    return _digest(path, seen.st_size, seen.st_ctime_ns)
-
-
-@lru_cache(maxsize=64)
-def _digest(path: Path, size: int, time_ns: int) -> str:
-    return sha256_of(path)
 
 
 def planned_start_model(config: RunConfig, filtered_directory: Path) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import run_directory
+from rlcore.config.fingerprint import RUN_FILE, run_directory
 from rlcore.errors import DataError
 
 FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
@@ -29,14 +29,10 @@ class RunLayout:
     root: Path
     run_dir: Path
 
-    settings_json = _Below("settings.json")
-    """The full settings as JSON: what the trainer process reads."""
+    run_json = _Below(RUN_FILE)
+    """The record of the run's origin (`rlcore.tracking.lineage.Origin`): settings, inputs, models."""
     code = _Below("code")
     """The source files that the settings name as `module:function`, as the run works by them."""
-    inputs_json = _Below("inputs.json")
-    """Which dataset and tokenizer the run works on (`RunInputs`)."""
-    models_json = _Below("models.json")
-    """What the files of the models were that the run has begun with (`rlcore.run.given_models`)."""
     journal = _Below("metrics.jsonl")
     """One JSON line a step."""
     checkpoints = _Below("checkpoints")

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.evaluation.result import Answer
-from rlcore.run.given_models import keep_start
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import (
     SCHEMA,
@@ -26,7 +25,6 @@ from rlcore.run.pass_rates import (
     facts_of,
     find_pass_rates,
     measured_beside,
-    measured_models,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -69,7 +67,6 @@ class PassRateMeasuring:
         if found is None:
             with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
-                    keep_start(measured_models(self._directory), self._config)
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
             assert found is not None, "it has been published"

@@ -21,13 +21,12 @@ from rlcore.batching.pass_counts import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.given_models import require_same_start
 from rlcore.run.inputs import RunInputs, answers_payload, code_payload, planned_start_model
-from rlcore.run.inputs import is_given as starts_as_given
+from rlcore.run.model_digests import digests_in
 from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.manifest import MANIFEST
 
-PASS_RATES_FORMAT = 1
+PASS_RATES_FORMAT = 2
 """Raise it when the table's columns change, or its answers for the same settings."""
 TABLE = "pass_rates.parquet"
 KIND = "pass-rates"
@@ -79,16 +78,11 @@ def measured_beside(directory: Path) -> Path:
     return directory.with_name(f"measuring-{directory.name}")
 
 
-def measured_models(directory: Path) -> Path:
-    """The record of the model that a table is measured with."""
-    return measured_beside(directory) / "models.json"
-
-
 def _model_payload(folder: Path) -> object:
-    """A model of ours is known by its folder's name; another one by its place and the sizes of its files."""
+    """A model of ours is known by its folder's name; another one by its files."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)
-    return [str(folder.resolve()), {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}]
+    return digests_in(folder)
 
 
 # ---------------------------------------------------------------------- reading
@@ -160,12 +154,9 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
     Raises:
         DataError: the table given is damaged, is none, or lacks training rows.
-        ModelError: the table was measured with another model than the one at `model.path`.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
-    if not is_given and starts_as_given(config):
-        require_same_start(measured_models(directory), config, f"{directory}: the pass rates were")
     manifest = finished(directory) if is_given else finished_or_set_aside(directory)
     if is_given and (manifest is None or manifest.values.get("kind") != KIND):
         raise DataError(

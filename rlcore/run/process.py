@@ -1,25 +1,20 @@
-"""The trainer process: one for a run, started by a flow or by hand.
+"""The trainer process of a run: it serves commands on one descriptor and sends events on another.
 
-    python -m rlcore.run.process --settings RUN_DIR/settings.json [--commands-fd N --replies-fd M --lock-fd L]
+    python -m rlcore.run.process --run RUN_DIR --commands-fd N --replies-fd M [--lock-fd L]
 
-With the descriptors it serves commands, one JSON object a line, and answers in the same form:
+A command is a method of `Session` with its arguments, one JSON object a line; events are sent in the same form:
 
-    {"command": "verify"}                                     # reads every byte of the run's inputs
-    {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
-    {"command": "pass_rates"}                                 # of the training rows, by the start model
-    {"command": "train", "to_step": 40}                       # "settle": false: the next command waits for the save
+    {"command": "train", "to_step": 40}
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
-    {"command": "evaluate"}                                   # the model of step 0 on the suites, and train nothing
-    {"command": "export", "checkpoint": "last"}
     {"command": "close"}
 
     {"event": "progress", ...}  {"event": "note", "text": ...}
     {"event": "done", "command": ..., "result": {...}}
     {"event": "error", "command": ..., "type": ..., "message": ...}
 
-Without them it goes through all commands of a run, and prints its answers. Exit codes: 0 done, 75 saved and can go on,
-1 failed. SIGTERM and SIGINT finish the step and save; a second one ends at once (`rlcore.run.stop`). A phase that hangs
-ends the process too (`rlcore.run.watchdog`): the next one goes on from the last checkpoint.
+The stages of a run name its commands (`flows.stages`). Exit codes: 0 done, 75 saved and resumable, 1 failed.
+SIGTERM and SIGINT finish the step and save; a second one ends the process at once (`rlcore.run.stop`). A phase that
+hangs ends it too (`rlcore.run.watchdog`): the next process resumes from the last checkpoint.
 """
 
 import argparse
@@ -33,12 +28,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcore.config import RunConfig
-from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, MillraceError, StopRequestedError
+from rlcore.config.fingerprint import RUN_FILE
+from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, DataError, MillraceError, StopRequestedError
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Report, end_at_once, say_and_end
+from rlcore.tracking.lineage import read_origin
 from rlcore.user_code import working_by
 
 EXIT_DONE, EXIT_FAILED = 0, 1
@@ -82,39 +78,15 @@ class Channel:
             log.warning("nobody reads the replies any more; going on until the next checkpoint")
 
 
-COMMANDS: Mapping[str, Callable[..., Mapping[str, object]]] = {
-    "verify": Session.verify,
-    "warm_start": Session.warm_start,
-    "pass_rates": Session.measure_pass_rates,
-    "train": Session.train,
-    "validate": Session.validate,
-    "evaluate": Session.evaluate,
-    "export": Session.export,
-}
-"""What is called by a command, with its further entries as arguments."""
-
-
-def whole_run(config: RunConfig) -> Iterator[Mapping[str, Any]]:
-    """The commands of a run, in place of a flow's."""
-    yield {"command": "verify"}
-    yield {"command": "warm_start"}
-    if config.pass_rates.is_wanted:
-        yield {"command": "pass_rates"}
-    yield {"command": "train", "to_step": config.trainer.total_steps}
-    yield {"command": "validate", "checkpoint": "start", "name": "before"}
-    yield {"command": "validate", "checkpoint": "last", "name": "after"}
-    yield {"command": "export", "checkpoint": "last"}
-
-
 def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Report, stop: StopFlag) -> int:
-    """Answer commands until `close`, the end of them, or an error that the process cannot go on from."""
+    """Serve commands until `close`, the end of them, or an error, which ends the process."""
     for command in commands:
         arguments = dict(command)
         name = str(arguments.pop("command", None))
         if stop() or name == "close":
             break
         try:
-            result = COMMANDS[name](session, **arguments)
+            result = getattr(session, name)(**arguments)
         except StopRequestedError as wish:
             log.warning("%s", wish)
             report(_error(name, wish))
@@ -144,16 +116,9 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
     return {"event": "error", "command": command, "type": type(error).__name__, "message": message}
 
 
-def run(settings: Path, channel: Channel | None, report: Report, *, is_locked: bool = False) -> int:
-    """Serve a run until it is stopped, or without a channel go through it; the exit code."""
-    stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
-    stop.install()
-    return run_one(settings, channel, report, stop, is_locked=is_locked)
-
-
-def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopFlag, *, is_locked: bool = False) -> int:
-    """Serve or go through a run; the exit code. `is_locked`: see `Session`."""
-    config = RunConfig.model_validate_json(settings.read_bytes())
+def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = False) -> int:
+    """Serve a run until it is stopped; return the exit code. `is_locked`: see `Session`."""
+    report = channel.send
 
     def give_up(error: MillraceError) -> None:
         """End the process with this error: a phase or a stop lasts too long. Called from a thread."""
@@ -165,11 +130,13 @@ def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopF
         say_and_end(say, _exit_code(error))
 
     try:
-        layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
+        if (origin := read_origin(run_dir)) is None:
+            raise DataError(f"{run_dir / RUN_FILE}: is not there. Name the folder of a run that `millrace train` began")
+        config = origin.settings
+        layout = RunLayout(Path(config.paths.root).resolve(), run_dir.resolve())
         session_here = Session(config, layout, report=report, stop=stop, give_up=give_up, is_locked=is_locked)
         with working_by(layout.code), session_here as session:
-            commands = whole_run(config) if channel is None else channel.commands(stop)
-            return serve(session, commands, report, stop)
+            return serve(session, channel.commands(stop), report, stop)
     except MillraceError as error:
         log.error("%s", error)
         report(_error("start", error))
@@ -179,22 +146,18 @@ def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopF
 def main() -> None:
     """Entry point of `python -m rlcore.run.process`."""
     parser = argparse.ArgumentParser(description="The trainer process of a run.")
-    parser.add_argument("--settings", type=Path, required=True, help="settings.json in the run's folder")
-    parser.add_argument("--commands-fd", type=int, help="descriptor from which commands are read")
-    parser.add_argument("--replies-fd", type=int, help="descriptor to which events are written")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder, with run.json in it")
+    parser.add_argument("--commands-fd", type=int, required=True, help="descriptor from which commands are read")
+    parser.add_argument("--replies-fd", type=int, required=True, help="descriptor to which events are written")
     parser.add_argument("--lock-fd", type=int, help="descriptor of the run's lock, which this process inherits")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    served = given.commands_fd is not None and given.replies_fd is not None
-    channel = Channel(given.commands_fd, given.replies_fd) if served else None
-    report = _print_event if channel is None else channel.send
-    code = run(given.settings, channel, report, is_locked=given.lock_fd is not None)
+    stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
+    stop.install()
+    channel = Channel(given.commands_fd, given.replies_fd)
+    code = run(given.run, channel, stop, is_locked=given.lock_fd is not None)
     sys.stdout.flush()
     sys.exit(code)
-
-
-def _print_event(event: Mapping[str, object]) -> None:
-    print(json.dumps(event), flush=True)
 
 
 if __name__ == "__main__":

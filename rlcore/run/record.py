@@ -1,4 +1,4 @@
-"""The record of a run: its journal, its tracker, its checkpoints, the state that ties them together, and its events.
+"""The record of a run: its journal, its checkpoints, the state that ties them together, and its events.
 
 Order matters. A step's line is in the journal before the checkpoint that contains the step is published. Going back to
 a checkpoint cuts the journal to the length that it had then.
@@ -14,7 +14,7 @@ from functools import partial
 import pyarrow as pa
 
 from rlcore.answers.store import AnswerWriter
-from rlcore.checkpoint.catalog import CheckpointInfo, keep_off_the_way, name_of
+from rlcore.checkpoint.catalog import CheckpointInfo, name_of
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import LoopState, TrainerState
 from rlcore.checkpoint.store import CheckpointStore, Found
@@ -28,9 +28,10 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
+from rlcore.storage.finished import LEFT, set_aside
 from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.journal import load_journal, missing_steps
-from rlcore.tracking.tracker import CLOSE_TIMEOUT_S, Tracker
+from rlcore.tracking.companion import CLOSE_TIMEOUT_S
+from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.passes import Shortage
@@ -45,7 +46,7 @@ log = logging.getLogger("rlcore.run.record")
 
 
 class RunRecord:
-    """Settings, layout, journal, tracker and checkpoints of one run, kept consistent with each other."""
+    """Settings, layout, journal and checkpoints of one run, kept consistent with each other."""
 
     def __init__(
         self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
@@ -53,7 +54,7 @@ class RunRecord:
         """`tags`: in MLflow, besides the settings' own."""
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
-        self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
+        self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
         self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: prune(self.store))
         self.saves = CheckpointSaver(self.store, self.room, partial(guard.phase, "commit"))
         self.answers = AnswerWriter(layout.answers, config.answers)
@@ -67,7 +68,7 @@ class RunRecord:
 
         def record() -> TrainerState:
             self.answers.settle()
-            journal_bytes = self._tracker.journal_bytes()  # which forces the journal to the disk
+            journal_bytes = self.journal.sync()  # which forces the journal to the disk
             return TrainerState(
                 **asdict(state),
                 journal_bytes=journal_bytes,
@@ -112,10 +113,10 @@ class RunRecord:
         self.answers.cut(step)
         if info is None:
             self._leave_results(step)
-            self._tracker.resume_at(0, 0)
+            self.journal.resume_at(0, 0)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
-        self._tracker.resume_at(saved.step, saved.journal_bytes)
+        self.journal.resume_at(saved.step, saved.journal_bytes)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _leave_results(self, step: int) -> None:
@@ -127,14 +128,14 @@ class RunRecord:
         judged = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
         for path in (self.layout.exported_model, self.layout.exported_best, *judged):
             if path.exists():
-                keep_off_the_way(path, f"the run goes on from step {step}")
+                set_aside(path, LEFT, f"{path}: the run goes on from step {step}", error=CheckpointError)
 
     # ------------------------------------------------------------------ journal
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one line of the journal. Raises DiskSpaceError where there is no room for it."""
-        self._tracker.log_step(step, metrics)
-        self._tracker.journal.require_written()
+        self.journal.append_step(step, metrics)
+        self.journal.require_written()
 
     def keep_answers(self, step: int, table: pa.Table) -> None:
         """Keep the answers of a step until its chunk's end, or until they are many. Raises DiskSpaceError."""
@@ -148,7 +149,7 @@ class RunRecord:
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal alone."""
-        self._tracker.log_event(name, step, data)
+        self.journal.append_event(name, step, data)
 
     def happened(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, in the log and at the flow. `text` in the data is for display."""
@@ -172,7 +173,7 @@ class RunRecord:
         except Exception as reason:
             log.warning("the checkpoint that was being written is given up: %s", reason)
         status: FinalStatus = "FAILED" if failed else "FINISHED" if is_over or self._is_finished else "KILLED"
-        self._tracker.finish(status, None if is_over else CLOSE_TIMEOUT_S)
+        self.journal.finish(status, None if is_over else CLOSE_TIMEOUT_S)
 
     @property
     def _is_finished(self) -> bool:

@@ -13,6 +13,7 @@ from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.measuring import PassRateMeasuring
 from rlcore.run.record import RunRecord
+from rlcore.run.start_model import remove_left
 from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
 from rlcore.run.training import RunTraining, Training
@@ -59,6 +60,7 @@ class Session:
             layout.require_kinds()
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
+            remove_left(config, self._inputs)
             self._record = RunRecord(config, layout, guard)
             self._warm_start = WarmStart(config, self._inputs, guard)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
@@ -76,11 +78,6 @@ class Session:
             self._record.finish(failed=self._has_failed, is_over=is_over)
 
     # ------------------------------------------------------------------ commands
-
-    def verify(self) -> Mapping[str, object]:
-        """Read every byte of what the stages before the training have made. Raises as `RunInputs.verify` does."""
-        self._inputs.verify()
-        return {}
 
     def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
         """Make the model of step 0, unless it is there; see `WarmStart.to`."""

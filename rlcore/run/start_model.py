@@ -9,7 +9,6 @@ from pathlib import Path
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
 from rlcore.errors import MillraceError
-from rlcore.run.given_models import require_same_base
 from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model, stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RunLock
@@ -54,21 +53,21 @@ class StartModel:
 
 
 def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None:
-    """The model of step 0, if it is there and whole. What a warm start that was killed at its end has left is removed.
-
-    Raises:
-        ModelError: it was made from another model than the one at `model.path`.
-    """
-    filtered = inputs.filtered_directory
-    require_same_base(config, filtered)
-    manifest = find_start_model(config, filtered)
+    """The model of step 0, if it is there and whole."""
+    manifest = find_start_model(config, inputs.filtered_directory)
     if manifest is None and not is_given(config):
         return None
-    stage = stage_layout(config, filtered)
-    if config.warm_start.enabled and any(folder.is_dir() for folder in _passing(stage)):
+    return StartModel.of(planned_start_model(config, inputs.filtered_directory), manifest, cached=True)
+
+
+def remove_left(config: RunConfig, inputs: RunInputs) -> None:
+    """Remove what a warm start that was killed at its end has left, once its model is there; not while it is in use."""
+    stage = stage_layout(config, inputs.filtered_directory)
+    if not config.warm_start.enabled or not any(folder.is_dir() for folder in _passing(stage)):
+        return
+    if known_start_model(config, inputs) is not None:
         with suppress(MillraceError), RunLock(stage.run_dir):
             remove_passing(stage)
-    return StartModel.of(planned_start_model(config, filtered), manifest, cached=True)
 
 
 def remove_passing(stage: RunLayout) -> None:

@@ -25,7 +25,6 @@ from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
-from rlcore.run.given_models import keep_base
 from rlcore.run.inputs import (
     RunInputs,
     ensure_given_model,
@@ -42,7 +41,8 @@ from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
-from rlcore.storage.publish import published_directory, write_text_atomically
+from rlcore.storage.publish import published_directory
+from rlcore.tracking.lineage import Origin
 from rlcore.trainer.experience import Answerer
 from rlcore.trainer.step import StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
@@ -264,8 +264,7 @@ class WarmStart:
             limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
             text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
-        write_text_atomically(self._layout.settings_json, settings.model_dump_json(indent=2) + "\n")
-        keep_base(self._config, self._inputs.filtered_directory)
+        Origin(settings).write(self._layout.run_dir)
         record = RunRecord(settings, self._layout, self._guard, tags={"stage": "warm-start"})
         workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, lessons, self._source()))
         return SupervisedTraining(record, workers)

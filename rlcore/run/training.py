@@ -128,7 +128,7 @@ class Training(Generic[W]):
     def _cost(self) -> dict[str, float]:
         """What the run has cost so far; the journal, by its first call, is the one that is gone on with."""
         if self._meter is None:
-            self._meter = CostMeter(self.record.layout.journal, self._config.tracking.price_per_gpu_hour)
+            self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
 
     def _look_for_holes(self) -> None:

@@ -23,7 +23,7 @@ import psutil
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.faults import Fault, as_ours, fault_of, note_fault
+from rlcore.run.faults import Fault, as_ours, fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
@@ -53,10 +53,6 @@ PHASES = {
 DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
 BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "values", "adv"})
 """Phases that change nothing: a step that is given up in them leaves the weights of the step before."""
-
-SLOW_AFTER_S = 120.0
-"""A save that takes longer is reported; the largest that were measured take a minute. A tenth of `save_s` where that is
-less."""
 
 TRACKING_MODULE = "rlcore.tracking"
 """The process that delivers metrics: it outlives the trainer on purpose, until everything is delivered."""
@@ -111,8 +107,7 @@ class Watchdog:
         self._last_phase = ""
         self._has_hung = False
         self.aside: Callable[[], UnderWay | None] = lambda: None
-        """What a save is at beside the phases; one that takes long is reported."""
-        self._slow: tuple[float, float] = (0.0, 0.0)
+        """The save under way beside the phases, for the message about a hang."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -166,24 +161,14 @@ class Watchdog:
                 self._stop_takes_too_long()
                 return
             now = time.monotonic()
-            self._tell_if_slow(now)
             late = next((one for one in self._running if now - one.begun > one.limit_s), None)
             if late is not None:
                 self._hangs(late.phase, now - late.begun)
                 return
 
-    def _tell_if_slow(self, now: float) -> None:
-        under_way = self.aside()
-        if under_way is None:
-            return
-        begun, after_s = self._slow
-        if begun != under_way.begun:
-            after_s = min(SLOW_AFTER_S, self._deadlines.save_s / 10)
-        took_s = now - under_way.begun
-        is_slow = took_s > after_s
-        self._slow = (under_way.begun, 2 * took_s if is_slow else after_s)
-        if is_slow:
-            self._is_slow(under_way.what, took_s)
+    def num_faults(self, kind: str) -> int:
+        """Count the run's faults of this kind."""
+        return sum(fault.kind == kind for fault in read_faults(self._layout.run_dir))
 
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error as one of ours, where it is a known fault."""
@@ -205,14 +190,6 @@ class Watchdog:
         fault = found[-1]
         _within(LAST_WORDS_S, lambda: self._record(fault))
         self._give_up(HangError(f"{message}. What every process was doing: {fault.stacks}"))
-
-    def _is_slow(self, what: str, seconds: float) -> None:
-        text = (
-            f"{what} since {seconds:.0f} s; does the file system answer? What waits for it counts as hung after "
-            "runtime.deadlines.save_s"
-        )
-        _within(LAST_WORDS_S, lambda: self.report({"event": "note", "text": text}))
-        _within(LAST_WORDS_S, lambda: log.warning("%s", text))
 
     def _of_save(self) -> str:
         """What the save under way is at, if there is one."""

@@ -15,7 +15,7 @@ from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, SuiteConfig
-from rlcore.errors import DataError
+from rlcore.errors import DataError, RankMemoryError
 from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
 from rlcore.run.inputs import RunInputs, planned_start_model
@@ -35,6 +35,7 @@ from rlcore.workers.worker import Worker
 MID_STEP = "in the middle of a step"
 """What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
 
+SHORT_RANK = "one of several ranks ran out of memory before"
 NUM_AUDITED = 8
 """Problems on which the reward is audited before the first step: about a hundred scores."""
 
@@ -177,6 +178,11 @@ class TrainingWorkers:
                 self.group = group = start_workers(self.config, str(self.start_model))
                 self._open.callback(group.close)
                 group.each(Worker.probe_with, probe)
+                if times := self._guard.num_faults(RankMemoryError.fault):
+                    group.each(Worker.cut_finer, times)
+                    self._report(
+                        {"event": "note", "text": f"passes in {2**times} times the micro-batches: {SHORT_RANK}"}
+                    )
                 info = group.each(Worker.info)[0]
         finally:
             self._guard.stop.install()  # Ray takes SIGTERM for itself

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -118,6 +119,25 @@ def loopback_environment() -> Mapping[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
     }
+
+
+def restrict_ray(ray_address: str | None) -> None:
+    """Restrict this process, and a cluster of this machine alone that it starts or joins, to loopback and this user's
+    secret. Nothing to do for another cluster.
+
+    Raises:
+        ConfigError: the folder is not this user's own, or Ray is imported already: it reads the environment then.
+    """
+    if ray_address is not None and not is_own_head(address_of(ray_address)):
+        return
+    wanted = loopback_environment()
+    if "ray" in sys.modules and any(os.environ.get(name) != value for name, value in wanted.items()):
+        raise ConfigError(
+            "runtime.backend=ray: ray must not be imported before the workers start, since it reads then that it is to "
+            "listen on loopback and to ask for a secret. Start the run in a process of its own, or set "
+            f"{' '.join(f'{name}={value}' for name, value in wanted.items())} in its environment."
+        )
+    os.environ.update(wanted)
 
 
 def address_of(given: str) -> str:

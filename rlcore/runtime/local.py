@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate
 
 from rlcore.config import RunConfig
+from rlcore.runtime.cluster import restrict_ray
 from rlcore.workers.group import Answered, P, R, WorkerGroup
 from rlcore.workers.worker import Worker
 
@@ -46,6 +47,7 @@ class LocalGroup:
 def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
     """Start all ranks of a run on `model_directory`, ready for their first call."""
     if config.runtime.backend == "ray":
+        restrict_ray(config.runtime.ray_address)
         from rlcore.runtime.ray import RayGroup
 
         return RayGroup(config, model_directory)

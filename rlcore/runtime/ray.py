@@ -13,8 +13,6 @@ from typing import Any, Concatenate, Generic
 import numpy as np
 import ray
 import torch
-from ray._private import ray_constants
-from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -25,8 +23,6 @@ from rlcore.config.problems import masked
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.cluster import (
     address_of,
-    is_own_head,
-    loopback_environment,
     ray_folder,
     remove_dead_sessions,
     remove_session,
@@ -243,16 +239,13 @@ def _lost(error: RayError) -> WorkerLostError:
 def start_ray(config: RunConfig) -> Path | None:
     """Connect to the cluster of `runtime.ray_address`, or start a private one, quiet and without telemetry.
 
-    Returns the session folder of a cluster that it started, else None. A cluster of this machine alone listens on
-    loopback alone.
+    Returns the session folder of a cluster that it started, else None. `restrict_ray` comes before, in this process.
     """
     if ray.is_initialized():
         return None
     address = None if config.runtime.ray_address is None else address_of(config.runtime.ray_address)
     if address is not None and (problem := unreachable(address)):
         raise WorkerLostError(problem)
-    if address is None or is_own_head(address):
-        _stay_on_loopback()
     # Where workers find this package and the tasks' scorers when they run from a checkout.
     path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
     common: dict[str, Any] = {
@@ -279,14 +272,6 @@ def start_ray(config: RunConfig) -> Path | None:
             **common,
         )
     return Path(started.address_info["session_dir"])
-
-
-def _stay_on_loopback() -> None:
-    """Let this process, and the cluster that it starts or joins, use loopback and this user's secret."""
-    os.environ.update(loopback_environment())
-    # Ray has read both from the environment when it was imported.
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    _enable_token_auth()
 
 
 @contextmanager

@@ -7,13 +7,10 @@ inodes are compared, and it is hashed again where one of them differs.
 import logging
 import os
 import time
-from contextlib import ExitStack
-from glob import escape
 from itertools import count
 from pathlib import Path
 
 from rlcore.errors import DataError, MillraceError
-from rlcore.storage.locks import HeldLock
 from rlcore.storage.manifest import MANIFEST, Manifest, newer_format, read_manifest, verify_directory
 
 log = logging.getLogger(__name__)
@@ -21,14 +18,10 @@ log = logging.getLogger(__name__)
 SETTLED_NS = 1_000_000_000
 """A file system's clock ticks every few milliseconds: a file may change twice at one time. So what was changed less
 than this before it was hashed is hashed again at its next use."""
-DAMAGED = "damaged"
-"""In the name of what was set aside."""
+DAMAGED, LEFT = "damaged", "left"
+"""In the name of what was set aside: for a new one, and because the run continues from an earlier step."""
 FINGERPRINT = "fingerprint"
 """Entry of a manifest: the name under which the directory was published, where its maker says it."""
-REPAIR_LOCK = ".repair.lock"
-REPAIR_WAIT_S = 600.0
-"""Seconds to wait for another process that hashes the same damaged folder."""
-
 Stamp = tuple[int, int, int, int]
 _hashed: dict[Path, list[Stamp]] = {}
 
@@ -76,53 +69,26 @@ def finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataE
         error: it is of a newer format, or cannot be renamed.
     """
     manifest, damage = finished_or_why(directory, error=error)
-    if not damage:
-        return manifest
-    with ExitStack() as held:  # one process at a time: what another one has made again meanwhile stays
-        try:
-            lock = HeldLock(directory.parent / REPAIR_LOCK, what=f"the repair of {directory}", wait_s=REPAIR_WAIT_S)
-            held.enter_context(lock)
-        except MillraceError as reason:
-            raise error(f"{damage} It cannot be made again: {reason}") from reason
-        manifest, damage = finished_or_why(directory, error=error)
-        if not damage:
-            return manifest
-        try:
-            aside = set_aside(directory, DAMAGED)
-        except OSError as reason:
-            raise error(f"{damage} It was to be renamed and made again, which failed: {reason}") from reason
-    log.warning("%s It is made again now; what is damaged is kept as %s", damage, aside.name)
-    return None
+    if damage:
+        set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)
+    return manifest
 
 
-def set_aside(path: Path, label: str) -> Path:
-    """Rename a file or folder to `<name>.<label>.<k>`, so that a new one can have its place; the new path."""
+def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = DataError) -> Path:
+    """Rename a file or folder to `<name>.<label>.<k>`: it is kept, and never taken for one of that name. Logs why;
+    returns the new path.
+
+    Raises:
+        error: it cannot be renamed.
+    """
     names = (path.with_name(f"{path.name}.{label}.{number}") for number in count(1))
     aside = next(name for name in names if not os.path.lexists(name))
-    path.rename(aside)
-    return aside
-
-
-def tell_other_bytes(directory: Path) -> None:
-    """Warn where a directory that was made again differs from what the damaged one before it was meant to hold."""
-    former = directory.parent.glob(f"{escape(directory.name)}.{DAMAGED}.*")
-    newest = max(former, key=lambda path: (len(path.name), path.name), default=None)
-    if newest is None:
-        return
     try:
-        before, now = read_manifest(newest), read_manifest(directory)
-    except MillraceError:  # nobody can say any more what it held
-        return
-    if before is None or now is None or before.values.get("step") != now.values.get("step"):
-        return
-    others = sorted({entry.name for entry in set(before.files) ^ set(now.files)})
-    if others:
-        log.warning(
-            "%s: was made again with other content than before: %s. A run that began with the former goes on with "
-            "other numbers",
-            directory,
-            ", ".join(others),
-        )
+        path.rename(aside)
+    except OSError as reason:
+        raise error(f"{why}; {path} cannot be renamed ({reason}). Move it away, then run again.") from reason
+    log.warning("%s: it is kept as %s", why, aside.name)
+    return aside
 
 
 def _stamps(directory: Path, manifest: Manifest) -> list[Stamp]:

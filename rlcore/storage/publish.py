@@ -25,7 +25,6 @@ from pydantic import JsonValue
 from rlcore.errors import DataError, DiskSpaceError, MillraceError
 from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 from rlcore.storage.documents import sha256_of
-from rlcore.storage.finished import tell_other_bytes
 from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_text, read_manifest
 
@@ -58,7 +57,6 @@ def published_directory(
     try:
         yield temporary
         _publish(temporary, target, manifest, replace=replace, error=error, at=at)
-        tell_other_bytes(target)
     except DiskSpaceError:
         raise
     except BaseException as reason:

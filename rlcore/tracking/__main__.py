@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rlcore.errors import RunInUseError, TrackingError
 from rlcore.start import collect_rarely
+from rlcore.tracking.companion import PREFIX
 from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import Delivery, delivery_lock
-from rlcore.tracking.tracker import PREFIX
 
 log = logging.getLogger("rlcore.tracking")  # run as a program, this module is named `__main__`
 

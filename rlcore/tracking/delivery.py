@@ -5,13 +5,10 @@ the time stamps are the journal's. A trainer that goes back to a checkpoint cuts
 the cut, and the repeated steps are sent again with new times; MLflow shows the last value of a step.
 """
 
-import json
-import os
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -23,10 +20,10 @@ from rlcore.errors import DataError, RunInUseError, TrackingError
 from rlcore.storage.documents import open_ordinary, read_document
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Destination, End, FinalStatus, read_attempts
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Destination, End, FinalStatus, destination_of, read_attempts
 from rlcore.tracking.connection import accepted, explain, resolve_uri
-from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, Record, StepRecord, iter_lines, load_journal
-from rlcore.tracking.lineage import KEY_TAG, RUN_ID_TAG, lineage_tags
+from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, Record, StepRecord, iter_lines
+from rlcore.tracking.lineage import KEY_TAG
 from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
 
 if TYPE_CHECKING:
@@ -140,7 +137,7 @@ class Delivery:
         if new := attempts[known[-1] if known else 0 :]:
             run.store.client.update_run(run.id, status="RUNNING")
             run.store.log_params(run.id, attempt.destination.settings)
-            run.store.set_tags(run.id, {**attempt.destination.tags, **attempt_tags(attempts)})
+            run.store.set_tags(run.id, {**attempt.destination.tags, "attempts": str(len(attempts))})
             cursor = min(run.state.journal_bytes, *(one.journal_bytes for one, _ in new))
             run.note(attempt_time=attempt.time, journal_bytes=cursor, status=None)
         self._send_journal()
@@ -148,9 +145,7 @@ class Delivery:
             end = End("KILLED", time.time())
         if end is None or end.status == run.state.status:
             return None if end is None else end.status
-        run.store.set_tags(run.id, attempt_tags([*attempts[:-1], (attempt, end)]))
         run.store.set_status(run.id, end.status, end.time)
-        self._upload_events()  # last: a store may take values and no files
         run.note(status=end.status)
         return end.status
 
@@ -180,13 +175,6 @@ class Delivery:
         self.sent_bytes += end - self.state.journal_bytes
         self._run.note(journal_bytes=end)
 
-    def _upload_events(self) -> None:
-        events = load_journal(self._run_dir / JOURNAL_FILE).events
-        if events:
-            lines = [{"event": e.name, "step": e.step, "time": e.time, "data": e.data} for e in events]
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            self._run.store.client.log_text(self._run.id, text, "events/events.jsonl")
-
 
 def _points(record: Record | None) -> "list[Metric]":
     """What MLflow gets of a line."""
@@ -202,23 +190,6 @@ def _points(record: Record | None) -> "list[Metric]":
             values = {f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}": 1.0}  # marks the event on the step axis
     time_ms = milliseconds(record.time)
     return [Metric(name, value, time_ms, record.step) for name, value in accepted(values).items()]
-
-
-def attempt_tags(attempts: list[tuple[Attempt, End | None]]) -> dict[str, str]:
-    """The attempts at a run as tags of its MLflow run.
-
-    {"attempts": "2", "attempt.1": "from step 0, 2026-11-22 10:00:00 UTC, node7 process 411, lost", ...}
-    """
-    tags = {"attempts": str(len(attempts))}
-    for number, (attempt, end) in enumerate(attempts, 1):
-        how = [f"{end.status} {_utc(end.time)}"] if end is not None else ["lost"] if number < len(attempts) else []
-        owner = f"{attempt.owner.host} process {attempt.owner.pid}"
-        tags[f"attempt.{number}"] = ", ".join([f"from step {attempt.from_step}", _utc(attempt.time), owner, *how])
-    return tags
-
-
-def _utc(time_s: float) -> str:
-    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 # ------------------------------------------------------------------ the run in MLflow
@@ -273,18 +244,6 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
             if time.monotonic() > deadline:
                 raise
     return run.id
-
-
-def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
-    """Where the values of a run go and how it is described there; its name is its folder's."""
-    root = Path(config.paths.root).absolute()
-    return Destination(
-        uri=resolve_uri(config.tracking, root),
-        experiment=config.tracking.experiment,
-        root=os.fspath(root),
-        tags={**lineage_tags(config, stage="train", run_id=run_dir.name), **tags, RUN_ID_TAG: run_dir.name},
-        settings=config.model_dump(mode="json"),
-    )
 
 
 # ------------------------------------------------------------------ a delivery now

@@ -1,25 +1,27 @@
-"""Where a run comes from: code, machine, packages, the stages before it, and its tags in MLflow."""
+"""Record of a run's origin, `run.json` in its folder: settings, models, the stages before it, command, code, machine.
+
+It is written when the run is opened, and completed as the stages before the training end. The trainer process, resumes
+and the report read it.
+"""
 
 import getpass
 import importlib
 import importlib.metadata
-import os
 import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.config.fingerprint import RUN_FILE, settings_fingerprint
 from rlcore.config.problems import masked
 from rlcore.errors import MillraceError
 from rlcore.storage.disk import BYTES_PER_GB
@@ -38,10 +40,6 @@ SOURCE_FOLDER = Path(__file__).parents[2]
 
 PACKAGES = ("torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "flash-attn", "numpy", "pyarrow")
 """Packages whose versions can change the numbers or the speed."""
-
-LINEAGE_FILE = "lineage.json"
-INPUTS_FILE = "inputs.json"
-"""The folders that a run's workers were started with, by name."""
 
 PASS_RATES_STAGE = "pass rates"
 """Name of the table of pass rates among a run's stages; its fact `rows_by_passes` is the histogram."""
@@ -63,36 +61,36 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
-    """The whole chain. `command` is the command line as typed, empty where it was not kept; on disk it is `masked`."""
+class Origin:
+    """Origin of a run. `models`: sha256 of each file, by key of the settings, then by name. `command`: the command line
+    as typed, empty where it was not kept; on disk it is `masked`. `version`: of the file's format."""
 
+    settings: RunConfig
+    models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     command: tuple[str, ...] = ()
     git_commit: str = ""
     git_dirty: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    version: Literal[1] = 1
 
     def write(self, run_dir: Path) -> None:
-        """Write the lineage into the run's folder."""
+        """Write the record into the run's folder."""
         shown = replace(self, command=tuple(map(masked, self.command)))  # the file goes to MLflow too
-        write_json_atomically(run_dir / LINEAGE_FILE, _LINEAGE.dump_python(shown, mode="json"))
+        write_json_atomically(run_dir / RUN_FILE, _ORIGIN.dump_python(shown, mode="json"))
 
 
-_LINEAGE = TypeAdapter(Lineage)
-_INPUTS = TypeAdapter(dict[str, Path])
+_ORIGIN = TypeAdapter(Origin)
+OTHER_VERSION = "use the version of Millrace that wrote it, or restore it and make it readable"
 
 
-def read_lineage(run_dir: Path) -> Lineage | None:
-    """What `Lineage.write` wrote; without it the stages of the run's inputs; None without either.
+def read_origin(run_dir: Path) -> Origin | None:
+    """What `Origin.write` wrote; None without a file.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: the file is damaged or of another version.
     """
-    known = read_document(run_dir / LINEAGE_FILE, _LINEAGE)
-    folders = read_document(run_dir / INPUTS_FILE, _INPUTS) if known is None else None
-    if folders is None:
-        return known
-    return Lineage(stages=tuple(stage_of(name.removesuffix("_directory"), each) for name, each in folders.items()))
+    return read_document(run_dir / RUN_FILE, _ORIGIN, OTHER_VERSION)
 
 
 def stage_of(name: str, folder: Path) -> Stage:
@@ -121,15 +119,10 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit, or
-    no room for a copy of git's index."""
-    index = _git(folder, "rev-parse", "--path-format=absolute", "--git-path", "index") if _is_tracked(folder) else None
-    if index is None:
-        return ""
-    with suppress(OSError), TemporaryDirectory() as scratch:  # git brings the index up to date before it compares
-        copied = shutil.copy2(index.rstrip("\n"), scratch)  # with its time: git looks into files that are as young
-        return _git(folder, "diff", "HEAD", environment=os.environ | {"GIT_INDEX_FILE": copied}) or ""
-    return ""
+    """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit."""
+    # Without its refresh, git writes no index: ended in the middle of that, it would leave the repository locked.
+    diff = ("-c", "diff.autoRefreshIndex=false", "diff", "HEAD")
+    return (_git(folder, *diff) if _is_tracked(folder) else None) or ""
 
 
 def environment_facts() -> dict[str, str]:
@@ -170,13 +163,10 @@ def lineage_tags(
     return tags | config.tags
 
 
-def _git(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str | None:
-    # Ended by the time limit or with its run, a git that writes the index anew would leave it locked.
+def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, errors="replace", env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -192,9 +182,6 @@ def _user() -> str:
     except (KeyError, OSError):
         # A container with a numeric user id and no entry for it.
         return "unknown"
-
-
-MILLIJOULES = 1e3
 
 
 class SystemSampler:
@@ -263,19 +250,6 @@ def first_gpu() -> tuple[str, int | None] | None:
     on it.
     """
     return next(_gpus(_start_nvml()), None)
-
-
-def energy_reader(uuid: str) -> Callable[[], float | None]:
-    """Reads the joules that a GPU, by its UUID, has taken since its driver was loaded; None where NVML knows none."""
-    nvml = _start_nvml()
-
-    def read() -> float | None:
-        try:
-            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(nvml.nvmlDeviceGetHandleByUUID(uuid))) / MILLIJOULES
-        except nvml.NVMLError:  # older cards have no counter, slices of a card none of their own
-            return None
-
-    return (lambda: None) if nvml is None else read
 
 
 def _start_nvml() -> Any:

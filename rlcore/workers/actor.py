@@ -20,8 +20,8 @@ from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
 from rlcore.models.memory import HostedWeights, move_together
 from rlcore.models.optim import local_of
-from rlcore.models.parallel import full_state, gathered_weights, reshard
-from rlcore.models.policy import CausalPolicy
+from rlcore.models.parallel import full_state, reshard
+from rlcore.models.policy import CausalPolicy, round_weights
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
 from rlcore.workers.passes import Micro, Parts, PassBudget, restore_order, to_device, total
@@ -201,12 +201,6 @@ class Actor(TrainedModel[CausalPolicy]):
         output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
-    def gathered(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Around a hand-over to an engine of this type and the pass that follows it: with `model.zero_stage` 1 the two
-        gather the weights once. Adapters are merged from their own, in float32."""
-        is_once = self._gathers_once and dtype == self._place.dtype and self._config.model.lora is None
-        return gathered_weights(self.model) if is_once else nullcontext()
-
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate. `dtype`: of the
         engine that takes them, in which matrices of several ranks are sent; adapters are merged before."""
@@ -260,14 +254,13 @@ class Reference:
         self._place = place
         # Loaded where it computes: there its kernels are chosen and its layers compiled, as the policy's are.
         policy = load_policy(model_directory, model=config.model, device=place.device)
-        self._policy = policy.to(place.dtype).eval().requires_grad_(False)
+        self._policy = round_weights(policy, place.dtype).eval().requires_grad_(False)
         self._weights = HostedWeights(self._policy.parameters() if config.algo.kl.offload else ())
         self._weights.put_away()
         # Not sharded: a rank that does this pass again keeps nobody waiting.
         self.forward_pass = PassBudget(
             "the reference's log-probabilities",
             recover=lambda: None,
-            ranks=None,
             share_prompts=config.model.share_prompts,
         )
 

@@ -15,7 +15,6 @@ from urllib.parse import urlparse
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError, ModelError
@@ -108,7 +107,9 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
     if rank == 0:  # else the store listens on all addresses
         bound = socket.create_server((LOOPBACK, address.port))
         listener = bound.detach()
-    store = TCPStore(LOOPBACK, address.port, world_size, is_master=rank == 0, master_listen_fd=listener)
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch lists no names
+        LOOPBACK, address.port, world_size, is_master=rank == 0, master_listen_fd=listener
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
@@ -142,11 +143,10 @@ def keep_freed_memory() -> bool:
 def let_segments_grow() -> bool:
     """Turn on torch's expandable segments for GPU memory in this process; return whether this was done.
 
-    Skipped where the environment configures torch's allocator. The setting is also put into the environment, where
-    vLLM reads that it must turn it off around the memory that it maps by itself.
+    Skipped where the environment configures torch's allocator, and once CUDA is in use, since torch reads the variable
+    before. vLLM reads it too: it must turn the segments off around the memory that it maps by itself.
     """
-    if any(name in os.environ for name in _TORCH_VARIABLES):
+    if torch.cuda.is_initialized() or any(name in os.environ for name in _TORCH_VARIABLES):
         return False
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = GROWING
-    torch._C._accelerator_setAllocatorSettings(GROWING)  # the environment is not read again once CUDA is in use
     return True

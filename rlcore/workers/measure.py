@@ -1,6 +1,5 @@
 """What is measured on a rank: the most GPU memory in use, passes that ran out of it, and torch's profile."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlcore.rollout.vllm import engine_pool_bytes
-from rlcore.tracking.cost import GpuUse
-from rlcore.tracking.lineage import energy_reader
 from rlcore.workers.passes import Shortage
 
 BYTES_PER_GB = 1e9
@@ -75,26 +72,6 @@ class MemoryMeter:
             max(self._most.allocated, found.allocated - away), max(self._most.reserved, found.reserved - away)
         )
         return self._most
-
-
-class GpuUseMeter:
-    """Counts from now on how long this rank holds a GPU, and what energy that one takes, whoever else works on it.
-
-    `uuid`: of the GPU as NVML knows it; None on a CPU, of which nothing is counted.
-    """
-
-    def __init__(self, uuid: str | None) -> None:
-        self._uuid = uuid
-        self._joules = energy_reader(uuid or "")
-        self._began, self._start, self._start_joules = time.time(), time.monotonic(), self._joules()
-
-    def use(self) -> GpuUse | None:
-        """Use since the meter was made; None on a CPU."""
-        if self._uuid is None:
-            return None
-        joules, before = self._joules(), self._start_joules
-        taken = None if joules is None or before is None else joules - before
-        return GpuUse(self._began, time.monotonic() - self._start, taken)
 
 
 BYTES_PER_MB = 1_000_000

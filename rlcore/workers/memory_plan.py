@@ -5,7 +5,7 @@ compiled, times one measured factor. All measured constants stand here, at the t
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -181,11 +181,6 @@ def head_bytes(
     return logits + beside + own + 2 * hidden + (2 * FULL * shape.embedding if gradient == "all" else 0)
 
 
-def gathered_bytes(layer_parameters: int, root_parameters: int, itemsize: int) -> int:
-    """Whole weights in the compute type that FSDP2 holds during a pass: the root's, and a few layers'."""
-    return itemsize * (root_parameters + PREFETCHED_LAYERS * layer_parameters)
-
-
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     """The awake engine: vLLM with room for every answer, within its share of the device; the hf engine's weights and
     cache, and what is larger, all prompts in one pass or a token drawn for each answer (`rlcore.rollout.hf`)."""
@@ -229,136 +224,109 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
     return MemoryPlan(device, phases, max(sum(parts.values()) for parts in finest.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """The policy or the critic on one rank. `parameters`: that are trained. `largest`: elements of the largest trained
+    tensor that the optimizer steps by itself. `gathered`, `whole`: bytes of the weights that FSDP2 holds in the compute
+    type during a pass, and of all that it can gather."""
+
+    name: str
+    shape: ModelShape
+    parameters: int
+    largest: int
+    offloads: bool
+    gathered: int
+    whole: int
+
+    def gradients(self, ranks: int) -> dict[str, int]:
+        """Float32 gradients; they go with the optimizer's step."""
+        return {f"{self.name}: gradients": FULL * self.parameters // ranks}
+
+    def brought_back(self, ranks: int) -> int:
+        """Most of its offloaded moments on the device at one time: a piece, or one larger tensor."""
+        piece = max(MOMENTS * self.largest // ranks, OFFLOAD_PIECE_BYTES)
+        return min(piece, MOMENTS * self.parameters // ranks) if self.offloads else 0
+
+
+def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Trained]:
+    """The policy, and the critic where there is one."""
+    lora, in_4_bits = config.model.lora, _layer_weights_in_4_bits(config, shape)
+    gathered = itemsize * (shape.root_parameters + PREFETCHED_LAYERS * (shape.layer_parameters - in_4_bits))
+    if in_4_bits:  # not gathered, but dequantized one by one
+        gathered += itemsize * shape.hidden * shape.intermediate
+    whole = itemsize * (shape.policy_parameters - shape.layers * in_4_bits)
+    parameters = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
+    largest = shape.embedding if lora is None else 0
+    policy = _Trained("policy", shape, parameters, largest, config.optim.offload, gathered, whole)
+    if config.critic is None:
+        return [policy]
+    own = critic_shape(config, shape)
+    gathered = itemsize * (own.embedding + PREFETCHED_LAYERS * own.layer_parameters)
+    parameters, offloads = own.critic_parameters, config.critic.optim.offload
+    return [policy, _Trained("critic", own, parameters, own.embedding, offloads, gathered, itemsize * parameters)]
+
+
+def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
+    """What is on the device in every phase."""
+    ranks, held = config.runtime.num_workers, {}
+    for model in _trained(config, shape, itemsize):
+        held[f"{model.name}: float32 weights"] = FULL * model.parameters // ranks
+        if not model.offloads:
+            held[f"{model.name}: moments"] = MOMENTS * model.parameters // ranks
+    if config.model.lora is not None:
+        in_4_bits = shape.layers * _layer_weights_in_4_bits(config, shape)  # every rank holds all of them
+        held[FROZEN_BASE] = round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
+    if _has_reference(config) and not config.algo.kl.offload:
+        held["reference"] = itemsize * shape.policy_parameters
+    return held
+
+
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
-    held = held_bytes(config, shape, device.itemsize)
-    policy_gradients, critic_gradients = gradient_bytes(config, shape)
-    policy_gathered = gathered_bytes(
-        shape.layer_parameters - _layer_weights_in_4_bits(config, shape), shape.root_parameters, device.itemsize
-    )
-    num_gathered = shape.policy_parameters - shape.layers * _layer_weights_in_4_bits(config, shape)
-    if _layer_weights_in_4_bits(config, shape):  # not gathered, but dequantized one by one
-        policy_gathered += device.itemsize * shape.hidden * shape.intermediate
+    model, itemsize, ranks = config.model, device.itemsize, config.runtime.num_workers
+    lora, compiled = model.lora, is_compiled(config, itemsize)
+    models, held = _trained(config, shape, itemsize), held_bytes(config, shape, itemsize)
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
-    model, compiled = config.model, is_compiled(config, device.itemsize)
-    offloads_base = model.lora is not None and model.lora.offload
+    offloads_base = lora is not None and lora.offload
     beside_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
-
-    head = partial(head_bytes, shape, device.itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
+    head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
     is_brought_back = _has_reference(config) and config.algo.kl.offload
-    reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if is_brought_back else {}
-    layer = tokens * pass_activation_bytes(shape, device.itemsize)
-    passes = {
-        "gathered weights": policy_gathered,
-        "the head, or a layer": max(layer, head(gradient="none")),  # no gradient: the layers' are gone when it begins
-    }
-    recompute = model.gradient_checkpointing
-    kept = update_activation_bytes(shape, device.itemsize, recompute=recompute, compiled=compiled)
-    update = {
-        **_gathered_in_updates(config, policy_gathered, num_gathered, device, policy_gradients),
-        "activations": tokens * (kept + _adapter_activation_bytes(config, shape, device.itemsize)),
-        "head": head(gradient="all" if model.lora is None else "hidden"),
-    }
+    layer = tokens * pass_activation_bytes(shape, itemsize)
+    whole = FULL * shape.embedding
+    if lora is not None:  # or a merged matrix, its float32 sum and what that is made of
+        whole = max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
     phases = {
         GENERATION: {**beside_engine, **awake},
-        PASSES: {**held, **asleep, **reference, **passes},
-        POLICY_UPDATE: {**held, **policy_gradients, **asleep, **update},
-        HAND_OVER: {
-            **beside_engine,
-            **(awake if config.rollout.engine == "vllm" else asleep),
-            **_gathered_at_hand_over(config, shape, device.itemsize),
+        PASSES: {
+            **held,
+            **asleep,
+            **({"reference, brought back": itemsize * shape.policy_parameters} if is_brought_back else {}),
+            "gathered weights": models[0].gathered,
+            # Without gradients the layers' tensors are gone when the head begins.
+            "the head, or a layer": max(layer, head(gradient="none")),
         },
     }
-    if config.critic is not None:
-        own = critic_shape(config, shape)
-        own_kept = update_activation_bytes(own, device.itemsize, recompute=recompute, compiled=compiled)
-        phases[CRITIC_UPDATE] = {
-            **held,
-            **critic_gradients,
-            **asleep,
-            **_gathered_in_updates(
-                config,
-                gathered_bytes(own.layer_parameters, own.embedding, device.itemsize),
-                own.critic_parameters,
-                device,
-                critic_gradients,
-            ),
-            "activations": tokens * own_kept,
-        }
+    for each in models:
+        kept = update_activation_bytes(
+            each.shape, itemsize, recompute=model.gradient_checkpointing, compiled=compiled
+        ) + (_adapter_activation_bytes(config, shape, itemsize) if each is models[0] else 0)
+        update = {**held, **each.gradients(ranks), **asleep, "gathered weights": each.gathered}
+        if model.zero_stage == 1 and ranks > 1:
+            update["gathered weights"] = max(each.gathered, each.whole)
+            update["whole gradients"] = ranks * sum(each.gradients(ranks).values())
+        update["activations"] = tokens * kept
+        phases[f"{each.name} update"] = update
+    phases[POLICY_UPDATE]["head"] = head(gradient="all" if lora is None else "hidden")
+    engine = awake if config.rollout.engine == "vllm" else asleep
+    phases[HAND_OVER] = {**beside_engine, **engine, "one whole tensor": whole}
     steps = [
-        {**held, **gradients, **asleep, "moments, a piece brought back": piece}
-        for gradients, piece in zip(
-            (policy_gradients, critic_gradients), _brought_back_bytes(config, shape), strict=True
-        )
-        if piece
+        {**held, **each.gradients(ranks), **asleep, "moments, a piece brought back": piece}
+        for each in models
+        if (piece := each.brought_back(ranks))
     ]
     if steps:
         phases[OPTIMIZER_STEP] = max(steps, key=lambda parts: sum(parts.values()))
     return phases
-
-
-def _gathered_in_updates(
-    config: RunConfig, layers: int, parameters: int, device: Device, gradients: dict[str, int]
-) -> dict[str, int]:
-    """Whole weights in the compute type, and whole gradients where `model.zero_stage` keeps them. `layers`: bytes of
-    those that are gathered otherwise; `gradients`: this rank's part."""
-    if not _gathers_once(config):
-        return {"gathered weights": layers}
-    return {
-        "gathered weights": max(layers, device.itemsize * parameters),
-        "whole gradients": config.runtime.num_workers * sum(gradients.values()),
-    }
-
-
-def _gathers_once(config: RunConfig) -> bool:
-    """Whether several ranks hold all weights at a time."""
-    return config.model.zero_stage == 1 and config.runtime.num_workers > 1
-
-
-def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
-    """What lies on the device in every phase."""
-    ranks, trained = config.runtime.num_workers, _trained(config, shape)
-    held = {"policy: float32 weights": FULL * trained // ranks}
-    if config.model.lora is not None:
-        in_4_bits = shape.layers * _layer_weights_in_4_bits(config, shape)  # every rank holds all of them
-        held[FROZEN_BASE] = round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
-    if not config.optim.offload:
-        held["policy: moments"] = MOMENTS * trained // ranks
-    if _has_reference(config) and not config.algo.kl.offload:
-        held["reference"] = itemsize * shape.policy_parameters
-    if config.critic is not None:
-        number = critic_shape(config, shape).critic_parameters
-        held["critic: float32 weights"] = FULL * number // ranks
-        if not config.critic.optim.offload:
-            held["critic: moments"] = MOMENTS * number // ranks
-    return held
-
-
-def gradient_bytes(config: RunConfig, shape: ModelShape) -> tuple[dict[str, int], dict[str, int]]:
-    """Float32 gradients of the policy and of the critic; each goes with its optimizer's step."""
-    ranks = config.runtime.num_workers
-    number = critic_shape(config, shape).critic_parameters
-    critic = {} if config.critic is None else {"critic: gradients": FULL * number // ranks}
-    return {"policy: gradients": FULL * _trained(config, shape) // ranks}, critic
-
-
-def _brought_back_bytes(config: RunConfig, shape: ModelShape) -> tuple[int, int]:
-    """Most moments of the policy's and of the critic's offloaded optimizer that are on the device at one time: a piece,
-    or one larger tensor; 0 where they are not offloaded."""
-    ranks = config.runtime.num_workers
-    policy = critic = 0
-    if config.optim.offload:
-        largest = 0 if config.model.lora is not None else MOMENTS * shape.embedding // ranks
-        policy = min(max(largest, OFFLOAD_PIECE_BYTES), MOMENTS * _trained(config, shape) // ranks)
-    if config.critic is not None and config.critic.optim.offload:
-        own = critic_shape(config, shape)
-        whole = MOMENTS * own.critic_parameters // ranks
-        critic = min(max(MOMENTS * own.embedding // ranks, OFFLOAD_PIECE_BYTES), whole)
-    return policy, critic
-
-
-def _trained(config: RunConfig, shape: ModelShape) -> int:
-    return shape.policy_parameters if config.model.lora is None else shape.adapter_parameters(config.model.lora)
 
 
 def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
@@ -386,17 +354,6 @@ def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: in
     lora = config.model.lora
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
-
-
-def _gathered_at_hand_over(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
-    """All weights in the compute type with `model.zero_stage` 1. Else the largest tensor, whole: the embedding, or with
-    adapters a merged matrix, its float32 sum and what that is made of."""
-    if config.model.lora is not None:
-        merged = 2 * (FULL + itemsize) * shape.hidden * shape.intermediate
-        return {"one whole tensor": max(itemsize * shape.embedding, merged)}
-    if _gathers_once(config):
-        return {"gathered weights": itemsize * shape.policy_parameters}
-    return {"one whole tensor": FULL * shape.embedding}
 
 
 def device_of(config: RunConfig) -> Device:
@@ -566,13 +523,9 @@ def _room(device: Device) -> int:
     return device.total_bytes - CONTEXT_BYTES - round(KEPT_FREE * device.total_bytes)
 
 
-def _with(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
+def _with(section: S, values: Mapping[str, object]) -> S:
     """The settings with other values by dotted key; nothing is validated again."""
     for key, value in values.items():
-        config = _replaced(config, key.split("."), value)
-    return config
-
-
-def _replaced(section: S, names: Sequence[str], value: object) -> S:
-    name, *rest = names
-    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
+        name, _, rest = key.partition(".")
+        section = section.model_copy(update={name: _with(getattr(section, name), {rest: value}) if rest else value})
+    return section

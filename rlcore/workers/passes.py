@@ -20,13 +20,11 @@ from torch import Tensor
 from rlcore.algos.objective import Statistics
 from rlcore.batching.balance import micro_batches
 from rlcore.batching.pack import scatter_tokens, select, select_train
-from rlcore.errors import DeviceMemoryError
+from rlcore.errors import DeviceMemoryError, RankMemoryError
 from rlcore.models import memory
 from rlcore.models.memory import Refused, attempted, release_cached_memory
-from rlcore.models.parallel import CountedCollectives
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import on_all_ranks
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 S = TypeVar("S", bound=Statistics)
@@ -102,44 +100,37 @@ class Shortage:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The several ranks that make a pass together: what the pass of a sharded model orders of all of them, where they
-    are asked how it went, and the model's shape, by which micro-batches cost the same on all."""
-
-    collectives: CountedCollectives
-    world_size: int
-    device: torch.device
-    shape: ModelShape | None
-
-
-_ELSEWHERE = Refused("another rank")
-
-
 class PassBudget:
     """Runs one kind of pass in as many micro-batches as memory asks for.
 
     The pass is cut into `factor` times as many micro-batches as the token budget says; the factor is 1 until memory
     runs out, doubles each time that it does, and halves again after many good passes.
 
-    Several ranks cut alike. One that runs out of memory would leave the others waiting for its part of a collective, so
-    it goes through the rest of the pass with its shortest sequence in each micro-batch; then all of them drop what they
-    have and do it again.
+    Where several ranks make the pass together, one that runs out of memory has left the others in the middle of their
+    collectives: the pass ends with an error, and a retry begins with twice the factor, which then stays (see
+    `Worker.cut_finer`).
 
     Args:
-        name: of the pass, for the log.
+        name: of the pass, for messages.
         recover: brings the model back to where a pass may begin; called after a failed one.
-        ranks: that make the pass together; None for a rank that nobody waits for.
+        num_ranks: ranks that make the pass together.
+        shape: of the model, by which micro-batches cost the same on all of these ranks; None: they are cut by tokens.
         share_prompts: `model.share_prompts`.
     """
 
     def __init__(
-        self, name: str, *, recover: Callable[[], None], ranks: Ranks | None, share_prompts: bool = False
+        self,
+        name: str,
+        *,
+        recover: Callable[[], None],
+        num_ranks: int = 1,
+        shape: ModelShape | None = None,
+        share_prompts: bool = False,
     ) -> None:
         self._name = name
-        self._share_prompts = share_prompts
         self._recover = recover
-        self._ranks = ranks
+        self.num_ranks, self._shape = num_ranks, shape
+        self._share_prompts = share_prompts
         self._good = 0
         self._grow_after = GROW_AFTER
         self.factor = 1
@@ -154,74 +145,44 @@ class PassBudget:
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
         """`work(sequences of each micro-batch)`, again with more micro-batches while memory runs out.
 
-        Where several ranks make the pass, all are here with equal numbers of sequences and of micro-batches.
-
         Raises:
-            DeviceMemoryError: it ran out with a single sequence in each micro-batch; on all ranks.
+            DeviceMemoryError: it ran out with a single sequence in each micro-batch.
+            RankMemoryError: it ran out on this one of several ranks.
         """
         while True:
-            shape = None if self._ranks is None else self._ranks.shape
             number = min(num_micro * self.factor, batch.num_sequences)
-            parts = micro_batches(batch, number, shape, share_prompts=self._share_prompts)
-            if self._ranks is None:
-                outcome = attempted(partial(work, parts))
-            else:
-                outcome = self._together(self._ranks, work, batch, parts)
+            parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)
+            outcome = attempted(partial(work, parts))
             if not isinstance(outcome, Refused):
                 self._count_good_pass()
                 return outcome
-            self._count_failure(outcome, len(parts), batch.num_sequences)
-            self._give_back()
-
-    def _together(self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, parts: Parts) -> R | Refused:
-        """What the pass gives, unless memory was refused to a rank: this one, or another."""
-        ranks.collectives.begin()
-        outcome = attempted(partial(work, parts))
-        if isinstance(outcome, Refused):
-            self._make_up(ranks, work, batch, len(parts), outcome)
-        is_refused = isinstance(outcome, Refused)
-        all_went_well = on_all_ranks(not is_refused, world_size=ranks.world_size, device=ranks.device)
-        return outcome if is_refused or all_went_well else _ELSEWHERE
-
-    def _make_up(
-        self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, num_parts: int, refused: Refused
-    ) -> None:
-        """Take part in the rest of a pass that memory did not suffice for, so that nobody waits."""
-        again: R | Refused = refused
-        if not ranks.collectives.in_doubt:
-            self._give_back()
-            shortest = [int(batch.sequence_lengths().argmin())]
-            ranks.collectives.begin(rest=True)
-            again = attempted(partial(work, [shortest] * num_parts))
-        if isinstance(again, Refused):
-            raise DeviceMemoryError(
-                f"{self._name} ran out of memory on one of several ranks ({again.words}), so far that it cannot take "
-                f"part in the rest of the pass. {REMEDY}"
-            )
+            self._count_failure(outcome.words, len(parts), batch.num_sequences)
+            gc.collect()
+            self._recover()
+            release_cached_memory()
 
     def _count_good_pass(self) -> None:
         self._good += 1
-        if self.factor > 1 and self._good >= self._grow_after:
+        if self.num_ranks == 1 and self.factor > 1 and self._good >= self._grow_after:
             self.factor //= 2
             self._good = 0
             self._grow_after *= 2
             log.info("%s: tries %d times the micro-batches that the token budget asks for", self._name, self.factor)
 
-    def _count_failure(self, refused: Refused, number: int, num_sequences: int) -> None:
+    def _count_failure(self, words: str, number: int, num_sequences: int) -> None:
         self._good = 0
-        self.num_failures += refused is not _ELSEWHERE  # it is counted and told where it happened
+        self.num_failures += 1
         if number >= num_sequences:
             raise DeviceMemoryError(
-                f"{self._name} ran out of memory with one sequence in each micro-batch ({refused.words}). {REMEDY}"
+                f"{self._name} ran out of memory with one sequence in each micro-batch ({words}). {REMEDY}"
+            )
+        if self.num_ranks > 1:
+            raise RankMemoryError(
+                f"{self._name} ran out of memory in {number} micro-batches on one of {self.num_ranks} ranks ({words}). "
+                "The steps since the last checkpoint are repeated with twice as many, with the same numbers. To "
+                "save that time, lower trainer.max_tokens_per_micro_batch or set runtime.fit_memory=auto."
             )
         self.factor *= 2
-        if refused is _ELSEWHERE:
-            return
-        shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, refused.words)
+        shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, words)
         self._shortages.append(shortage)
         log.warning("%s", shortage)
-
-    def _give_back(self) -> None:
-        gc.collect()
-        self._recover()
-        release_cached_memory()

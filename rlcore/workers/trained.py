@@ -16,12 +16,12 @@ from rlcore.batching.pack import select_train
 from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import CountedCollectives, forget_failed_pass, gather, shard
+from rlcore.models.parallel import forget_failed_pass, gather, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import known_shape
 from rlcore.types import TrainBatch
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, Ranks, to_device, total
+from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, to_device, total
 
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
@@ -88,12 +88,12 @@ class TrainedModel(Generic[Model]):
         self._config, self._optim, self._place, self._world_size = config, optim, place, world_size
         self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.model, optim, device=place.device)
-        ranks: Ranks | None = None
-        if world_size > 1:
-            shape = known_shape(self.model.decoder.config.to_dict())
-            ranks = Ranks(CountedCollectives(self.model), world_size, place.device, shape)
+        shape = known_shape(self.model.decoder.config.to_dict()) if world_size > 1 else None
         self.update_pass, self.forward_pass = (
-            PassBudget(name, recover=self._recover, ranks=ranks, share_prompts=model.share_prompts) for name in passes
+            PassBudget(
+                name, recover=self._recover, num_ranks=world_size, shape=shape, share_prompts=model.share_prompts
+            )
+            for name in passes
         )
 
     def release_gradients(self) -> None:

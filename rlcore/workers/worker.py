@@ -4,6 +4,7 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,8 @@ from rlcore.workers.actor import Actor, Reference
 from rlcore.workers.canary import Canary, HandOver, probed_difference
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
-from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryMeter, MemoryPeak, RankProfiler
+from rlcore.workers.measure import BYTES_PER_GB, MemoryMeter, MemoryPeak, RankProfiler
+from rlcore.workers.passes import PassBudget
 from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
 
 P = ParamSpec("P")
@@ -78,6 +80,7 @@ class Worker:
         self._profiler = RankProfiler()
         self._meter = MemoryMeter()
         self._version = 0
+        self._times_cut = 0
         self._num_updates = 0  # since the last hand-over
         self._probe: tuple[Prompt, ...] = ()
         self._ref_logprobs: Float[Tensor, T] | None = None
@@ -85,14 +88,14 @@ class Worker:
     def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models, start the engine and give it the first weights."""
         torch.set_num_threads(self._config.runtime.threads_per_worker)
+        computes_on_gpu = self._config.runtime.device != "cpu" and torch.cuda.is_available()
+        if computes_on_gpu and self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers
+            let_segments_grow()  # before anything uses CUDA
         place = choose_place(self._config.runtime, self._config.model)
         self._place = place
-        on_gpu = place.device.type == "cuda"
-        self._gpu_use = GpuUseMeter(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}" if on_gpu else None)
+        self._on_gpu_since = time.monotonic() if place.device.type == "cuda" else None
         if place.device.type == "cpu":
             keep_freed_memory()
-        elif self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers between processes
-            let_segments_grow()
         if self._world_size > 1 or place.device.type == "cuda":
             if not dist.is_initialized():
                 address = rendezvous or free_address()
@@ -111,8 +114,6 @@ class Worker:
         self._build_models()
         if self._config.algo.kl.where != "off" and self._config.model.lora is None:
             self._reference = Reference(self._config, self._model_directory, place)
-        if place.device.type == "cuda":
-            self._saver.prepare()
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
@@ -128,6 +129,20 @@ class Worker:
         self._actor = Actor(config, self._model_directory, place, mesh)
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh)
+        self.cut_finer(self._times_cut)
+
+    def cut_finer(self, times: int) -> None:
+        """Cut passes that several ranks make together into 2^times as many micro-batches from now on."""
+        self._times_cut = times
+        for each in self._passes():
+            if each.num_ranks > 1:
+                each.factor = 2**times
+
+    def _passes(self) -> list[PassBudget]:
+        """The budgets of all kinds of passes."""
+        trained = [model for model in (self._actor, self._critic) if model is not None]
+        found = [budget for model in trained for budget in (model.update_pass, model.forward_pass)]
+        return found if self._reference is None else [*found, self._reference.forward_pass]
 
     def info(self) -> WorkerInfo:
         """What this rank found at its start."""
@@ -262,16 +277,15 @@ class Worker:
         """
         self._version, self._num_updates = version, 0
         self._wake_engine()
-        dtype = engine_dtype(self._config, self._place.dtype)
-        with self._actor.gathered(dtype):
-            taken = self._engine.update_weights(self._actor.weights(dtype), version)
-            if self._engine.policy_version != version:
-                raise EngineError(
-                    f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
-                )
-            if self._config.rollout.engine != "vllm":
-                return HandOver(0.0)
-            observed = [(taken, self._probed_difference())] * self._world_size
+        weights = self._actor.weights(engine_dtype(self._config, self._place.dtype))
+        taken = self._engine.update_weights(weights, version)
+        if self._engine.policy_version != version:
+            raise EngineError(
+                f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
+            )
+        if self._config.rollout.engine != "vllm":
+            return HandOver(0.0)
+        observed = [(taken, self._probed_difference())] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(observed, observed[0])
         return self._canary.judge(version, observed)
@@ -328,12 +342,7 @@ class Worker:
 
     def memory_peak(self) -> MemoryPeak:
         """Largest use of memory since the start of the process, and the passes that ran out of it."""
-        passes = [self._actor.update_pass, self._actor.forward_pass]
-        if self._critic is not None:
-            passes += [self._critic.update_pass, self._critic.forward_pass]
-        if self._reference is not None:
-            passes.append(self._reference.forward_pass)
-        most = self._meter.most()
+        most, passes = self._meter.most(), self._passes()
         return MemoryPeak(
             most.allocated / BYTES_PER_GB,
             most.reserved / BYTES_PER_GB,
@@ -342,8 +351,9 @@ class Worker:
         )
 
     def gpu_use(self) -> GpuUse | None:
-        """What this rank has used since its start; None on a CPU."""
-        return self._gpu_use.use()
+        """Time for which this rank has held its GPU; None on a CPU."""
+        began = self._on_gpu_since
+        return None if began is None else GpuUse(began, time.monotonic() - began)
 
     def _rest_engine(self) -> None:
         """Let the engine release the memory that training needs."""

@@ -292,3 +292,12 @@ def token_rewards(scores: Flat, answers: Positions, kls: Flat | None, coef: floa
         for t in positions:
             rewards[t] = (scores[n] if t == positions[-1] else 0.0) - (0.0 if kls is None else coef * kls[t])
     return rewards
+
+
+def naive_weight(old: float, behavior: float, mode: str, cap: float) -> float:
+    ratio = math.exp(max(-20.0, min(20.0, old - behavior)))
+    if mode == "off":
+        return 1.0
+    if mode == "truncate":
+        return min(ratio, cap)
+    return ratio if 1 / cap <= ratio <= cap else 0.0

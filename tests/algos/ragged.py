@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlcore.algos.aggregation import Denominator
 from rlcore.types import PackedBatch, TrainBatch
 
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30)
@@ -109,3 +110,15 @@ def train_batch(rows: Rows, advantages: Tensor, **given: Tensor | None) -> Train
     absent = dict.fromkeys(("old_logprobs", "ref_logprobs", "old_values", "returns"))
     weights = {"importance_weights": torch.ones_like(advantages)}
     return TrainBatch(packed=packed, advantages=advantages, **(absent | weights | given))
+
+
+def denominator(rows: Rows, norm_tokens: int = 8) -> Denominator:
+    return Denominator(num_tokens=sum(rows.lengths()), num_sequences=rows.num_sequences, norm_tokens=norm_tokens)
+
+
+def partitions(num_sequences: int, seed: int) -> list[list[int]]:
+    """The sequences in random order, cut at random places."""
+    rng = random.Random(seed)
+    order = rng.sample(range(num_sequences), num_sequences)
+    cuts = sorted(rng.sample(range(1, num_sequences), rng.randint(0, num_sequences - 1)))
+    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, num_sequences], strict=True)]

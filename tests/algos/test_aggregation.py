@@ -1,6 +1,5 @@
 """The four aggregations: against the naive twin, and the same for any split into micro-batches."""
 
-import random
 from typing import get_args
 
 import pytest
@@ -10,13 +9,9 @@ from rlcore.algos.aggregation import Denominator, aggregate, segment_sum, token_
 from rlcore.config.algo import Aggregation
 from tests.algos import naive
 from tests.algos.compare import assert_floats, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf
+from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, partitions
 
 MODES = get_args(Aggregation)
-
-
-def denominator(rows: Rows, norm_tokens: int = 8) -> Denominator:
-    return Denominator(num_tokens=sum(rows.lengths()), num_sequences=rows.num_sequences, norm_tokens=norm_tokens)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
@@ -31,14 +26,6 @@ def test_value_and_gradient_are_those_of_the_naive_twin(mode: Aggregation, rows:
     assert total.item() == pytest.approx(sum(w * loss[t].item() for t, w in weights.items()), rel=1e-12)
     total.backward()
     assert_tokens(grad_of(loss), weights)
-
-
-def partitions(num_sequences: int, seed: int) -> list[list[int]]:
-    """The sequences in random order, cut at random places."""
-    rng = random.Random(seed)
-    order = rng.sample(range(num_sequences), num_sequences)
-    cuts = sorted(rng.sample(range(1, num_sequences), rng.randint(0, num_sequences - 1)))
-    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, num_sequences], strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -22,8 +22,18 @@ from rlcore.algos.selection import rank_share, token_covariance
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, KlConfig
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, spoiled, train_batch
-from tests.algos.test_aggregation import denominator, partitions
+from tests.algos.ragged import (
+    GAPPED,
+    RAGGED,
+    Rows,
+    denominator,
+    floats,
+    grad_of,
+    leaf,
+    partitions,
+    spoiled,
+    train_batch,
+)
 
 NAIVE = {name: getattr(naive, name) for name in POLICY_LOSSES}
 NUM_FIELDS = 6

@@ -11,9 +11,8 @@ from rlcore.algos.off_policy import importance_weights, left_behind, rejected
 from rlcore.config.algo import ImportanceConfig, RejectionConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats
-from tests.algos.test_aggregation import partitions
-from tests.algos.test_importance import naive_weight
+from tests.algos.naive import naive_weight
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, partitions
 
 LEVELS = get_args(RejectionConfig.model_fields["level"].annotation)
 CAPS = {"k1": (1.05, 1.5, 4.0), "k2": (0.01, 0.3), "k3": (0.01, 0.3)}

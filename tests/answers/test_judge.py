@@ -17,8 +17,8 @@ from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.tracking.journal import load_journal
 from tests.answers.made import Made
-from tests.run.running import small
-from tests.run.sessions import run_to_the_end
+from tests.helpers.running import small
+from tests.helpers.sessions import run_to_the_end
 
 PLANTED = "tests.answers.planted"
 CASES = [

@@ -15,43 +15,14 @@ import pytest
 from rlcore.checkpoint import catalog
 from rlcore.checkpoint import store as store_module
 from rlcore.checkpoint.catalog import plan_prune, scan
-from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore, require_same_settings
 from rlcore.config import AlgoConfig, CheckpointConfig, KlConfig, RunConfig, TrackingConfig
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DiskSpaceError
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import Manifest
+from tests.helpers.checkpoints import SETTINGS, save, state_at, steps, store_at
+from tests.helpers.published import edit_manifest, flip
 from tests.storage.small_disk import fill
-
-SETTINGS = RunConfig()
-
-
-def store_at(folder: Path, settings: RunConfig = SETTINGS, **config: object) -> CheckpointStore:
-    return CheckpointStore(folder / "checkpoints", CheckpointConfig(**config), settings)
-
-
-def state_at(step: int) -> TrainerState:
-    return TrainerState(
-        step=step,
-        policy_version=step,
-        num_prompts_drawn=64 * step,
-        num_tokens=1000 * step,
-        kl_coef=0.1,
-        settings_fingerprint=settings_fingerprint(SETTINGS),
-    )
-
-
-def save(store: CheckpointStore, step: int, score: float | None = None, content: str = "weights") -> Path:
-    metrics = {} if score is None else {"val-core/countdown/reward/mean@1": score}
-    with store.writing(state_at(step), metrics) as folder:
-        (folder / "policy").mkdir()
-        (folder / "policy" / "rank.safetensors").write_text(f"{content} of {step}")
-    return store.path_of(step)
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [info.step for info in store.list()]
 
 
 def test_what_is_written_is_listed_found_and_read(tmp_path):
@@ -98,29 +69,6 @@ def test_the_best_is_the_highest_and_of_equal_ones_the_later(tmp_path):
 # ---------------------------------------------------------------- damage
 
 
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 4
-    path.write_bytes(content)
-
-
-def edit_manifest(path: Path, **changes: object) -> None:
-    from rlcore.storage.manifest import manifest_digest
-
-    document = json.loads((path / "manifest.json").read_text()) | changes
-    document["manifest_sha256"] = manifest_digest(document)
-    (path / "manifest.json").write_text(json.dumps(document))
-
-
-def drop_from_manifest(path: Path, key: str) -> None:
-    """It fits its own digest."""
-    from rlcore.storage.manifest import manifest_digest
-
-    document = {name: value for name, value in json.loads((path / "manifest.json").read_text()).items() if name != key}
-    document["manifest_sha256"] = manifest_digest(document)
-    (path / "manifest.json").write_text(json.dumps(document))
-
-
 def instead(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
     make(path)
@@ -143,7 +91,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "newer format": (lambda path: edit_manifest(path, format_version=99), "format_version must be 1, got 99"),
     "renamed": (lambda path: edit_manifest(path, step=7), "is of checkpoint 7, not of checkpoint 3"),
     "no checkpoint": (lambda path: edit_manifest(path, kind="model"), "is of model"),
-    "manifest without keys": (lambda path: drop_from_manifest(path, "metrics"), "lacks what a checkpoint's says"),
+    "manifest without keys": (lambda path: edit_manifest(path, without="metrics"), "lacks what a checkpoint's says"),
     "deep manifest": (lambda path: (path / "manifest.json").write_text("[" * 200_000), "is damaged"),
     "pipe for a manifest": (lambda path: instead(path / "manifest.json", os.mkfifo), "is no ordinary file"),
     "folder for a manifest": (lambda path: instead(path / "manifest.json", Path.mkdir), "cannot be read"),
@@ -191,11 +139,11 @@ def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, c
     newest = store_at(tmp_path).latest()
     assert newest is not None
     assert newest.step == 3
-    is_kept = damage in KEPT
-    assert any((tmp_path / "checkpoints").glob("step-000003.*")) == is_kept
+    store_at(tmp_path, keep_last=1, keep_best=0).prune()
+    assert any((tmp_path / "checkpoints").glob("step-000003.*")) == (damage in KEPT)
 
 
-def test_one_whose_state_is_of_a_newer_format_is_refused_and_kept_too(tmp_path, caplog):
+def test_a_newer_state_format_is_refused_and_kept(tmp_path, caplog):
     store = store_at(tmp_path)
     save(store, 2)
     with store.writing(replace(state_at(3), format_version=9), {}):
@@ -209,7 +157,7 @@ def test_one_whose_state_is_of_a_newer_format_is_refused_and_kept_too(tmp_path, 
     assert (tmp_path / "checkpoints" / "step-000003.format-9.1" / "state.json").read_bytes() == newer
 
 
-def test_one_of_a_newer_format_is_kept_where_the_run_comes_to_its_step_again(tmp_path, caplog):
+def test_a_newer_format_is_kept_at_its_step(tmp_path, caplog):
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     kept = []
     for number in (1, 2):
@@ -227,18 +175,6 @@ def test_one_of_a_newer_format_is_kept_where_the_run_comes_to_its_step_again(tmp
         path.rename(store.path_of(3))
         store_at(tmp_path).verify(store.list()[0])
         path.with_name("step-000003").rename(path)
-
-
-@pytest.mark.parametrize("kind", ["file", "link to itself", "unreadable manifest"])
-def test_what_cannot_be_published_over_gets_another_name(tmp_path, caplog, kind):
-    store = store_at(tmp_path, keep_last=1, keep_best=0)
-    save(store, 2)
-    DAMAGE[{"file": "file for a folder"}.get(kind, kind)][0](save(store, 3))
-    save(store, 3)
-    assert steps(store_at(tmp_path)) == [2, 3]
-    assert "is kept as step-000003.unreadable.1" in caplog.text
-    store.prune()
-    assert os.path.lexists(tmp_path / "checkpoints" / "step-000003.unreadable.1")
 
 
 def test_a_folder_of_checkpoints_that_is_none_is_refused(tmp_path):
@@ -294,7 +230,7 @@ def test_a_checkpoint_that_the_journal_fits_is_taken(tmp_path, journaled, caplog
 
 
 @pytest.mark.parametrize("reason", ["was changed", "is lost"])
-def test_where_no_checkpoint_fits_the_journal_the_newest_is_taken_and_that_is_told(tmp_path, journaled, caplog, reason):
+def test_the_newest_is_taken_where_none_fits_the_journal(tmp_path, journaled, caplog, reason):
     if reason == "is lost":
         journaled.unlink()
     else:
@@ -326,14 +262,6 @@ def test_without_hashes_only_sizes_are_checked(tmp_path):
     assert found is not None
     with pytest.raises(CheckpointError, match="hash must be"):
         reader.load_state(found)
-
-
-def test_without_hashes_a_cut_one_is_refused_all_the_same(tmp_path):
-    store = store_at(tmp_path)
-    save(store, 1)
-    shard = save(store, 2) / "policy" / "rank.safetensors"
-    os.truncate(shard, shard.stat().st_size - 1)
-    assert store_at(tmp_path).step_of("last", verify=False) == 1
 
 
 def test_unless_told_otherwise_hashes_are_checked(tmp_path):
@@ -458,9 +386,7 @@ def test_the_best_is_hashed_before_it_is_taken(tmp_path: Path, caplog: pytest.Lo
     assert f"checkpoint refused: {store.path_of(2)}/policy/rank.safetensors: hash must be" in caplog.text
 
 
-def test_what_was_verified_once_is_not_hashed_again_by_the_same_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verified_checkpoint_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = store_at(tmp_path)
     save(writer, 1)
     reader = store_at(tmp_path)
@@ -511,7 +437,7 @@ def test_an_error_while_writing_leaves_the_others(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-000001"]
 
 
-def test_a_full_disk_leaves_the_last_good_one_and_the_run_goes_on_when_there_is_room(small_disk):
+def test_a_full_disk_keeps_the_last_good_checkpoint(small_disk):
     store = store_at(small_disk)
     save(store, 1)
     for num_pages in range(4):  # shard, state, settings, manifest: a page each, so it fills at another
@@ -585,16 +511,6 @@ def test_a_damage_after_this_process_wrote_it_is_seen_by_size(tmp_path):
     assert newest.step == 1
 
 
-def test_remains_of_a_killed_writer_are_removed_by_the_next(tmp_path):
-    store = store_at(tmp_path)
-    save(store, 1)
-    dead = tmp_path / "checkpoints" / ".tmp-step-000002-4194305-0123abcd"
-    dead.mkdir()
-    (dead / "huge").touch()
-    save(store, 2)
-    assert not dead.exists()
-
-
 def test_a_folder_that_is_deleted_during_the_run_is_one_clear_error(tmp_path):
     store = store_at(tmp_path)
 
@@ -606,7 +522,7 @@ def test_a_folder_that_is_deleted_during_the_run_is_one_clear_error(tmp_path):
         vanish()
 
 
-def test_a_read_only_file_system_is_one_clear_error_and_can_still_be_read(small_disk):
+def test_a_read_only_file_system_is_a_clear_error(small_disk):
     store = store_at(small_disk)
     save(store, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -620,7 +536,7 @@ def test_a_read_only_file_system_is_one_clear_error_and_can_still_be_read(small_
     assert steps(store) == [1, 2]
 
 
-def test_one_that_is_pruned_while_it_is_read_is_not_a_broken_one(tmp_path, monkeypatch):
+def test_a_checkpoint_pruned_while_read_is_not_broken(tmp_path, monkeypatch):
     """The next one is published, and this one pruned, after the folder was listed and before its manifest is read."""
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     save(store, 1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.compose import experiment_names, group_members, idle_settings, load_config
+from rlcore.config.compose import compose, experiment_names, group_members
 from rlcore.config.rules.effects import EFFECTS, without_effect
 from rlcore.config.run import all_keys, section_names
 from rlcore.config.sweep_load import load_sweep
@@ -106,10 +106,10 @@ def test_every_row_names_settings_and_has_a_case():
 
 def test_a_revision_is_the_hubs(tmp_path: Path):
     given = ["data=gsm8k", f"data.source={tmp_path}", "data.revision=main", "model.path=a/b"]
-    (line,) = idle_settings(load_config(given), given)
+    (line,) = compose(given).idle_settings()
     assert line.startswith("data.revision=main: has no effect with data.source=")
     given[1] = "data.source=openai/gsm8k"
-    assert idle_settings(load_config(given), given) == []
+    assert compose(given).idle_settings() == []
 
 
 @pytest.mark.parametrize(
@@ -151,20 +151,18 @@ def test_no_sweep_of_ours_gives_a_setting_in_vain(name):
 
 @pytest.mark.parametrize("name", experiment_names())
 def test_no_experiment_of_ours_gives_a_setting_in_vain(name):
-    assert idle_settings(load_config([], experiment=name), [], experiment=name) == []
+    assert compose([], experiment=name).idle_settings() == []
 
 
 def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_switched_off(tmp_path: Path):
     file = tmp_path / "mine.yaml"
-    text = "defaults: [debug@_here_]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
+    text = "defaults: [debug]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
     file.write_text(text)
     words = [f"experiment={file}", "warm_start.enabled=false", "optim.lr=1e-4"]
-    lines = idle_settings(load_config(words), words)
+    lines = compose(words).idle_settings()
     assert [line.partition("=")[0] for line in lines] == ["algo.importance.cap", "rollout.memory_share"]
     words.append("rollout=hf")
-    assert [line.partition("=")[0] for line in idle_settings(load_config(words), words)] == ["algo.importance.cap"]
+    assert [line.partition("=")[0] for line in compose(words).idle_settings()] == ["algo.importance.cap"]
     words.append("+warm_start={max_steps: 9, batch_size: 8}")
-    assert idle_settings(load_config(words), words)[1].startswith(
-        "warm_start.batch_size=8, warm_start.max_steps=9: have no"
-    )
-    assert idle_settings(load_config(["experiment=debug", "~tags"]), ["experiment=debug", "~tags"]) == []
+    assert compose(words).idle_settings()[1].startswith("warm_start.batch_size=8, warm_start.max_steps=9: have no")
+    assert compose(["experiment=debug", "~tags"]).idle_settings() == []

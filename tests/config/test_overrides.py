@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 import rlcore.config.compose as composing
 from rlcore.config import Gsm8kData
-from rlcore.config.check import validate
-from rlcore.config.compose import CONF_DIR, composed_of, experiment_names, load_config
-from rlcore.config.problems import Findings
+from rlcore.config.compose import CONF_DIR, compose, experiment_names, load_config
 from rlcore.errors import ConfigError
 
 DEMO = "countdown_demo"
@@ -188,7 +187,7 @@ def test_unknown_keys(wrong, right):
     [
         (
             "validation.suites=[{name:x,data:{task:countdown,tmplate:bare}}]",
-            "data.tmplate: there is no such setting; got bare. Did you mean template?",
+            "data.tmplate: there is no such setting; got bare. Did you mean data.template?",
         ),
         (
             "validation.suites=[{name:x,data:{task:countdown},sampels_per_problem:3}]",
@@ -196,7 +195,7 @@ def test_unknown_keys(wrong, right):
         ),
         (
             "validation.suites=[{name:x,data:{task:countdown},sampling:{temprature:3}}]",
-            "sampling.temprature: there is no such setting; got 3. Further held-out sets",
+            "sampling.temprature: there is no such setting; got 3. Did you mean sampling.temperature?",
         ),
         (
             "validation.suites=[3]",
@@ -233,7 +232,7 @@ def test_unknown_keys(wrong, right):
         ("data.task=gsm8k", "follows from the group; got 'data.task=gsm8k'. Choose a task as a group: data=gsm8k"),
         ("paths.root=${path.root}", "cannot be filled in (Interpolation key 'path.root' not found); got ${path.root}"),
         ("paths.root=${nosuch:1}", "cannot be filled in (Unsupported interpolation type nosuch)"),
-        ("paths.root=???", "cannot be filled in (Missing mandatory value: paths.root)"),
+        ("paths.root=???", "cannot be filled in (Missing mandatory value: root)"),
         ("paths.root='${'", "cannot be filled in (no viable alternative at input '${')"),
         (
             "data.operations=['+','${nope}']",
@@ -389,7 +388,7 @@ def test_a_reference_that_points_nowhere_is_told_under_a_free_name_with_a_dot_to
     assert not_found.startswith(f"{key}.a.b: cannot be filled in (Interpolation key 'nope' not found); got ${{nope}}. ")
     assert no_variable.startswith(f"{key}.c.d: cannot be filled in (")
     assert "Environment variable 'MILLRACE_NO_SUCH' not found" in no_variable
-    assert missing.startswith(f"{key}.e.f: cannot be filled in (Missing mandatory value: {key}.e.f); got ???. ")
+    assert missing.startswith(f"{key}.e.f: cannot be filled in (Missing mandatory value: e.f); got ???. ")
 
 
 def test_an_unknown_experiment():
@@ -461,7 +460,7 @@ def own_conf(tmp_path, monkeypatch) -> Path:
 
 
 def test_mistakes_in_a_file_are_told_too(own_conf):
-    (own_conf / "mine.yaml").write_text("defaults: [debug@_here_, _self_]\ntrainer: {totl_steps: 5, batch_size: 0}\n")
+    (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\ntrainer: {totl_steps: 5, batch_size: 0}\n")
     lines = problems("seed=x", experiment="mine")
     assert [line.partition(":")[0] for line in lines] == ["seed", "trainer.batch_size", "trainer.totl_steps"]
     assert "got 5 from a settings file. Did you mean trainer.total_steps?" in lines[2]
@@ -469,19 +468,14 @@ def test_mistakes_in_a_file_are_told_too(own_conf):
 
 def test_a_key_that_is_no_text_is_told(own_conf):
     keys = "warm_start: {on: true, off: '${nope}'}\ntrainer: {1: 5}\n"
-    (own_conf / "mine.yaml").write_text(f"defaults: [debug@_here_, _self_]\n{keys}")
+    (own_conf / "mine.yaml").write_text(f"defaults: [debug, _self_]\n{keys}")
     lines = problems(experiment="mine")
     assert [line.partition(":")[0] for line in lines] == ["warm_start.false", "warm_start.true", "trainer.1"]
     assert "there is no such setting; got true from a settings file" in lines[1]
 
 
-def test_what_cannot_be_removed_ends_the_search_for_mistakes():
-    with pytest.raises(ConfigError, match=r"1 problem in .*\n  1\. warm_start\.true: there is no such setting; got 5"):
-        validate({"warm_start": {True: 5}}, Findings(), {})
-
-
 def test_off_without_quotes_in_yaml_is_explained(own_conf):
-    (own_conf / "mine.yaml").write_text("defaults: [debug@_here_, _self_]\nalgo: {kl: {where: off}}\n")
+    (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\nalgo: {kl: {where: off}}\n")
     assert "got false. In YAML write it in quotes" in the_problem(experiment="mine")
 
 
@@ -489,13 +483,13 @@ def test_off_without_quotes_in_yaml_is_explained(own_conf):
     ("text", "told"),
     [
         ("trainer: {batch_size: 4\n", "expected ',' or '}'"),
-        ("defaults: {debug: 1, _self_: 2}\n", "defaults"),
+        ("defaults: {debug: 1, _self_: 2}\n", "its defaults must be a list; got {debug:1,_self_:2} in mine. "),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_problem(own_conf, text, told):
     (own_conf / "mine.yaml").write_text(text)
     line = the_problem(experiment="mine")
-    assert line.startswith("experiment: its files in conf/ cannot be read (")
+    assert line.startswith("experiment: ")
     assert told in line
 
 
@@ -504,7 +498,7 @@ def test_a_file_that_cannot_be_read_is_one_problem(own_conf, text, told):
     [
         ("[mine, _self_]", "experiment/mine", f"There are {', '.join(experiment_names())}"),
         ("[debgu, _self_]", "experiment/debgu", "Did you mean debug? There are "),
-        ("[nothing@_here_]", "experiment/nothing", f"There are {', '.join(experiment_names())}"),
+        ("[nothing]", "experiment/nothing", f"There are {', '.join(experiment_names())}"),
         ("[debug, {override /algo: grppo}, _self_]", "algo/grppo", "Did you mean grpo? There are "),
         ("[debug, {/none: x}]", "none/x", "There are experiment, data, "),
     ],
@@ -520,15 +514,16 @@ def test_defaults_that_name_no_file_are_told_with_those_that_there_are(tmp_path,
 def test_the_files_and_members_that_settings_are_composed_of_are_told(own_conf):
     usual = {"data": "countdown", "model": "scratch", "critic": "none", "algo": "grpo", "rollout": "hf",
              "runtime": "local"}  # fmt: skip
-    assert composed_of([]) == ([], usual)
+    alone = compose([])
+    assert (alone.files, alone.members) == ([], usual)
     (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\nseed: 3\n")
     files = ["experiment/debug.yaml", "experiment/mine.yaml"]
-    found, members = composed_of(["algo=ppo", "seed=2"], experiment="mine")
-    assert (found, members["algo"], members["critic"]) == (files, "ppo", "default")
+    found = compose(["algo=ppo", "seed=2"], experiment="mine")
+    assert (found.files, found.members["algo"], found.members["critic"]) == (files, "ppo", "default")
     elsewhere = own_conf.parent.parent / "elsewhere.yaml"
     elsewhere.write_text("defaults: [mine, override /algo: rloo, _self_]\n")
-    found, members = composed_of([f"experiment={elsewhere}"])
-    assert (found, members["algo"], list(members)) == ([*files, str(elsewhere)], "rloo", list(usual))
+    found = compose([f"experiment={elsewhere}"])
+    assert (found.files, found.members["algo"], list(found.members)) == ([*files, str(elsewhere)], "rloo", list(usual))
 
 
 MULTIPLICATION = ("data.build=data.multiplication:build", "data.scorer=data.multiplication:score")
@@ -537,10 +532,9 @@ data: {build: data.multiplication:build, scorer: data.multiplication:score}
 """
 
 
-@pytest.mark.parametrize("base", ["debug", "debug@_here_"])
-def test_a_file_that_chooses_another_task_inherits_no_keys_of_the_task_before(tmp_path, base):
+def test_a_file_that_chooses_another_task_inherits_no_keys_of_the_task_before(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(f"defaults: [{base}, override /data: custom, _self_]\n{OF_ANOTHER_TASK}")
+    file.write_text(f"defaults: [debug, override /data: custom, _self_]\n{OF_ANOTHER_TASK}")
     same = load_config([*MULTIPLICATION, "data=custom"], experiment="debug")
     assert load_config([], experiment=str(file)) == same
     assert load_config(["data=custom"], experiment=str(file)) == same
@@ -571,16 +565,16 @@ def test_a_file_from_elsewhere_builds_on_others_by_paths_from_its_folder(tmp_pat
     monkeypatch.chdir(tmp_path / "below")
     config = load_config([], experiment="../own.yaml")
     assert (config.name, config.seed, config.optim.lr, config.algo.advantage) == ("own", 5, 1e-5, "rloo")
-    assert composed_of([], experiment=str(own))[0] == ["experiment/debug.yaml", *map(str, (base, middle, own))]
+    assert compose([], experiment=str(own)).files == ["experiment/debug.yaml", *map(str, (base, middle, own))]
     base.write_text("defaults: [debug, _self_]\nseed: 4\noptim: {lr: 2e-5, lrr: 1}\n")
     assert "optim.lrr: there is no such setting; got 1 from a settings file" in the_problem(experiment=str(own))
     base.write_text("defaults: [_self_, debug]\noptim: {lr: 2e-5}\n")
-    assert f"or it loses optim.lr to debug; got _self_ before debug in {base}" in the_problem(experiment=str(own))
+    assert f"got _self_ before debug in {base}. Put _self_ behind debug" in the_problem(experiment=str(own))
 
 
 @pytest.mark.parametrize(
     ("defaults", "told"),
-    [("[own.yaml, _self_]", "one of them builds on itself"), ("[gone.yaml, _self_]", "No such file or directory")],
+    [("[own.yaml, _self_]", "builds on itself"), ("[gone.yaml, _self_]", "there is no such file")],
 )
 def test_a_file_that_builds_on_itself_or_on_none_is_one_problem(tmp_path, defaults, told):
     (tmp_path / "own.yaml").write_text(f"defaults: {defaults}\nname: own\n")
@@ -613,7 +607,7 @@ def test_a_file_that_may_not_be_read_is_one_problem(tmp_path):
 def test_a_file_that_is_no_text_is_one_problem(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xff\xfe\x00name")
-    assert the_problem(experiment=str(file)).startswith("experiment: its files cannot be read (")
+    assert the_problem(experiment=str(file)).startswith("experiment: cannot be read (")
 
 
 # ---------------------------------------------------------------- Hydra's global state
@@ -635,4 +629,4 @@ def test_composing_inside_somebody_elses_hydra(tmp_path):
     (tmp_path / "theirs.yaml").write_text("a: 1\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         load_config([], experiment=DEMO)
-        assert compose("theirs").a == 1
+        assert hydra_compose("theirs").a == 1

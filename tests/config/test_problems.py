@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlcore.config.base import leaves, sections_of
-from rlcore.config.compose import idle_settings, load_config
+from rlcore.config.compose import compose, load_config
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Problem, did_you_mean, nearest, override_value, settings_error, shown
 from rlcore.config.run import all_keys, free_mappings, is_key, section_names
@@ -70,7 +70,7 @@ def test_no_message_holds_the_password_of_an_address(written):
             load_config(["experiment=debug", written % address])
         assert "SECRET" not in str(error.value)
     idle_words = ["experiment=debug", "tracking.enabled=false", "tracking.uri=http://me:SECRET@host"]
-    (idle,) = idle_settings(load_config(idle_words), idle_words)
+    (idle,) = compose(idle_words).idle_settings()
     assert "SECRET" not in idle
 
 

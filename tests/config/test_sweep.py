@@ -322,7 +322,7 @@ def test_an_experiment_file_says_what_differs_from_the_members_of_its_groups():
 
 def test_an_experiment_file_from_elsewhere_may_build_on_ours(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("defaults:\n  - debug@_here_\n  - override /algo: ppo\n  - _self_\noptim: {lr: 5e-4}\n")
+    file.write_text("defaults:\n  - debug\n  - override /algo: ppo\n  - _self_\noptim: {lr: 5e-4}\n")
     config = load_config([f"experiment={file}"])
     assert (config.optim.lr, config.algo.advantage, config.critic is not None) == (5e-4, "gae", True)
     assert config.data == load_config([], experiment="debug").data
@@ -330,7 +330,7 @@ def test_an_experiment_file_from_elsewhere_may_build_on_ours(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "experiment: there is no such file"), ("a: [b", "experiment: its files cannot be read (")],
+    [(None, "experiment: there is no such file"), ("a: [b", "experiment: cannot be read (")],
 )
 def test_an_experiment_file_that_cannot_be_read(tmp_path, content, told):
     file = tmp_path / "mine.yaml"

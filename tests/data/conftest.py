@@ -1,5 +1,6 @@
 """What the tests of datasets share: the published GSM8K files where they lie beside the repository, and tokenizers."""
 
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlcore.config import MappedData
 from rlcore.config.model import ScratchModel
 from rlcore.models.tokenizer import build_scratch_tokenizer
 
@@ -57,6 +59,11 @@ def trained_bpe() -> Tokenizer:
     return core
 
 
+def asked(*questions: str) -> list[list[dict[str, str]]]:
+    """A prompt of one user message for each question."""
+    return [[{"role": "user", "content": question}] for question in questions]
+
+
 def saved(core: Tokenizer, folder: Path, *, chat_template: str | None) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(core.to_str()),
@@ -81,3 +88,12 @@ def base_tokenizer(trained_bpe, tmp_path_factory) -> Path:
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     return saved(core, tmp_path_factory.mktemp("base"), chat_template=None)
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> MappedData:
+    """Three rows for training and two held-out ones."""
+    for name, number in (("train", 3), ("test", 2)):
+        lines = (json.dumps({"question": f"{name} {n}?", "answer": str(n)}) for n in range(number))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return MappedData(source=str(tmp_path))

@@ -65,14 +65,6 @@ def check_score(text, target, numbers):
         assert (found.total == 1.0) == (found.parts["correct"] == 1.0)
 
 
-@settings(max_examples=600, deadline=None)
-@given(text=TEXTS, target=st.integers(-5, 50), numbers=st.lists(st.integers(0, 20), min_size=1, max_size=6))
-@example(text="9**9**9", target=9, numbers=[9, 9, 9])
-@example(text="<answer>" * 1_000 + "</answer>" * 1_000, target=1, numbers=[1])
-def test_no_text_raises_or_scores_outside_its_set(text, target, numbers):
-    check_score(text, target, numbers)
-
-
 ANYTHING = given(
     text=st.one_of(TEXTS, TREES, TREES.map(bracketed), TREES.map(lambda tree: shortened(tree).text)),
     target=st.integers(-5, 50),
@@ -82,14 +74,16 @@ ANYTHING = given(
 
 @settings(max_examples=1_500, deadline=None)
 @ANYTHING
-def test_fuzz(text, target, numbers):
+@example(text="9**9**9", target=9, numbers=[9, 9, 9])
+@example(text="<answer>" * 1_000 + "</answer>" * 1_000, target=1, numbers=[1])
+def test_any_text_scores_as_brute_force_says(text, target, numbers):
     check_anything(text, target, numbers)
 
 
 @pytest.mark.lengthy
 @settings(max_examples=20_000, deadline=None)
 @ANYTHING
-def test_fuzz_for_longer(text, target, numbers):
+def test_any_text_scores_as_brute_force_says_for_longer(text, target, numbers):
     check_anything(text, target, numbers)
 
 

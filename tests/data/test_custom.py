@@ -1,144 +1,165 @@
-"""Files that a build of one's own reads, rows that are tried before a run, and a game as a task of one file."""
+"""Tasks of one's own: a function in a file, and the files that it reads."""
 
-import json
-import random
+import sys
 from hashlib import sha256
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
-import data
-from data.custom import FirstRow, digests_of, first_row, require_sound_rows
-from data.number_guessing import Game
-from data.reasoning_gym import score
+from data import multiplication
+from data.filter import filter_dataset
 from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
-from rlcore.config import CountdownData, CustomData, MappedData, MixtureData, MixturePart
+from data.trial import first_row
+from rlcore.batching.prompts import read_prompts, read_solutions
+from rlcore.config import CustomData, FilterConfig, MixtureData, MixturePart, RewardConfig
+from rlcore.config.compose import load_config
 from rlcore.errors import DataError
+from rlcore.rollout.scoring import ScoringPool
+
+TIMES = CustomData(train_size=200, validation_size=20)
 
 
-def test_a_file_is_named_by_its_place_beside_the_build(tmp_path: Path) -> None:
-    beside = tmp_path / "own"
-    (beside / "deep").mkdir(parents=True)
-    for file in (beside / "deep" / "a.txt", tmp_path / "b.txt"):
-        file.write_text("x")
-    found = digests_of([tmp_path / "b.txt", beside / "deep" / "a.txt"], beside)
-    assert found == {"deep/a.txt": sha256(b"x").hexdigest(), "b.txt": sha256(b"x").hexdigest()}
-    (tmp_path / "link").symlink_to(tmp_path)
-    same = digests_of([tmp_path / "b.txt", tmp_path / "link" / "b.txt"], beside)
-    assert same.keys() == {"b.txt"}, "two paths to one file"
-    (beside / "b.txt").write_text("y")
-    found = digests_of([tmp_path / "b.txt", beside / "b.txt", beside / "deep" / "a.txt"], beside)
-    assert found == {
-        (tmp_path / "b.txt").as_posix(): sha256(b"x").hexdigest(),
-        (beside / "b.txt").as_posix(): sha256(b"y").hexdigest(),
-        "deep/a.txt": sha256(b"x").hexdigest(),
-    }
+def test_multiplication_end_to_end(scratch_tokenizer, artifacts_root):
+    dataset = build_dataset(TIMES, seed=1, root=artifacts_root)
+    assert dataset.counts == {"train": 200, "validation": 20}
+    found = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
+    prompts = read_prompts(found.directory / "train.parquet")
+    assert all(len(prompt.token_ids) == 4 for prompt in prompts)
+    assert len(read_solutions(found.directory / "train.parquet")) == 200
+    solutions = [row["extra_info"]["solution"] for row in pq.read_table(found.directory / "train.parquet").to_pylist()]
+    with ScoringPool(TIMES.scorer, RewardConfig(num_processes=1)) as pool:
+        truths = [prompt.ground_truth_json for prompt in prompts]
+        assert {score.total for score in pool.score(solutions, truths)} == {1.0}
+        assert {score.total for score in pool.score(solutions[1:], truths[:-1])} == {0.0}
 
 
-@pytest.fixture
-def mapped(tmp_path: Path) -> MappedData:
-    """Three rows for training and two held-out ones."""
-    for name, number in (("train", 3), ("test", 2)):
-        lines = (json.dumps({"question": f"{name} {n}?", "answer": str(n)}) for n in range(number))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return MappedData(source=str(tmp_path))
+@pytest.mark.parametrize(
+    ("answer", "total", "well_formed"),
+    [
+        ("12", 1, 1),
+        (" 1 2\n", 1, 1),
+        ("13", 0, 1),
+        ("12.0", 0, 0),
+        ("", 0, 0),
+        ("\u0661\u0662", 0, 0),
+        ("9" * 10_000, 0, 0),
+    ],
+)
+def test_multiplication_scores(answer, total, well_formed):
+    found = multiplication.score(answer, {"product": 12})
+    assert (found.total, found.parts["format"]) == (total, well_formed)
 
 
-def test_rows_of_local_files_are_counted_and_one_that_stands_twice_is_told_by_its_line(
-    mapped: MappedData, tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    assert require_sound_rows(mapped, 1, root, each_once=True) == 3
-    assert require_sound_rows(mapped, 1, root, ("validation",), each_once=True) == 2
-    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    with train.open("a") as file:
-        file.write('\n{"question": "train 1?", "answer": "7"}\n')
-    assert require_sound_rows(mapped, 1, root, each_once=False) == 4
-    with pytest.raises(DataError) as told:
-        require_sound_rows(mapped, 1, root, each_once=True)
-    assert str(told.value) == (
-        f"{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or set "
-        "filter.duplicates to drop or keep"
+def test_too_many_products_are_refused(artifacts_root):
+    with pytest.raises(DataError, match="at most 4851 products exist, got 5020"):
+        build_dataset(TIMES.model_copy(update={"train_size": 5_000}), seed=1, root=artifacts_root)
+
+
+def test_a_task_from_a_file_of_ones_own_follows_its_source(tmp_path, monkeypatch, artifacts_root):
+    source = Path(multiplication.__file__).read_text()
+    (tmp_path / "my_own_task.py").write_text(source.replace('data_source="multiplication"', 'data_source="mine"'))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = TIMES.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
+    dataset = build_dataset(mine, seed=1, root=artifacts_root)
+    assert pq.read_table(dataset.directory / "train.parquet").column("data_source")[0].as_py() == "mine"
+    assert dataset_fingerprint(mine, 1) == dataset.fingerprint
+    with (tmp_path / "my_own_task.py").open("a") as file:
+        file.write("# changed\n")
+    assert dataset_fingerprint(mine, 1) != dataset.fingerprint
+
+
+READER = """
+from data.multiplication import Message, Row, TaskRows
+from pathlib import Path
+def build(settings, seed):
+    def rows(split):  # opened while the rows are read
+        for number in (Path(settings.options[0]) / f"{split}.txt").read_text().split():
+            yield Row((Message("user", number),), {"product": int(number)})
+    return TaskRows("read", "math", "text", {split: rows(split) for split in ("train", "validation")})
+"""
+
+
+def test_the_files_of_a_folder_that_the_options_name_are_part_of_the_dataset_on_any_machine(tmp_path, monkeypatch):
+    mine = TIMES.model_copy(update={"build": "reading_task:build", "options": ("numbers",)})
+    found = []
+    for machine in ("one", "other"):
+        folder, root = tmp_path / machine, tmp_path / machine / "artifacts"
+        (folder / "numbers").mkdir(parents=True)
+        (folder / "reading_task.py").write_text(READER)
+        for split, numbers in (("train", "1\n2\n"), ("validation", "3\n")):
+            (folder / "numbers" / f"{split}.txt").write_text(numbers)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.chdir(folder)
+        monkeypatch.delitem(sys.modules, "reading_task", raising=False)
+        first = build_dataset(mine, seed=1, root=root)
+        assert not first.cached
+        assert build_dataset(mine, seed=1, root=root).cached
+        (folder / "numbers" / "train.txt").write_text("1\n2\n4\n")
+        second = build_dataset(mine, seed=1, root=root)
+        assert (second.cached, second.counts["train"]) == (False, 3)
+        assert len([each for each in (root / "datasets").iterdir() if each.is_dir()]) == 2, "nothing is left over"
+        mixture, fresh = MixtureData(parts=(MixturePart(data=mine), MixturePart(data=TIMES))), folder / "fresh"
+        made = build_dataset(mixture, seed=1, root=fresh)
+        assert made.directory == dataset_directory(dataset_fingerprint(mixture, 1), fresh), "the filter finds it"
+        found.append((first.fingerprint, second.fingerprint))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+
+
+def test_of_files_of_one_name_each_counts(tmp_path):
+    places = [tmp_path / f"{name}.txt" for name in ("de/train", "en/train", "de/validation", "more/named/validation")]
+    for number, file in enumerate(places):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number}\n")
+    mine = TIMES.model_copy(update={"options": tuple(map(str, places))})
+    for number, file in enumerate(places):
+        made = build_dataset(mine, seed=1, root=tmp_path / "root")
+        assert build_dataset(mine, seed=1, root=tmp_path / "root").cached
+        file.write_text(f"1{number}\n")
+        assert inputs_of(made.directory) != input_digests(mine)
+        assert not build_dataset(mine, seed=1, root=tmp_path / "root").cached, file
+
+
+@pytest.mark.parametrize(
+    "name", ["nowhere:build", "data.multiplication:nothing", "data.multiplication:_HIGHEST", "..:x"]
+)
+def test_a_build_function_that_is_not_there_is_refused(name, artifacts_root):
+    settings = TIMES.model_copy(update={"build": name})
+    with pytest.raises(DataError, match=r"data.build: must name a function"):
+        build_dataset(settings, seed=1, root=artifacts_root)
+
+
+def test_a_build_function_must_return_rows(tmp_path, monkeypatch, artifacts_root):
+    (tmp_path / "wrong_task.py").write_text("def build(settings, seed): return []\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = TIMES.model_copy(update={"build": "wrong_task:build"})
+    with pytest.raises(DataError, match=r"wrong_task:build must return data\.rows\.TaskRows, got list"):
+        build_dataset(settings, seed=1, root=artifacts_root)
+
+
+def test_the_first_row_is_found_among_all_that_a_build_prints(tmp_path, monkeypatch, artifacts_root):
+    own = "import atexit, sys\natexit.register(print, 'bye')\nsys.stdout.buffer.write(b'\\xff')\nprint('{}')\n"
+    (tmp_path / "loud_task.py").write_text(own + "from data.multiplication import build, score\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    row = first_row(TIMES.model_copy(update={"build": "loud_task:build"}), 1, artifacts_root)
+    assert row == first_row(TIMES, 1, artifacts_root)
+
+
+def test_the_groups_of_settings_for_own_tasks_compose():
+    config = load_config(["data=math", "data.source=some/maths", "model.path=some/model", "reward.num_processes=1"])
+    assert (config.data.task, config.data.question, config.data.scorer) == ("mapped", "problem", "data.math:score")
+    config = load_config(["data=custom", "model.path=some/model"])
+    assert config.data == CustomData()
+
+
+def test_files_of_options_are_named_by_file_or_folder(tmp_path: Path) -> None:
+    for name in ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    options = tuple(str(tmp_path / name) for name in ("one", "two/one", "c.txt", "nowhere"))
+    found = input_digests(CustomData(build="data.multiplication:build", options=options))
+    a, b, other, c = (
+        sha256(name.encode()).hexdigest() for name in ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt")
     )
-    with test.open("a") as file:
-        file.write('{"question": "train 0?", "answer": "7"}\n')
-    with pytest.raises(DataError) as told:
-        require_sound_rows(mapped, 1, root, each_once=False)
-    assert str(told.value) == (
-        f"{test}: line 3: the same prompt as {train}: line 1, so validation would not measure what is new to the "
-        "model. Remove it from one of the two files"
-    )
-    assert require_sound_rows(CountdownData(), 1, root, each_once=True) is None
-    assert require_sound_rows(CustomData(), 1, root, each_once=True) is None
-
-
-def test_rows_of_a_finished_dataset_are_not_made_again(mapped: MappedData, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    made = first_row(mapped, 1, root)
-    assert made is not None
-    assert (made.prompt_form, made.ground_truth_json, made.solution) == (mapped.template, '"0"', "")
-    assert made.prompt[0]["content"].startswith("train 0?")
-    dataset = build_dataset(mapped, seed=1, root=root)
-    assert inputs_of(dataset.directory) == input_digests(mapped)
-    assert first_row(mapped, 1, root) == made
-    assert require_sound_rows(mapped, 1, root, each_once=True) == 3
-    assert require_sound_rows(mapped, 1, root, ("validation", "train"), each_once=True) == 2
-
-
-def test_the_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
-    settings = CountdownData(train_size=10**9, template="bare", search_tries=None)
-    found = first_row(settings, 7, tmp_path)
-    assert isinstance(found, FirstRow)
-    assert (found.prompt_form, json.loads(found.ground_truth_json)["form"]) == ("text", "bare")
-
-
-def test_a_game_tells_whether_the_number_is_higher_or_lower() -> None:
-    game = Game()
-    for seed in range(5):
-        game.reset({"seed": seed})
-        number = random.Random(seed).randint(1, 7)
-        for guess in range(-1, 10):
-            told = game.step(f" {guess} " if guess >= 0 else "what")
-            if guess == number:
-                assert (told.reply, told.done, told.reward, told.parts) == ("", True, 1.0, {"correct": 1.0})
-            else:
-                reply = ":" if guess < 0 else "+" if guess < number else "-"
-                assert (told.reply, told.done, told.reward, told.parts) == (reply, False, -0.1, {"correct": 0.0})
-    for text in ("\u00b2", "1" * 5_000):
-        assert game.step(text).reply == ":", "no number of this game, and none that int() takes"
-
-
-def test_an_answer_without_tags_is_worth_nothing_in_a_task_of_the_package() -> None:
-    found = score("17 <answer>17", {"task": "chain_sum", "entry": "{}"})
-    assert (found.total, found.parts, found.said) == (0.0, {"correct": 0.0, "format": 0.0}, None)
-
-
-def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    named = input_digests(mapped)
-    assert named.keys() == {"train.jsonl", "test.jsonl"}
-    other = CountdownData(min_numbers=2, max_numbers=2, number_high=9, target_high=9, train_size=9, validation_size=3)
-    mixture = MixtureData(parts=(MixturePart(data=other), MixturePart(data=mapped)))
-    by_part = {f"part 1: {name}": digest for name, digest in named.items()}
-    assert input_digests(mixture) == by_part
-    made = build_dataset(mixture, seed=1, root=root)
-    assert inputs_of(made.directory) == by_part
-    assert made.counts == {"train": 12, "validation": 5}
-    assert build_dataset(mixture, seed=1, root=root).cached
-    assert inputs_of(root) == {}
-
-
-def test_a_suites_dataset_is_another_one_with_its_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
-    whole = dataset_fingerprint(mapped, 1)
-    assert dataset_fingerprint(mapped, 2) == whole, "no row of it is drawn"
-    assert dataset_fingerprint(mapped, 1, ("train", "validation")) == whole
-    made = build_dataset(mapped, seed=1, root=tmp_path, splits=("validation",))
-    assert made.fingerprint == dataset_fingerprint(mapped, 1, ("validation",)) != whole
-    assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(made.fingerprint, tmp_path))
-    assert sorted(path.name for path in made.directory.glob("*.parquet")) == ["validation.parquet"]
-
-
-def test_the_package_names_what_it_offers_and_nothing_else() -> None:
-    assert data.build_dataset is build_dataset
-    with pytest.raises(AttributeError, match=r"^module 'data' has no attribute 'nothing'$"):
-        _ = data.nothing
+    assert (found["one/a.txt"], found["one/b.txt"], found["c.txt"]) == (a, f"{b} {other}", c)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-import data
 from data.gsm8k import final_number, only_number, reference_number, score, score_numeric
+from data.tasks import build_dataset, dataset_fingerprint
 from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ProblemResult, per_problem
@@ -79,7 +79,7 @@ def perturbed(reference, rng):
 
 @pytest.mark.slow
 def test_every_published_row_parses_and_its_reference_scores_one_and_five_others_zero(gsm8k_folder, artifacts_root):
-    found = data.build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
+    found = build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
     assert found.counts == {"train": 7_473, "validation": 1_319}
     import pyarrow.parquet as pq
 
@@ -110,14 +110,14 @@ def small(tmp_path):
 
 
 def test_the_fingerprint_follows_the_files_not_their_place(small, tmp_path):
-    here = data.dataset_fingerprint(Gsm8kData(source=str(small)), 1)
+    here = dataset_fingerprint(Gsm8kData(source=str(small)), 1)
     moved = tmp_path / "moved"
     moved.mkdir()
     for name in ("train.jsonl", "test.jsonl"):
         (moved / name).write_bytes((small / name).read_bytes())
-    assert data.dataset_fingerprint(Gsm8kData(source=str(moved)), 2) == here
+    assert dataset_fingerprint(Gsm8kData(source=str(moved)), 2) == here
     (moved / "test.jsonl").write_text(json.dumps({"question": "other", "answer": "#### 4"}))
-    assert data.dataset_fingerprint(Gsm8kData(source=str(moved)), 1) != here
+    assert dataset_fingerprint(Gsm8kData(source=str(moved)), 1) != here
 
 
 def test_parquet_files_give_the_rows_of_jsonl(small, artifacts_root, tmp_path):
@@ -130,7 +130,7 @@ def test_parquet_files_give_the_rows_of_jsonl(small, artifacts_root, tmp_path):
     pq.write_table(arrow_json.read_json(small / "test.jsonl"), folder / "test.parquet")
     tables = [
         pq.read_table(
-            data.build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root).directory / "train.parquet"
+            build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root).directory / "train.parquet"
         )
         for source in (small, folder)
     ]
@@ -151,19 +151,19 @@ def test_a_broken_line_is_named(small, artifacts_root, line, told):
     with (small / "train.jsonl").open("a") as file:
         file.write(line)
     with pytest.raises(DataError, match=rf"train.jsonl: line 5: .*{told}"):
-        data.build_dataset(Gsm8kData(source=str(small)), seed=1, root=artifacts_root)
+        build_dataset(Gsm8kData(source=str(small)), seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
 
 
 @pytest.mark.parametrize("source", ["nowhere", "/nowhere/else", "a/b/c"])
 def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(source, tmp_path):
     with pytest.raises(DataError, match=rf"data.source: must be a folder or a hub id \(owner/name\), got '{source}'"):
-        data.dataset_fingerprint(Gsm8kData(source=source), 1)
+        dataset_fingerprint(Gsm8kData(source=source), 1)
 
 
 def test_a_folder_without_the_files_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"lacks train and test, as \.jsonl, .* Its data files: none"):
-        data.dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1)
+        dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1)
 
 
 def test_a_hub_dataset_that_cannot_be_had_is_a_clear_error(artifacts_root):
@@ -171,7 +171,7 @@ def test_a_hub_dataset_that_cannot_be_had_is_a_clear_error(artifacts_root):
         r"no folder nobody/nothing-here here, and the hub dataset of that name cannot be had .*, or give data\.source a"
     )
     with pytest.raises(DataError, match=told):
-        data.build_dataset(Gsm8kData(source="nobody/nothing-here"), seed=1, root=artifacts_root)
+        build_dataset(Gsm8kData(source="nobody/nothing-here"), seed=1, root=artifacts_root)
 
 
 @pytest.mark.parametrize(("answer", "number"), [("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")])

@@ -1,4 +1,4 @@
-"""Inspection of datasets: figures, rows, leakage, three forms."""
+"""Inspection of datasets: figures, rows, leakage, as tables and as JSON."""
 
 import json
 from io import StringIO
@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-import data
-from data.inspect import Leakage, _cut, _facts, _shown_row, as_html, as_rich
-from data.write import as_markdown, as_svg, summarize
+from data.filter import filter_dataset
+from data.inspect import LONGEST_SHOWN_CHARS, Leakage, as_rich, inspect_dataset
+from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig
 from rlcore.errors import DataError
 
@@ -28,8 +28,8 @@ SMALL = CountdownData(
 
 @pytest.fixture
 def filtered(scratch_tokenizer, artifacts_root):
-    dataset = data.build_dataset(SMALL, seed=1, root=artifacts_root)
-    return data.filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
+    dataset = build_dataset(SMALL, seed=1, root=artifacts_root)
+    return filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
 
 
 def as_text(report):
@@ -39,7 +39,7 @@ def as_text(report):
 
 
 def test_figures_of_a_filtered_dataset(filtered):
-    report = data.inspect_dataset(filtered.directory, num_rows=2)
+    report = inspect_dataset(filtered.directory, num_rows=2)
     train, validation = report.splits
     assert (train.name, train.num_rows, validation.name, validation.num_rows) == ("train", 80, "validation", 20)
     assert train.problem is None
@@ -53,28 +53,23 @@ def test_figures_of_a_filtered_dataset(filtered):
 
 def test_the_seed_chooses_the_rows(filtered):
     path = filtered.directory / "train.parquet"
-    [first] = data.inspect_dataset(path, num_rows=5).splits
-    [again] = data.inspect_dataset(path, num_rows=5).splits
-    [other] = data.inspect_dataset(path, num_rows=5, seed=1).splits
+    [first] = inspect_dataset(path, num_rows=5).splits
+    [again] = inspect_dataset(path, num_rows=5).splits
+    [other] = inspect_dataset(path, num_rows=5, seed=1).splits
     assert first.rows == again.rows != other.rows
     table = pq.read_table(path).to_pylist()
     assert all({**table[row["row"]], "row": row["row"]} == row for row in first.rows)
 
 
-def test_three_forms_say_the_same(filtered):
-    report = data.inspect_dataset(filtered.directory, num_rows=1)
+def test_tables_and_json_have_the_same_figures(filtered):
+    report = inspect_dataset(filtered.directory, num_rows=1)
     document = json.loads(report.as_json())
     assert [split["num_rows"] for split in document["splits"]] == [80, 20]
     assert document["splits"][0]["rows"][0]["prompt"] == report.splits[0].rows[0]["prompt"]
     prompt = report.splits[0].rows[0]["prompt"][0]["content"]
-    text, page = as_text(report), as_html(report)
-    for shown in ("countdown (80)", "6 to 6, mean 6.0", prompt, filtered.fingerprint):
+    text = as_text(report)
+    for shown in ("countdown (80)", "6 to 6, mean 6.0", prompt, filtered.fingerprint, "share 0 prompts", "6 tokens: ["):
         assert shown in text
-        assert shown in page
-    assert "share 0 prompts" in text
-    assert page.startswith("<!doctype html>")
-    assert "<svg" in page
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_every_figure_and_row_of_a_table_is_as_in_the_file(tmp_path: Path) -> None:
@@ -87,75 +82,48 @@ def test_every_figure_and_row_of_a_table_is_as_in_the_file(tmp_path: Path) -> No
             "extra_info": {"split": "train", "index": index, "difficulty": 10 - index, "solution": "", **extra},
         }
 
-    rows = [row(0, "a", solution="7"), row(1, "bbb"), row(2, "bbb")]
+    long = "x" * (LONGEST_SHOWN_CHARS + 1)
+    rows = [row(0, "a", solution="7"), row(1, "bbb"), row(2, "bbb"), row(3, long)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[:2]), tmp_path / "validation.parquet")
-    report = data.inspect_dataset(tmp_path, num_rows=9)
+    report = inspect_dataset(tmp_path, num_rows=9)
     train = report.splits[0]
     size = (tmp_path / "train.parquet").stat().st_size
-    assert list(_facts(train)) == [
-        ("rows", f"3 ({size / 1e6:.2f} MB)"),
-        ("source", "sums (2), words (1)"),
-        ("prompt characters", "10 to 12, mean 11.3, median 12, p95 12"),
-        ("difficulty", "8: 1, 9: 1, 10: 1"),
-        ("with a solution", "1"),
-        ("duplicate prompts", "1"),
-    ]
-    assert (train.num_rows, train.size_bytes, train.path) == (3, size, str(tmp_path / "train.parquet"))
-    assert [one["row"] for one in train.rows] == [0, 1, 2]
-    told = list(_shown_row(train.rows[0]))
-    assert told == [
-        ("prompt (system)", "Be brief."),
-        ("prompt (user)", "a"),
-        ("ground truth", '{"größe": 0}'),
-        ("split", "train"),
-        ("index", "0"),
-        ("difficulty", "10"),
-        ("solution", "7"),
-        *told[-2:],  # the columns beside them, in any order
-    ]
-    assert sorted(told[-2:]) == [("ability", "math"), ("data_source", "words")]
-    ids = {"prompt_ids": list(range(20)), "solution_ids": [], "ground_truth_json": "{}"}
-    assert list(_shown_row(ids)) == [("prompt_ids", "20 tokens: 0 1 2 3 4 5 6 7 8 9 10 11 ...")]
-    (leak,) = report.leakage
-    assert (leak.is_leak, str(leak)) == (True, "train and validation share 3 prompts, 0 multisets")
-    assert "splits overlap" in as_html(report)
-    assert len(data.inspect_dataset(tmp_path).splits[0].rows) == 3
-    assert not Leakage("a", "b", 0, 0).is_leak
-    assert Leakage("a", "b", 0, 1_200).is_leak
+    assert (train.num_rows, train.size_bytes, train.path) == (4, size, str(tmp_path / "train.parquet"))
+    assert [one["row"] for one in train.rows] == [0, 1, 2, 3]
+    text = "".join(" ".join(line.strip("│┃ ").split()) + "\n" for line in as_text(report).splitlines())
+    for name, value in {
+        "rows": f"4 ({size / 1e6:.2f} MB)",
+        "source": "sums (3), words (1)",
+        "prompt characters": "10 to 610, mean 161.0, median 12, p95 610",
+        "difficulty": "7: 1, 8: 1, 9: 1, 10: 1",
+        "with a solution": "1",
+        "duplicate prompts": "1",
+        "prompt (system)": "Be brief.",
+        "prompt (user)": "bbb",
+        "ground_truth": '{"größe": 0}',
+        "solution": "7",
+        "ability": "math",
+    }.items():
+        assert f"\n{name} │ {value}\n" in text
+    assert f"({LONGEST_SHOWN_CHARS + 1:,} characters)" in text
+    assert "train and validation share 3 prompts, 0 multisets" in text
+    assert len(inspect_dataset(tmp_path).splits[0].rows) == 3
     assert str(Leakage("a", "b", 0, 1_200)) == "a and b share 0 prompts, 1,200 multisets"
-    alone = data.inspect_dataset(tmp_path / "train.parquet")
-    assert "splits overlap" not in as_html(alone)
-
-
-def test_a_long_text_is_cut_and_its_length_told() -> None:
-    assert _cut("x" * 600) == "x" * 600
-    assert _cut("x" * 1_601) == "x" * 600 + " ... (1,601 characters)"
-    assert (_cut({"größe": (1, None)}), _cut([1]), _cut(None)) == ('{"größe": [1, null]}', "[1]", "None")
 
 
 def test_the_splits_come_in_their_order_and_those_of_a_mixture_by_part(tmp_path: Path) -> None:
     for name in ("validation", "other", "train"):
         pq.write_table(pa.table({"x": [1]}), tmp_path / f"{name}.parquet")
-    assert [split.name for split in data.inspect_dataset(tmp_path).splits] == ["train", "validation", "other"]
-
-
-def test_rows_are_read_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "x.parquet")
-    (whole,) = data.inspect_dataset(tmp_path, num_rows=7).splits
-    monkeypatch.setattr("data.inspect.ROWS_PER_GROUP", 3)
-    (split,) = data.inspect_dataset(tmp_path, num_rows=7).splits
-    assert split == whole
-    assert [row["row"] for row in split.rows] == [row["x"] for row in split.rows]
+    assert [split.name for split in inspect_dataset(tmp_path).splits] == ["train", "validation", "other"]
 
 
 def test_markup_in_rows_does_no_harm(tmp_path):
     content = "[red]<script>alert(1)</script>[/nothing]"
     row = {"prompt": [{"role": "user", "content": content}], "note": "[/]"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
-    report = data.inspect_dataset(tmp_path)
+    report = inspect_dataset(tmp_path)
     assert content in as_text(report)
-    assert "<script>" not in as_html(report)
 
 
 def test_leaks_and_duplicates_are_counted(tmp_path):
@@ -170,7 +138,7 @@ def test_leaks_and_duplicates_are_counted(tmp_path):
 
     pq.write_table(table(["a", "bb", "bb", "cccc"]), tmp_path / "train.parquet")
     pq.write_table(table(["bb", "d"]), tmp_path / "validation.parquet")
-    report = data.inspect_dataset(tmp_path)
+    report = inspect_dataset(tmp_path)
     assert report.splits[0].num_duplicates == 1
     assert [(pair.num_prompts, pair.num_multisets) for pair in report.leakage] == [(2, 3)]
     assert report.splits[0].problem is not None
@@ -179,10 +147,10 @@ def test_leaks_and_duplicates_are_counted(tmp_path):
 
 def test_a_file_of_any_other_schema_is_shown_too(tmp_path):
     pq.write_table(pa.table({"x": [1, 2, 3], "y": ["a", None, "c"]}), tmp_path / "other.parquet")
-    [split] = data.inspect_dataset(tmp_path / "other.parquet", num_rows=2).splits
+    [split] = inspect_dataset(tmp_path / "other.parquet", num_rows=2).splits
     assert split.columns == (("x", "int64"), ("y", "string"))
     assert (split.lengths, len(split.rows)) == (None, 2)
-    as_text(data.inspect_dataset(tmp_path))
+    as_text(inspect_dataset(tmp_path))
 
 
 FOREIGN = {
@@ -209,16 +177,15 @@ def test_a_row_that_breaks_the_schema_is_shown_as_it_is(tmp_path, what):
         "extra_info": {"split": "train", "index": 0},
     }
     pq.write_table(pa.Table.from_pylist([row | own]), tmp_path / "train.parquet")
-    report = data.inspect_dataset(tmp_path)
+    report = inspect_dataset(tmp_path)
     assert shown in as_text(report)
-    as_html(report)
     json.loads(report.as_json())
 
 
 def test_missing_token_ids_and_metadata_of_another_writer_count_nothing(tmp_path):
     table = pa.table({"prompt_ids": [[1, 2], None]}).replace_schema_metadata({"millrace": "no JSON"})
     pq.write_table(table, tmp_path / "train.parquet")
-    [split] = data.inspect_dataset(tmp_path).splits
+    [split] = inspect_dataset(tmp_path).splits
     assert (split.lengths.num_prompts, split.provenance) == (1, {})
 
 
@@ -227,31 +194,13 @@ def test_names_of_files_are_no_markup(tmp_path):
     folder.mkdir(parents=True)
     prompt = [{"role": "user", "content": "x"}]
     pq.write_table(pa.Table.from_pylist([{"prompt": prompt}]), folder / "<img src=x>.parquet")
-    report = data.inspect_dataset(folder)
+    report = inspect_dataset(folder)
     assert "ds[v1][/x]" in as_text(report)
-    assert "<img" not in as_html(report)
 
 
 def test_nothing_to_inspect(tmp_path):
     with pytest.raises(DataError, match="no parquet file there"):
-        data.inspect_dataset(tmp_path)
+        inspect_dataset(tmp_path)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="cannot be read as parquet"):
-        data.inspect_dataset(tmp_path)
-
-
-@pytest.mark.parametrize("lengths", [{5: 1}, {1: 3, 2: 4}, {10: 1, 1_000: 99}, {n: n for n in range(1, 200)}])
-def test_summaries_count_every_prompt_once(lengths):
-    from collections import Counter
-
-    found = summarize(Counter(lengths))
-    every = sorted(length for length, count in lengths.items() for _ in range(count))
-    assert found.num_prompts == len(every) == sum(count for *_, count in found.bins)
-    assert (found.min_tokens, found.max_tokens) == (every[0], every[-1])
-    assert found.mean_tokens == pytest.approx(sum(every) / len(every), abs=1e-3)
-    assert found.p50_tokens == every[-(-len(every) // 2) - 1]
-    assert len(found.bins) <= 24
-    assert all(count == sum(first <= n <= last for n in every) for first, last, count in found.bins)
-    assert as_markdown(found).count("\n") == len(found.bins) + 1
-    assert as_svg(found, "x", limit=every[0]).count("<rect") == len(found.bins)
-    assert summarize(Counter()) is None
+        inspect_dataset(tmp_path)

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.math_answers import compared, readings
 from data.math import _parsed, _reference, reference_problem, score
 from data.written_numbers import read_number, typeset
+from rlcore.config import RewardConfig
+from rlcore.rollout.scoring import ScoringPool
 
 
 def paid(answer: str, reference: str) -> bool:
@@ -352,3 +354,40 @@ def test_edited_references_are_paid_and_refused_as_by_math_verify_but_for_the_ru
     figures, unexplained = compared(800, seed=7)
     assert unexplained == []
     assert min(sum(n for name, n in figures.items() if name.startswith(edit)) for edit in ("again", "part")) > 100
+
+
+IN_A_POOL = [
+    ("so \\boxed{\\frac{1}{2}}", r"\frac{1}{2}", 1.0, 1.0),
+    ("so \\boxed{0.5}", r"\frac{1}{2}", 1.0, 1.0),
+    ("the answer is $\\frac{2}{4}$", r"\frac{1}{2}", 1.0, 0.0),
+    ("so \\boxed{\\sqrt{8}}", r"2\sqrt{2}", 1.0, 1.0),
+    ("so \\boxed{x^2+2x+1}", r"(x+1)^2", 1.0, 1.0),
+    ("so \\boxed{(1, 2)}", "(1,2)", 1.0, 1.0),
+    ("so \\boxed{3}", r"\frac{1}{2}", 0.0, 1.0),
+    ("I do not know", r"\frac{1}{2}", 0.0, 0.0),
+    ("", "5", 0.0, 0.0),
+    ("\\boxed{" * 300, "5", 0.0, 1.0),
+    ("so \\boxed{1,000}", "1000", 1.0, 1.0),
+    ("\\boxed{9^{9^{9^{9}}}}", "5", 0.0, 1.0),  # no number as one writes it, so nobody computes it
+]
+
+
+@pytest.mark.slow
+def test_an_answer_cannot_hang_a_run():
+    answers = [answer for answer, *_ in IN_A_POOL] + ["\\boxed{9^{9^{9^{9}}}}", IN_A_POOL[0][0]]
+    truths = (
+        [json.dumps({"answer": truth}) for _, truth, *_ in IN_A_POOL]
+        + [json.dumps({"answer": "2^{10}"})]
+        + [json.dumps({"answer": "0.5"})]
+    )
+    with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=5)) as pool:
+        scores = pool.score(answers, truths)
+        assert [(s.total, s.parts["format"]) for s in scores[: len(IN_A_POOL)]] == [
+            (total, boxed) for *_, total, boxed in IN_A_POOL
+        ]
+        assert (scores[-2].total, scores[-1].total) == (0.0, 1.0)
+        assert pool.timeouts + pool.errors == 1
+        assert scores[-2].failure is not None
+        votes = ["\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{2}", "\\boxed{2.0}", "none"]
+        said = [each.said for each in pool.score(votes, [json.dumps({"answer": "2"})] * len(votes))]
+        assert said == ["1/2", "1/2", "1/2", "2", "2", None]  # through the process; what is right is the reference

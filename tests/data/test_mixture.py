@@ -1,11 +1,13 @@
 """Mixtures: several datasets made, filtered, drawn, scored and judged in one run."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from data.filter import filter_dataset, filter_fingerprint
 from data.inspect import inspect_dataset
+from data.stage import StageResult, publish_mixture
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.loader import MixedStream
@@ -162,3 +164,21 @@ def test_rules_hold_for_every_part(parts, told):
     with pytest.raises(ConfigError) as caught:
         load_config(["data=mixture", f"data.parts={parts}", "model.path=some/model"])
     assert told in str(caught.value)
+
+
+def test_a_mixture_names_its_parts_and_adds_up_their_rows(tmp_path: Path) -> None:
+    parts = [
+        StageResult(tmp_path / name, name, cached, {"train": rows, f"train/{name}": 1})
+        for name, rows, cached in (("one", 1_200, True), ("two", 30, False))
+    ]
+    counts = {"train": 1_230, "train/one": 1, "train/two": 1}
+    made = publish_mixture("dataset", tmp_path / "mix", parts)
+    assert made == StageResult(tmp_path / "mix", "mix", False, counts)
+    assert (tmp_path / "mix" / "README.md").read_text() == (
+        "# Mixture of 2 datasets\n\n| part | rows |\n| --- | --- |\n| [one](../one) | 1,200 train, 1 train/one |\n"
+        "| [two](../two) | 30 train, 1 train/two |\n"
+    )
+    assert publish_mixture("dataset", tmp_path / "mix", parts).cached is False
+    assert publish_mixture("dataset", tmp_path / "mix", parts[:1]) == StageResult(
+        tmp_path / "mix", "mix", True, {"train": 1_200, "train/one": 1}
+    )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-import data
-from data.reasoning_gym import LEFT_OUT, build, score, source_digests
+from data.reasoning_gym import LEFT_OUT, build, inputs, score
+from data.tasks import build_dataset
 from rlcore.config import ReasoningGymData, RewardConfig
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
@@ -21,7 +21,7 @@ SETTINGS = ReasoningGymData(tasks=("chain_sum@0", "leg_counting"), train_size=40
 def test_without_the_package_a_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.reasoning_gym.PACKAGE", "reasoning_gym_that_is_not_there")
     with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[reasoning-gym\]'"):
-        source_digests(SETTINGS)
+        inputs(SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_without_the_package_a_line_says_how_to_get_it(monkeypatch: pytest.Monke
 def test_a_task_that_cannot_be_taken_is_told(tasks: tuple[str, ...], told: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=told):
-        source_digests(ReasoningGymData(tasks=tasks))
+        inputs(ReasoningGymData(tasks=tasks))
 
 
 def test_rows_are_fixed_by_the_seed_and_no_question_comes_twice(artifacts_root: Path) -> None:
@@ -51,7 +51,7 @@ def test_rows_are_fixed_by_the_seed_and_no_question_comes_twice(artifacts_root: 
     questions = [row.prompt[0].content for rows in first.values() for row in rows]
     assert len(set(questions)) == 49
     assert {row.data_source for row in first["train"]} == {"reasoning_gym/chain_sum", "reasoning_gym/leg_counting"}
-    made = data.build_dataset(SETTINGS, seed=1, root=artifacts_root)
+    made = build_dataset(SETTINGS, seed=1, root=artifacts_root)
     rows = pq.read_table(made.directory / "train.parquet").to_pylist()
     with ScoringPool("data.reasoning_gym:score", RewardConfig(num_processes=1, deadline_s=60)) as pool:
         truths = [json.dumps(row["reward_model"]["ground_truth"]) for row in rows]
@@ -113,3 +113,8 @@ def test_any_text_has_a_score(text: str) -> None:
     row = next(iter(build(SETTINGS, 1).splits["validation"]))
     assert isinstance(row.ground_truth, dict)
     assert 0 <= score(text, row.ground_truth).total < 1
+
+
+def test_an_answer_without_tags_is_worth_nothing() -> None:
+    found = score("17 <answer>17", {"task": "chain_sum", "entry": "{}"})
+    assert (found.total, found.parts, found.said) == (0.0, {"correct": 0.0, "format": 0.0}, None)

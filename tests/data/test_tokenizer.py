@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from data import tokenizer as tokenizers
 from data.tokenizer import ChatFrame, PromptTokenizer, ShortWayError, encode_whole, load_tokenizer, to_bytes
 from rlcore.errors import DataError
-from tests.data.conftest import CHAT_TEMPLATE, saved
+from tests.data.conftest import CHAT_TEMPLATE, asked, saved
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
@@ -38,8 +38,10 @@ def test_special_tokens_stand_around_plain_text_and_the_end_token_behind_answers
             expected = to_bytes(before) + plain + to_bytes(after)
             assert found.encode_prompts(["a b"]) == [expected]
             (answer,) = encode_whole(core, [" a b"])
-            asked = ["x", "x"], ["x", "x"], found.encode_prompts(["x", "x"])
-            assert found.encode_answers(*asked, [" a b", ""]) == ([answer + to_bytes([2]), b""], {})
+            assert found.encode_answers(asked("x", "x"), ["x", "x"], [" a b", ""]) == (
+                [answer + to_bytes([2]), b""],
+                {},
+            )
             assert found.stop_ids == {2}
             assert found.texts([[{"role": "user", "content": "a"}, {"role": "user", "content": " b"}]]) == ["a b"]
     assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
@@ -63,22 +65,20 @@ def test_a_frame_is_the_text_around_a_message_and_leaves_out_what_a_template_loo
         "< a >",
     ]
     assert frame("{% for m in %}") is None
-    assert ChatFrame.of({"default": "{{ x }}"}, lambda messages: messages[0]["content"]) is None
     assert ChatFrame.of("{{ x }}", lambda messages: messages[0]["content"].upper()) is None
     assert ChatFrame.of("{{ x }}", lambda messages: "") is None
 
 
 def test_the_short_way_is_checked_on_each_so_many_texts(chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = PromptTokenizer(chat_tokenizer, chat=True)
-    texts = found.texts(["a", "b", "c"])
-    assert texts == found.texts([[{"role": "user", "content": content}] for content in "abc"])
-    assert PromptTokenizer(chat_tokenizer, chat=True, short_way=False).texts(["a", "b", "c"]) == texts
+    texts = found.texts(asked("a", "b", "c"))
+    assert PromptTokenizer(chat_tokenizer, chat=True, short_way=False).texts(asked("a", "b", "c")) == texts
     monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)
     assert found._frame is not None
     wrong = ChatFrame(found._frame.before + "!", found._frame.after, found._frame.strips, None)
     monkeypatch.setattr(found, "_frame", wrong)
-    with pytest.raises(ShortWayError, match=r"^a$"):
-        found.texts(["a", "b"])
+    with pytest.raises(ShortWayError, match="'a'"):
+        found.texts(asked("a", "b"))
     monkeypatch.setattr(found._pieces, "encode", lambda texts: [b"" for _ in texts])
     with pytest.raises(ShortWayError, match=r"^x$"):
         found.encode_prompts(["x", "y"])

@@ -7,8 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-import data
-from data.calculator import Countdown, calculate
+from data.calculator import calculate
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig, RewardConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -97,17 +98,6 @@ def test_the_rewards_of_the_turns_add_up_to_the_score_of_all_of_them():
     assert first.reward + second.reward == 1.0
 
 
-def test_countdowns_calculator_replies_with_values_and_ends_at_the_right_equation():
-    game = Countdown()
-    game.reset({"target": 14, "numbers": [2, 3, 4], "form": "bare", "seed": 5})
-    turns = [game.step(text) for text in ("2 + 3 - 4", "2 - 3 - 4", "4 * 3 / 0", "2 +", "10 + 4", "2 + 3 * 4")]
-    replies = ["> 1 =", "> -5 =", "> division by zero =", ": =", "> 14 =", "> 14 ="]
-    assert [turn.reply for turn in turns] == replies
-    assert [turn.done for turn in turns] == [False] * 5 + [True]
-    assert [turn.reward for turn in turns] == [0.0] * 5 + [1.0]
-    assert [turn.parts["format"] for turn in turns] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
-
-
 def test_a_ground_truths_own_seed_reaches_the_scorer():
     """The episode's took its place, and Tools left that out."""
     config = load_config(
@@ -159,9 +149,9 @@ def test_prompts_show_the_tools_and_turns_are_appended_as_the_template_renders_t
     name, trained_bpe, tmp_path, artifacts_root
 ):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
-    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
+    dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
     plain, shown = (
-        data.filter_dataset(
+        filter_dataset(
             dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000), root=artifacts_root, tools=tools
         )
         for tools in ((), (CALCULATOR,))
@@ -185,9 +175,9 @@ def test_prompts_show_the_tools_and_turns_are_appended_as_the_template_renders_t
 
 def test_a_template_that_shows_no_tools_is_refused(trained_bpe, tmp_path, artifacts_root):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=CHAT_TEMPLATE)
-    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
+    dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
     with pytest.raises(DataError, match=r"its chat template shows no tools to the model \(episode\.tools\)"):
-        data.filter_dataset(dataset.directory, folder, FilterConfig(), root=artifacts_root, tools=(CALCULATOR,))
+        filter_dataset(dataset.directory, folder, FilterConfig(), root=artifacts_root, tools=(CALCULATOR,))
 
 
 @pytest.mark.parametrize("name", ["data.calculator:calculates", f"{__name__}:undescribed"])

@@ -1,10 +1,11 @@
-"""Rows as parquet with their provenance, lengths of prompts as figures and pictures, and the cards beside them."""
+"""Rows as parquet with their provenance, summaries of prompt lengths, and the cards beside them."""
 
 import json
 import re
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -13,8 +14,6 @@ from data.rows import Message, Row, TaskRows
 from data.schema import provenance
 from data.write import (
     LengthSummary,
-    as_markdown,
-    as_svg,
     summarize,
     write_dataset_card,
     write_filter_card,
@@ -22,7 +21,7 @@ from data.write import (
 )
 from rlcore.errors import DataError
 
-SUMMARY = LengthSummary(5, 10, 12.25, 11, 14, 14, ((10, 11, 4), (12, 13, 0), (14, 14, 1)))
+SUMMARY = LengthSummary(5, 10, 12.25, 11, 14, 14)
 
 
 def row(number: int, **more: object) -> Row:
@@ -84,61 +83,58 @@ def test_a_row_of_another_type_is_told_with_the_rows_of_its_group(
         write_splits(tmp_path, TaskRows("t", "math", "text", {"train": []}), {}, ["train"])
 
 
-def test_a_summary_has_the_quantiles_and_bins_of_equal_width() -> None:
-    assert summarize(Counter({10: 1, 11: 18, 20: 1})) == LengthSummary(
-        20, 10, 11.4, 11, 11, 20, tuple((n, n, {10: 1, 11: 18, 20: 1}.get(n, 0)) for n in range(10, 21))
-    )
-    found = summarize(Counter({10: 1, 11: 17, 20: 2}))
+@pytest.mark.parametrize("lengths", [{5: 1}, {1: 3, 2: 4}, {10: 1, 1_000: 99}, {n: n for n in range(1, 200)}])
+def test_summaries_count_every_prompt_once(lengths: dict[int, int]) -> None:
+    found = summarize(Counter(lengths))
     assert found is not None
-    assert (found.p50_tokens, found.p95_tokens) == (11, 20)
-    found = summarize(Counter({1: 1, 24: 2}))
-    assert found is not None
-    assert (len(found.bins), found.bins[-1]) == (24, (24, 24, 2))
-    found = summarize(Counter({1: 1, 25: 2, 3: 4}))
-    assert found is not None
-    assert (len(found.bins), found.bins[:2], found.bins[-1]) == (13, ((1, 2, 1), (3, 4, 4)), (25, 25, 2))
-    assert found.mean_tokens == round(63 / 7, 3)
-    found = summarize(Counter({1: 2, 2: 1}))
-    assert found is not None
-    assert (found.mean_tokens, found.p50_tokens) == (1.333, 1)
+    every = sorted(Counter(lengths).elements())
+    assert found.num_prompts == len(every)
+    assert (found.min_tokens, found.max_tokens) == (every[0], every[-1])
+    assert found.mean_tokens == pytest.approx(sum(every) / len(every), abs=1e-3)
+    assert found.p50_tokens == every[-(-len(every) // 2) - 1]
+    assert found.p95_tokens == every[-(-len(every) * 95 // 100) - 1]
 
 
-def test_a_histogram_is_a_table_whose_longest_bar_has_twenty_blocks() -> None:
-    assert as_markdown(SUMMARY) == (
-        "| tokens | prompts | |\n"
-        "| ---: | ---: | :--- |\n"
-        f"| 10 to 11 | 4 | {'█' * 20} |\n"
-        "| 12 to 13 | 0 |  |\n"
-        f"| 14 to 14 | 1 | {'█' * 5} |"
-    )
-
-
-def test_a_histogram_is_a_picture_with_a_bar_for_each_bin() -> None:
-    assert as_svg(SUMMARY, "Lengths <x>") == (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 240" font-family="sans-serif" font-size="12">'
-        '<text x="50" y="20">Lengths &lt;x&gt;: 5 prompts, mean 12.2, p95 14, longest 14 tokens</text>'
-        '<rect x="50.0" y="50.0" width="189.0" height="150.0" fill="#3b6ea5"><title>10 to 11 tokens: 4</title></rect>'
-        '<rect x="240.0" y="200.0" width="189.0" height="0.0" fill="#3b6ea5"><title>12 to 13 tokens: 0</title></rect>'
-        '<rect x="430.0" y="162.5" width="189.0" height="37.5" fill="#3b6ea5"><title>14 to 14 tokens: 1</title></rect>'
-        '<text x="50" y="218">10</text><text x="620" y="218" text-anchor="end">14 tokens</text>'
-        '<text x="44" y="60" text-anchor="end">4</text></svg>\n'
-    )
-    assert ": 1</title>" in as_svg(SUMMARY, "x", unit="characters")
-    assert ">14 characters</text>" in as_svg(SUMMARY, "x", unit="characters")
+def test_no_lengths_have_no_summary() -> None:
+    assert summarize(Counter()) is None
 
 
 @pytest.mark.parametrize(
-    ("limit", "place"), [(None, None), (9, None), (10, 164.0), (12, 392.0), (13, 506.0), (14, None)]
+    ("first", "second", "told"),
+    [
+        (
+            {"sum": 1},
+            {"word": "1"},
+            r"rows 0 to 1 of train .* \(row 1 has the field 'word', which the first row has not\)",
+        ),
+        ({"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}, "row 1 has the field 'word'"),
+        ({"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}, "row 1 has the field 'word'"),
+        ([{"sum": 1}], [{"word": "1"}], "row 1 has the field 'word'"),
+        ({"sum": 1}, {"sum": 2**63}, "whole numbers at most 64 bits"),
+    ],
 )
-def test_the_limit_is_a_line_where_it_lies_among_the_lengths(limit: int | None, place: float | None) -> None:
-    line = '<path d="M{:.1f} 40V200" stroke="#b3261e" stroke-dasharray="4 3"/>'
-    found = re.findall(r"<path.*?/>", as_svg(SUMMARY, "x", limit))
-    assert found == ([] if place is None else [line.format(place)])
+def test_a_ground_truth_that_would_lose_something_is_refused(tmp_path, first, second, told):
+    rows = [Row((Message("user", "x"),), truth) for truth in (first, second)]
+    task = TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]})
+    with pytest.raises(DataError, match=told):
+        write_splits(tmp_path, task, {})
 
 
-def test_bars_of_many_bins_are_wide_enough_to_be_seen() -> None:
-    bins = tuple((n, n, 1) for n in range(570))
-    assert 'width="1.0"' in as_svg(LengthSummary(570, 0, 1.0, 1, 1, 569, bins), "x")
+def test_a_type_that_a_task_declares_has_fields_that_its_first_row_lacks(tmp_path):
+    rows = [Row((Message("user", "x"),), truth) for truth in ({"sum": 1}, {"sum": 2, "word": "b"})]
+    kind = pa.struct([("sum", pa.int64()), ("word", pa.string())])
+    write_splits(
+        tmp_path, TaskRows("t", "math", "text", {"train": rows, "validation": rows}, ground_truth_type=kind), {}
+    )
+    written = pq.read_table(tmp_path / "train.parquet").column("reward_model").to_pylist()
+    assert [row["ground_truth"] for row in written] == [{"sum": 1, "word": None}, {"sum": 2, "word": "b"}]
+
+
+def test_a_ground_truth_may_lack_a_field(tmp_path):
+    rows = [Row((Message("user", "x"),), truth) for truth in ({"sum": 1, "words": [["a"], []]}, {"sum": 2})]
+    write_splits(tmp_path, TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]}), {})
+    found = pq.read_table(tmp_path / "train.parquet").column("reward_model").to_pylist()
+    assert [row["ground_truth"] for row in found] == [{"sum": 1, "words": [["a"], []]}, {"sum": 2, "words": None}]
 
 
 def test_the_card_of_a_dataset_says_what_the_rows_are(tmp_path: Path) -> None:
@@ -146,7 +142,7 @@ def test_the_card_of_a_dataset_says_what_the_rows_are(tmp_path: Path) -> None:
         "fingerprint": "abc",
         "task": "sums",
         "seed": 7,
-        "generator_version": "v1",
+        "task_version": 3,
         "inputs": {"train.jsonl": "0123", "test.jsonl": "4567"},
         "settings": {"größe": 3},
     }
@@ -158,7 +154,7 @@ def test_the_card_of_a_dataset_says_what_the_rows_are(tmp_path: Path) -> None:
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     head, first, second = card.split("## First row of ")
     assert head == (
-        "# t\n\nFingerprint `abc`, task `sums`, seed 7, generator `v1`, prompts as chat.\n\n"
+        "# t\n\nFingerprint `abc`, task `sums`, seed 7, version `3`, prompts as chat.\n\n"
         "| split | rows | by difficulty |\n| --- | ---: | --- |\n| train | 1,200 | 2: 1,200 |\n"
         "| validation | 1 | 0: 1 |\n"
         "\nMade from these files (sha256):\n\n- `test.jsonl` 4567\n- `train.jsonl` 0123\n"
@@ -191,6 +187,6 @@ def test_the_card_of_a_filtered_dataset_says_what_was_left_out(tmp_path: Path) -
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
         "# Filtered dataset\n\nFingerprint `f`: dataset `d` tokenized by `t`, at most 64 tokens a prompt (overlong: "
         "drop, duplicates: keep, rows of suites: off).\n\n| what | rows |\n| --- | ---: |\n| train | 1,200 |\n"
-        "| train/overlong | 5 |\n\n## Prompt lengths of train\n\n1,205 prompts before the filter: mean 12.2, median "
-        f"11, p95 14, longest 14 tokens.\n\n{as_markdown(SUMMARY)}\n\n![lengths](lengths-train.svg)\n"
+        "| train/overlong | 5 |\n\n| prompts before the filter | number | mean | median | p95 | longest (tokens) |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n| train | 1,205 | 12.2 | 11 | 14 | 14 |\n"
     )

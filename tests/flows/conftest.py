@@ -159,7 +159,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 @pytest.fixture(scope="package")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """A Prefect server with a database of its own; until the tests of flows are done, for an idle one works too."""
-    server = LocalServer(tmp_path_factory.mktemp("prefect"))
+    from tests.helpers.stack import prefect_home
+
+    server = LocalServer(prefect_home(tmp_path_factory.mktemp("prefect")))
     server.wait()
     yield server
     server.stop()

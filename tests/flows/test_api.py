@@ -13,6 +13,7 @@ from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_text_atomically
+from rlcore.tracking.lineage import Origin
 from tests.notebook import NOTEBOOK, notebook
 
 
@@ -73,7 +74,7 @@ def test_a_validation_that_is_not_there_is_named_with_those_that_are(tmp_path: P
 
 def written(run: millrace.Run) -> millrace.Run:
     """A run of which only its settings are on disk."""
-    write_text_atomically(run.layout.settings_json, run.config.model_dump_json())
+    Origin(run.config).write(run.layout.run_dir)
     return run
 
 
@@ -114,13 +115,13 @@ def test_a_checkpoint_that_is_not_there_leaves_the_run_as_it_is(tmp_path: Path) 
     run = written(millrace.Run(config, RunLayout.of(config)))
     with pytest.raises(CheckpointError, match="step-000007"):
         millrace.evaluate(run, 7)
-    assert [file.name for file in run.folder.iterdir()] == ["settings.json"]
+    assert [file.name for file in run.folder.iterdir()] == ["run.json"]
 
 
 def test_a_run_of_another_version_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = written(millrace.Run(config, RunLayout.of(config)))
-    other = tmp_path / "runs" / "other" / "settings.json"
+    other = tmp_path / "runs" / "other" / "run.json"
     write_text_atomically(other, '{"a_setting_of_another_version": 1}')
     with caplog.at_level(logging.WARNING):
         assert [one.id for one in millrace.runs(tmp_path)] == [run.id]

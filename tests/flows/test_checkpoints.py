@@ -8,16 +8,16 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from flows.commands.checkpoints import export_to, forked
-from flows.commands.evaluate import evaluation_settings
+from flows.evaluation import evaluation_settings
 from flows.work.runs import named_run
+from flows.work.weights import export_to, forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
-from tests.checkpoint.test_store import edit_manifest, flip
 from tests.flows.conftest import Millrace
-from tests.run.sessions import run_to_the_end, session_of
-from tests.run.test_hub_model import HUB_ID, cache_of
+from tests.helpers.hub_model import HUB_ID, cache_of
+from tests.helpers.published import edit_manifest, flip
+from tests.helpers.sessions import run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
 
 OVERRIDES = (
@@ -117,10 +117,11 @@ def test_a_run_from_a_model_of_the_hub_is_exported_forked_and_evaluated(
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root, ignore=shutil.ignore_patterns("fork-*"))
     (folder,) = (root / "runs").iterdir()
-    settings = json.loads((folder / "settings.json").read_text())
+    record = json.loads((folder / "run.json").read_text())
+    settings = record["settings"]
     settings["paths"]["root"] = str(root)
     settings["model"]["path"], settings["warm_start"]["enabled"] = HUB_ID, False
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "run.json").write_text(json.dumps(record))
     config, layout = named_run([str(folder)], None)
     exported = load_file(export_to(config, layout, "last", tmp_path / "out") / "model.safetensors")
     known = load_file(run.layout.exported_model / "model.safetensors")
@@ -143,10 +144,11 @@ def test_a_run_from_a_model_of_the_hub_is_exported_forked_and_evaluated(
 def test_broken_ones_are_named_and_the_rest_is_pruned(run: SmallRun, bare: Millrace) -> None:
     """The last test of the file: it breaks the run."""
     folder = str(run.layout.run_dir)
-    settings = json.loads(run.layout.settings_json.read_text())
+    record = json.loads(run.layout.run_json.read_text())
+    settings = record["settings"]
     settings["checkpoint"]["keep_last"] = 1
     settings["checkpoint"]["keep_best"] = 0
-    run.layout.settings_json.write_text(json.dumps(settings))
+    run.layout.run_json.write_text(json.dumps(record))
     flip(next((run.layout.checkpoints / "step-000002" / "policy").glob("*.safetensors")), 500)
     done = bare("checkpoints", folder, "--verify")
     assert done.code == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.custom import FirstRow
+from data.trial import FirstRow
 from flows.plan import checks
 from flows.plan.checks import (
     _try_tokenizer,

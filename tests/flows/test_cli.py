@@ -1,7 +1,6 @@
 """The command line: mistakes are told at once and in words, a dry run writes nothing, every command explains itself."""
 
 import errno
-import inspect
 import json
 import os
 import subprocess
@@ -10,17 +9,14 @@ import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import yaml
 
-from flows import cli
-from flows.cli import DECLARED, app, exit_code, look_here_too
-from flows.commands import complete
-from flows.commands.roots import root_of
+from flows.cli import app, exit_code, look_here_too
+from flows.commands import complete, rollouts
 from flows.commands.run import train, validate
-from flows.parameters import compose_settings
+from flows.commands.settings import root_of
 from rlcore.answers import query
 from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
@@ -189,25 +185,22 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(here: Here) -> 
 def test_what_is_not_there_is_told_before_anything_is_made(
     artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = f"paths.root={override_value(str(artifacts_root))}"
-    settings = compose_settings(["experiment=tinyzero_ppo", "rollout=hf", root])
     with pytest.raises(ModelError, match=r"^model\.path: Qwen/Qwen2\.5-0\.5B is no directory here"):
-        train(settings, dry_run=False, as_json=False, verbose=False)
-    cluster = ["experiment=debug", "runtime=ray", "runtime.ray_address=127.0.0.1:1", root]
+        train(["experiment=tinyzero_ppo", "rollout=hf"], artifacts_root)
+    cluster = ["experiment=debug", "runtime=ray", "runtime.ray_address=127.0.0.1:1"]
     with pytest.raises(ConfigError, match=r"^runtime\.ray_address: must be the address of a Ray cluster"):
-        train(compose_settings(cluster), dry_run=False, as_json=False, verbose=False)
+        train(cluster, artifacts_root)
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         private_folder().symlink_to("/tmp")  # as another user of the machine could prepare it
-        settings = compose_settings(["experiment=debug", "runtime=ray", root])
         with pytest.raises(ConfigError, match=r"ray-\d+: must be a folder of this user"):
-            train(settings, dry_run=False, as_json=False, verbose=False)
+            train(["experiment=debug", "runtime=ray"], artifacts_root)
         monkeypatch.undo()
     for checkpoint, name in (("last", "last"), ("40", "step-000040")):
         with pytest.raises(
             CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint; there is none"
         ):
-            validate(compose_settings(["experiment=debug", root]), checkpoint=checkpoint, verbose=False)
+            validate(["experiment=debug"], artifacts_root, checkpoint=checkpoint)
     assert list(artifacts_root.iterdir()) == []
 
 
@@ -363,14 +356,6 @@ def test_a_shell_completes_commands(
     assert "status" not in found
 
 
-@pytest.mark.parametrize("target", DECLARED)
-def test_what_a_command_is_given_is_what_its_function_takes(target: str) -> None:
-    given = set(inspect.signature(DECLARED[target]).parameters)
-    if "settings" in given:
-        given -= {"root", "fork", "cfg", "info"}
-    inspect.signature(resolve_name(f"flows.{target}")).bind(**dict.fromkeys(given))
-
-
 COMPLETE = """
 import json, os, sys
 from flows.cli import app
@@ -399,7 +384,7 @@ def completions(many: Sequence[Sequence[str]], cwd: Path) -> list[list[str]]:
 def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path: Path) -> None:
     for run_id in ("debug-s1-aa", "debug-s2-bb", "mine-s1-cc"):
         (tmp_path / "other" / "runs" / run_id).mkdir(parents=True)
-        (tmp_path / "other" / "runs" / run_id / "settings.json").touch()
+        (tmp_path / "other" / "runs" / run_id / "run.json").touch()
     (tmp_path / "artifacts" / "runs").mkdir(parents=True)
     (tmp_path / "other" / "runs" / "debug-s1-aa").rename(tmp_path / "artifacts" / "runs" / "debug-s1-aa")
     expected: dict[tuple[str, ...], list[str]] = {
@@ -422,6 +407,6 @@ def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path
 
 
 def test_tab_knows_every_setting_and_every_group_and_what_answers_are_sorted_by() -> None:
-    assert (cli.KINDS, cli.SORTS) == (query.KINDS, query.SORTS)
+    assert (rollouts.KINDS, rollouts.SORTS) == (query.KINDS, query.SORTS)
     assert complete._words_by_key().keys() == all_keys().keys()
     assert set(complete._groups()) == {*GROUPS, "experiment"}

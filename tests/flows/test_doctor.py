@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from flows.commands import doctor
+from flows.plan import machine as doctor
 from rlcore.runtime.devices import Devices, Gpu, all_reduce
 from tests.flows.conftest import REPOSITORY, in_this_process
 

@@ -18,7 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from data import countdown_problems
-from data.sources import commit_of
+from data.records import commit_of
 from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
 from rlcore import sandbox
 from rlcore.config import CountdownData

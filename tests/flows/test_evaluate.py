@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.evaluate import evaluation_settings
+from flows.evaluation import evaluation_settings
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -15,7 +15,7 @@ from rlcore.report.held_out import suite_table
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.flows.conftest import in_this_process
-from tests.run.sessions import session_of, train_in_chunks
+from tests.helpers.sessions import session_of, train_in_chunks
 from tests.small_run import SmallRun, prepare
 
 TASK = (
@@ -99,11 +99,12 @@ def test_models_are_judged_by_the_same_weights_of_a_scores_parts(run: SmallRun, 
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root)
     folder = root / "runs" / run.layout.run_dir.name
-    settings = json.loads((folder / "settings.json").read_text())
+    record = json.loads((folder / "run.json").read_text())
+    settings = record["settings"]
     settings["paths"]["root"] = str(root)
     settings["model"]["path"], settings["warm_start"]["enabled"] = str(run.model_directory), False
     settings["reward"] |= {"weights": {"correct": 1.0, "format": 0.2}, "deadline_s": 7.0}
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "run.json").write_text(json.dumps(record))
     models = (str(folder), str(run.model_directory))
     short = ["filter.max_prompt_tokens=40", "rollout.max_response_tokens=16"]
     trained, base = (evaluation_settings(model, ["countdown"], short, root) for model in models)

@@ -15,7 +15,7 @@ import pytest
 
 from flows.server.secret import login_of
 from tests.flows.conftest import REPOSITORY, WAIT_S, ended, start
-from tests.flows.stack import Stack
+from tests.helpers.stack import Stack
 
 PACKAGES = ("conf", "data", "flows", "rlcore")
 
@@ -142,7 +142,7 @@ def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
         (server,) = psutil.Process(process.pid).children()
         server.kill()
         done = ended(process)
-        assert (done.code, "MLflow's server has ended by itself (exit code -9)" in done.err) == (1, True), done.err
+        assert (done.code, "MLflow's server has ended by itself" in done.err) == (1, True), done.err
     finally:
         process.kill()
 

@@ -19,7 +19,7 @@ import pytest
 from rlcore.run.faults import read_faults
 from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
-from tests.run.harmful import HARM
+from tests.helpers.harmful import HARM
 from tests.storage.small_disk import fill, mounted
 
 pytestmark = pytest.mark.prefect
@@ -166,10 +166,10 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     assert datasets == {"countdown", "countdown filtered", "countdown held-out"}
     names = {path.name for path in (root / "mlartifacts").rglob("*")}
     assert {"report.html", "samples.html", "settings.yaml", "after.json", "model.safetensors"} <= names
-    assert "lineage.json" in names
+    assert "run.json" in names
     assert tags["mlflow.note.content"].startswith("# debug")
     assert tags["env.python"]
-    lineage = json.loads((reference.run_dir / "lineage.json").read_text())
+    lineage = json.loads((reference.run_dir / "run.json").read_text())
     assert [stage["name"] for stage in lineage["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
     assert lineage["command"][:2] == ["millrace", "run"]
     assert lineage["environment"]["torch"]
@@ -213,7 +213,7 @@ def test_a_second_run_does_no_finished_work_again(reference: Reference) -> None:
 
 @pytest.mark.lengthy
 def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
-    hangs_once = ("algo.policy_loss=tests.run.harmful:hangs", "runtime.deadlines.update_s=20")
+    hangs_once = ("algo.policy_loss=tests.helpers.harmful:hangs", "runtime.deadlines.update_s=20")
     done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once)
     assert done.code == 0, done.err
     assert "hang in update_actor after step" in done.out
@@ -225,7 +225,7 @@ def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, referen
 def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
     millrace: Millrace, reference: Reference, tmp_path: Path
 ) -> None:
-    settings = (*UNTRACKED, "algo.policy_loss=tests.run.harmful:kills", "runtime.max_chunk_retries=1")
+    settings = (*UNTRACKED, "algo.policy_loss=tests.helpers.harmful:kills", "runtime.max_chunk_retries=1")
     command = Millrace(millrace.root, {HARM: str(tmp_path)})
     failed = command("train", *settings)
     assert failed.code == 1
@@ -383,7 +383,7 @@ def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
 
 def test_make_demo_twice_at_the_same_time(millrace: Millrace) -> None:
     first = make_demo(millrace)
-    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/settings.json"))), "the first demo's run")
+    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/run.json"))), "the first demo's run")
     family = {child.pid for child in psutil.Process(first.pid).children(recursive=True)}
     second = ended(make_demo(millrace))
     assert first.poll() is None

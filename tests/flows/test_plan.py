@@ -19,7 +19,6 @@ from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
-from rlcore.run.disk import BYTES_PER_STEP_LINE
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
 from tests.models.tiny import write_model
@@ -77,14 +76,6 @@ def test_tokens_and_disk_follow_from_the_settings(artifacts_root: Path) -> None:
     assert plan.disk.reserve_bytes == 2_000_000_000
     assert plan.disk.checkpoint_bytes is not None
     assert plan.disk.needed_bytes == 2 * plan.disk.checkpoint_bytes + 2_000_000_000
-
-
-def test_each_step_that_is_left_has_its_line_of_the_journal(artifacts_root: Path) -> None:
-    common = ["experiment=debug", f"paths.root={artifacts_root}", "answers.every_steps=0", "validation.every_steps=0"]
-    common += ["tracking.enabled=false"]  # MLflow's database has it too
-    plans = [make_plan(load_config([*common, f"trainer.total_steps={number}"])) for number in (100, 300)]
-    few, many = (sum(report.needed_bytes for report in plan.disk.file_systems) for plan in plans)
-    assert many - few == 200 * BYTES_PER_STEP_LINE
 
 
 def test_every_file_system_that_the_run_touches_is_looked_at(artifacts_root: Path) -> None:

@@ -103,7 +103,7 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
     layout = RunLayout.of(config)
     at_start = make_plan(config).disk
     with open_run(config):
-        chain.make_rows(OpenRun(config), chain.run_quietly).write(layout)
+        chain.make_rows(OpenRun(config), chain.run_quietly).write(config, layout)
     commit(config, 1)
     plan = make_plan(config)
     assert plan.warm_start_memory is None

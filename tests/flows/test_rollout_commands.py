@@ -13,8 +13,8 @@ from flows.progress import printable
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import with_scorer
-from tests.run.running import small
-from tests.run.sessions import run_to_the_end
+from tests.helpers.running import small
+from tests.helpers.sessions import run_to_the_end
 from tests.small_run import SmallRun
 
 
@@ -27,11 +27,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(run.layout.run_dir)]
-    rollouts.rollouts(words, kind="training", sort="-score", root=None, limit=3, tokens=False, as_json=False)
+    rollouts.rollouts(words, kind="training", sort="-score", limit=3)
     page = capsys.readouterr().out
     assert page.count("-- step ") == page.count("\n=> ") == 3
     assert page.endswith("3 shown of 64 answers that match, of 256 on record\n")
-    rollouts.rollouts(words, step="2", kind="training", root=None, limit=0, tokens=True, as_json=True)
+    rollouts.rollouts(words, step="2", kind="training", limit=0, tokens=True, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [2] * 32
     assert all(len(row["token_ids"]) == len(row["behavior_logprobs"]) == row["num_tokens"] for row in rows)
@@ -49,16 +49,16 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
     words = [str(run.layout.run_dir)]
-    rollouts.rescore(words, scorer="my_own_scorer:score", root=None, as_json=True)
+    rollouts.rescore(words, scorer="my_own_scorer:score", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["num_answers"] == 256
     assert found["mean_after"] > found["mean_before"]
-    rollouts.rescore(words, kind="training", scorer="my_own_scorer:score", root=None, as_json=False)
+    rollouts.rescore(words, kind="training", scorer="my_own_scorer:score")
     assert capsys.readouterr().out.startswith("64 answers by my_own_scorer:score: mean ")
-    rollouts.audit(words, scorer=None, root=None, as_json=False)
+    rollouts.audit(words)
     assert "none of the answers that must not score did" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
-        rollouts.audit(words, scorer="my_own_scorer:score", root=None, as_json=False)
+        rollouts.audit(words, scorer="my_own_scorer:score")
     assert ended.value.code == 1
     assert "  answer to another problem: " in capsys.readouterr().out
 
@@ -72,12 +72,12 @@ def test_weights_of_a_run_are_those_of_its_own_scorer(
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
     copy = tmp_path / "weighted"
     shutil.copytree(run.layout.run_dir, copy)
-    settings = json.loads((copy / "settings.json").read_text())
-    settings["reward"]["weights"] = {"correct": 3.0}
-    (copy / "settings.json").write_text(json.dumps(settings))
+    record = json.loads((copy / "run.json").read_text())
+    record["settings"]["reward"]["weights"] = {"correct": 3.0}
+    (copy / "run.json").write_text(json.dumps(record))
 
     def means(scorer: str, *weights: str) -> tuple[float, float]:
-        rollouts.rescore([str(copy), *weights], scorer=scorer, root=None, as_json=True)
+        rollouts.rescore([str(copy), *weights], scorer=scorer, as_json=True)
         found = json.loads(capsys.readouterr().out)
         return found["mean_before"], found["mean_after"]
 
@@ -89,7 +89,7 @@ def test_weights_of_a_run_are_those_of_its_own_scorer(
     assert means(run.config.data.scorer, "reward.weights={correct: 5}") == pytest.approx((before, 5 * before))
     with pytest.raises(ConfigError, match=r"^reward\.weights: must name parts .*, got len\. .*: half, total$"):
         means("own_parts:score", "reward.weights={len: 1}")
-    rollouts.rescore([str(copy)], scorer="own_parts:score", root=None, as_json=False)
+    rollouts.rescore([str(copy)], scorer="own_parts:score")
     assert "the run's reward.weights (correct) are of its own scorer; here the total of own_parts:score counts" in (
         capsys.readouterr().out
     )
@@ -98,9 +98,9 @@ def test_weights_of_a_run_are_those_of_its_own_scorer(
 def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
     words = [str(run.layout.run_dir)]
     with pytest.raises(DataError, match=r"must score any text, but failed on \d+ answers of the audit"):
-        rollouts.audit(words, scorer="math:prod", root=None, as_json=False)
+        rollouts.audit(words, scorer="math:prod")
     with pytest.raises(DataError, match="must score any text, but failed on all answers"):
-        rollouts.rescore(words, scorer="math:prod", root=None, as_json=True)
+        rollouts.rescore(words, scorer="math:prod", as_json=True)
 
 
 def test_another_scorer_gets_a_mixtures_ground_truths_without_the_name_of_its_parts(run: SmallRun) -> None:
@@ -116,20 +116,20 @@ def test_another_scorer_gets_a_mixtures_ground_truths_without_the_name_of_its_pa
 @pytest.mark.parametrize("scorer", ["", "nope"])
 def test_a_scorer_that_is_none_is_told_by_the_option_that_names_it(run: SmallRun, scorer: str) -> None:
     with pytest.raises(ConfigError, match=f"^--scorer: must name a function as module:function, got '{scorer}'"):
-        rollouts.rescore([str(run.layout.run_dir)], scorer=scorer, root=None, as_json=False)
+        rollouts.rescore([str(run.layout.run_dir)], scorer=scorer)
     with pytest.raises(ConfigError, match=r"^--scorer: "):
-        rollouts.audit([str(run.layout.run_dir)], scorer=scorer, root=None, as_json=False)
+        rollouts.audit([str(run.layout.run_dir)], scorer=scorer)
 
 
 def test_tokens_are_for_json(run: SmallRun) -> None:
     with pytest.raises(ConfigError, match="--tokens: must come with --json"):
-        rollouts.rollouts([str(run.layout.run_dir)], root=None, limit=1, tokens=True, as_json=False)
+        rollouts.rollouts([str(run.layout.run_dir)], limit=1, tokens=True)
 
 
 def test_a_run_without_answers_says_why(run: SmallRun) -> None:
     held = run.layout.answers.rename(run.layout.run_dir / "elsewhere")
     try:
         with pytest.raises(DataError, match="has no answers on record: none are there yet"):
-            rollouts.audit([str(run.layout.run_dir)], scorer=None, root=None, as_json=False)
+            rollouts.audit([str(run.layout.run_dir)])
     finally:
         held.rename(run.layout.answers)

@@ -19,12 +19,12 @@ from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN
 from flows.stages.report import write_report
-from flows.work.open_run import STOP_FILE, note_told, open_run, settings_text
+from flows.work.open_run import STOP_FILE, anchored, note_told, open_run
 from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.answers.query import Query, find_answers
-from rlcore.config import RunConfig, TrackingConfig
+from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
 from rlcore.run.disk import GOES_ON, PAUSED
@@ -34,6 +34,7 @@ from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_hol
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
+from rlcore.tracking.lineage import Origin
 from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
 from tests.report.runs import write_run
 
@@ -44,7 +45,7 @@ def layout(tmp_path: Path) -> RunLayout:
     config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
-    layout.settings_json.write_text(settings_text(config, layout))
+    Origin(anchored(config, layout)).write(layout.run_dir)
     return layout
 
 
@@ -57,8 +58,7 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
     monkeypatch.chdir(layout.root)
     config = load_config([f"paths.root={layout.root}"], experiment="debug")
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    written = RunConfig.model_validate_json(settings_text(config, layout))
-    assert written.tracking.uri == (kept and kept.format(layout.root))
+    assert anchored(config, layout).tracking.uri == (kept and kept.format(layout.root))
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
@@ -161,7 +161,7 @@ def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest
         found = read_holder(lock)
         assert found is not None
         lock.write_text(json.dumps(asdict(replace(found, command="/bin/python -m prefect.engine"))))
-        stop([str(layout.run_dir)], None)
+        stop([str(layout.run_dir)])
     told = capsys.readouterr().out.splitlines()[-1]
     how = "`prefect flow-run retry 0b5c-7` goes on, or Retry on its page"
     assert told == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
@@ -196,7 +196,7 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
         with worked_on(layout):
             (layout.run_dir / RUN_LOCK).write_text(json.dumps(asdict(holder)))
             with pytest.raises(RunInUseError, match="that process cannot be told from"):
-                stop([str(layout.run_dir)], None)
+                stop([str(layout.run_dir)])
         assert stranger.poll() is None
         stranger.kill()
 
@@ -204,16 +204,16 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
 def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with worked_on(layout):
         pass  # the lock's file still names this process
-    stop([str(layout.run_dir)], None)
+    stop([str(layout.run_dir)])
     assert "nobody works on it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("settings", ['{"trainer": null}', '{"trainer": "none"}', None])
+@pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])
 def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout, settings: str | None) -> None:
     (layout.run_dir / STOP_FILE).write_text('{"time": "today"}')
-    layout.settings_json.unlink()
+    layout.run_json.unlink()
     if settings is not None:
-        layout.settings_json.write_text(settings)
+        layout.run_json.write_text(settings)
     found = status_of(layout.run_dir)
     assert (found.state, found.total_steps) == ("not begun", None)
 
@@ -230,25 +230,25 @@ def test_upkeep_prunes_and_does_not_change_who_is_said_to_have_worked_on_a_run(l
 
 def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="holds no trainer's log"):
-        logs([str(layout.run_dir)], None, num_lines=2, follow=False)
+        logs([str(layout.run_dir)], num_lines=2)
     layout.logs.mkdir()
     for number in (9, 10):
         (layout.logs / f"trainer-{number}.log").write_text(f"{number}.1\n{number}.2\n{number}.3\ntorn")
-    logs([str(layout.run_dir)], None, num_lines=2, follow=False)
+    logs([str(layout.run_dir)], num_lines=2)
     assert capsys.readouterr().out.splitlines()[1:] == ["10.2", "10.3", "torn"]
     for name in ("11a", "old"):  # somebody's own
         (layout.logs / f"trainer-{name}.log").touch()
     (layout.logs / "trainer-12.log").mkdir()
-    logs([str(layout.run_dir)], None, num_lines=1, follow=False)
+    logs([str(layout.run_dir)], num_lines=1)
     assert capsys.readouterr().out.splitlines()[1:] == ["10.3", "torn"]
     (layout.logs / "trainer-13.log").write_text("\x1b[36m(rank 0)\x1b[0m wrote a\x1b]0;title\x07b\n")
-    logs([str(layout.run_dir)], None, num_lines=1, follow=False)
+    logs([str(layout.run_dir)], num_lines=1)
     assert capsys.readouterr().out.splitlines()[1:] == [r"(rank 0) wrote a\x1b]0;title\x07b"], (
         "a terminal obeys nothing"
     )
     with (layout.logs / "trainer-13.log").open("ab") as file:
         file.write(b"x" * (2 * MAX_READ_BYTES) + b"\nthe end\n")
-    logs([str(layout.run_dir)], None, num_lines=1, follow=False)
+    logs([str(layout.run_dir)], num_lines=1)
     assert capsys.readouterr().out.splitlines()[1:] == ["the end"]
 
 
@@ -271,7 +271,7 @@ def test_following_a_run_that_ends_shows_all_that_its_trainers_have_said(
     with ExitStack() as work, monkeypatch.context() as patched:
         work.enter_context(worked_on(layout))
         patched.setattr("flows.commands.runs.time.sleep", goes_on)
-        logs([str(layout.run_dir)], None, num_lines=1, follow=True)
+        logs([str(layout.run_dir)], num_lines=1, follow=True)
     said = [line for line in capsys.readouterr().out.splitlines() if len(line) < MAX_READ_BYTES]
     last = ["lost", "its last words"]
     assert said == [f"{first}:", "begun", *last, f"{second}:", "again", *last]
@@ -287,7 +287,7 @@ def test_an_interrupt_ends_following_without_a_word(
     (layout.logs / "trainer-1.log").write_text("a line\n")
     with worked_on(layout), monkeypatch.context() as patched:
         patched.setattr("flows.commands.runs.time.sleep", interrupt)
-        assert exit_code(lambda: logs([str(layout.run_dir)], None, num_lines=1, follow=True)) == 0
+        assert exit_code(lambda: logs([str(layout.run_dir)], num_lines=1, follow=True)) == 0
     assert capsys.readouterr() == (f"{layout.logs}/trainer-1.log:\na line\n", "")
 
 
@@ -297,12 +297,10 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeyp
 
     root = layout.run_dir.parents[1]
     assert all_runs(root) == [layout.run_dir]
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refuse)
-        with pytest.raises(DataError, match=r"settings\.json: cannot be read \(Permission denied\)\. Make it readable"):
-            named_run([str(layout.run_dir)], None)
     layout.answers.mkdir()
     monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .*Permission denied.*make it readable"):
+        named_run([str(layout.run_dir)], None)
     for look in (lambda: all_runs(root), lambda: find_answers(layout.answers, Query())):
         with pytest.raises(PermissionError):
             look()
@@ -316,7 +314,7 @@ def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
 def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
-        (tmp_path / "runs" / f"run-{number}" / "settings.json").touch()
+        (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
     with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
         named_runs(["other"], tmp_path)
 
@@ -408,11 +406,13 @@ def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
 STOPPING = """
 import os, sys
 from pathlib import Path
+import psutil
+import flows.work.open_run, flows.work.runs  # another user cannot read the interpreter's files
 from flows.commands.runs import stop
 from rlcore.errors import RunInUseError
 os.setuid(65534)
 try:
-    stop([sys.argv[1]], None)
+    stop([sys.argv[1]])
 except RunInUseError as error:
     print(error)
 """

@@ -26,8 +26,8 @@ from mlflow.exceptions import MlflowException
 from flows.cli import app, exit_code
 from flows.server.secret import login_of, mlflow_client
 from flows.stack import state
-from flows.stack.services import end_server, free_port, mlflow_recipe, start, wait_until_ready
-from flows.stack.state import Databases, Service, StackState, write_stack
+from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+from flows.stack.state import MLFLOW_DATABASE, Service, StackState, write_stack
 from flows.work.open_run import open_run
 from flows.work.runs import sync
 from rlcore.config import RunConfig, TrackingConfig
@@ -36,13 +36,12 @@ from rlcore.storage.locks import birth_of
 from rlcore.tracking.attempts import ATTEMPTS_FILE
 from rlcore.tracking.connection import explain, mlflow_name
 from rlcore.tracking.delivery import read_state
-from rlcore.tracking.journal import read_journal
+from rlcore.tracking.journal import RunJournal, read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
-from rlcore.tracking.tracker import Tracker
-from tests.flows.attempts import Attempt
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
-from tests.flows.serving import serving
+from tests.helpers.attempts import Attempt
+from tests.helpers.serving import serving
 from tests.report.chromium import Tab, open_tab
 from tests.report.runs import write_run
 
@@ -61,8 +60,8 @@ def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path
     settings = ("trainer.total_steps=12", "validation.every_steps=6", f"paths.root={folder}")
     config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=12, seed=2, num_problems=20)
     silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
-    tracker = Tracker(run_dir, silent, tags={})
-    tracker.log_event("resume", 12, {})
+    tracker = RunJournal(run_dir, silent, tags={})
+    tracker.append_event("resume", 12, {})
     tracker.finish("FINISHED")
     return folder
 
@@ -128,8 +127,8 @@ def test_a_run_that_was_moved_to_another_root_is_delivered_there(tmp_path: Path)
     node, here = tmp_path / "node", tmp_path / "here"
     settings = (f"paths.root={node}", "tracking.enabled=false")
     config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
-    tracker = Tracker(node / "runs" / SECOND, config, tags={})
-    tracker.log_event("resume", 2, {})
+    tracker = RunJournal(node / "runs" / SECOND, config, tags={})
+    tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
     node.rename(here)
     told = sync(here / "runs" / SECOND, None)
@@ -268,16 +267,17 @@ def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
     """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
-    root, databases = tmp_path / "root", Databases("", f"sqlite:///{tmp_path / 'own.db'}")
+    root, database = tmp_path / "root", f"sqlite:///{tmp_path / 'own.db'}"
     root.mkdir()
-    recipe = mlflow_recipe(root, databases, free_port(), StackState())
-    server = start(root, recipe)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(MLFLOW_DATABASE, database)
+        server = start_mlflow(root, free_port(), StackState())
     for name, value in mlflow_client(login_of(root)).items():
         monkeypatch.setenv(name, value)
     try:
-        write_stack(root, StackState(mlflow_database=databases.mlflow, mlflow_url=recipe.url, services=(server,)))
+        write_stack(root, StackState(mlflow_database=database, services=(server,)))
         wait_until_ready(server)
-        yield root, MlflowClient(recipe.url, recipe.url)
+        yield root, MlflowClient(server.url, server.url)
     finally:
         process = server.process()
         if process is not None:
@@ -292,8 +292,8 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
     settings = ("trainer.total_steps=2", f"paths.root={root}")
     config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=2, seed=2, num_problems=20)
     silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
-    tracker = Tracker(run_dir, silent, tags={})
-    tracker.log_event("resume", 2, {})
+    tracker = RunJournal(run_dir, silent, tags={})
+    tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
     deleted = client.create_run(client.create_experiment("millrace")).info.run_id
     client.log_text(deleted, "x" * 1_000, "notes/a.txt")
@@ -337,7 +337,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
                 heard.append((host, self.headers["Authorization"]))
             self.send_error(404)
 
-    monkeypatch.setattr(state, "_given", {})  # of other tests of this process
+    monkeypatch.setattr(state, "_replaced", {})  # of other tests of this process
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     for name, value in mlflow_client("mine:own").items():
         monkeypatch.setenv(name, value)
@@ -346,10 +346,10 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             settings = (f"paths.root={tmp_path}", f"tracking.uri={uri}", "tracking.enabled=false")
             folder = tmp_path / "runs" / name
             config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
-            Tracker(folder, config, tags={}).log_step(3, {"a": 1.0})
+            RunJournal(folder, config, tags={}).append_step(3, {"a": 1.0})
         server = Service("mlflow", os.getpid(), birth_of(psutil.Process()), 1, stack, "", "")
         ended = replace(server, born=server.born - 100)
-        record = StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack)
+        record = StackState(mlflow_database="postgresql+psycopg://u@h/db")
         for service in (ended, server):  # another user may have the port of a server that has ended
             write_stack(tmp_path, replace(record, services=(service,)))
             assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))

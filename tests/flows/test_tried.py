@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import custom
-from data.custom import first_row
+from data import trial
+from data.trial import first_row
 from flows.plan.checks import try_parts
 from flows.plan.plan import make_plan
 from rlcore.config import CustomData, ScratchModel
@@ -127,7 +127,7 @@ def test_more_problems_than_exist_and_a_build_that_fails(dry_run: Try, overrides
 
 
 def test_a_build_that_takes_long_is_not_waited_for(dry_run: Try, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom, "BUILD_DEADLINE_S", 2.0)
+    monkeypatch.setattr(trial, "BUILD_DEADLINE_S", 2.0)
     dry_run("data=custom", "data.build=tried_out:never", "data.scorer=tried_out:nothing")
 
 
@@ -224,12 +224,12 @@ def test_names_for_a_chat_template_that_is_not_applied_or_does_not_read_them(dry
 
 
 def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from data import build_dataset
+    from data.tasks import build_dataset
 
     settings = CustomData(train_size=20, validation_size=5)
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     row = first_row(settings, 1, artifacts_root)
-    monkeypatch.setattr(custom, "_by_process", lambda config, seed: pytest.fail("made again"))
+    monkeypatch.setattr(trial, "_by_process", lambda config, seed: pytest.fail("made again"))
     assert first_row(settings, 1, artifacts_root) == row
     assert dataset.counts == {"train": 20, "validation": 5}
 

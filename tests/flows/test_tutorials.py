@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.stack import Stack
 from tests.flows.test_documented_commands import BLOCK, REPOSITORY
+from tests.helpers.stack import Stack
 
 pytestmark = pytest.mark.lengthy  # what each command does has its own tests
 
-TUTORIALS = REPOSITORY / "docs" / "tutorials"
+DOCS = REPOSITORY / "docs"
+LOOKED_UP = "## Your own settings"
+"""What follows on the first page is for reference, and needs a model, a GPU or a cluster."""
 BRIEF = (
     "runtime=local warm_start.stop_at_reward=null warm_start.max_steps=4 warm_start.batch_size=16 "
     "trainer.total_steps=2 trainer.steps_per_chunk=1 trainer.batch_size=8 trainer.mini_batch_size=8 "
@@ -34,13 +36,14 @@ ON_A_CPU = (
 
 
 def steps_of(page: Path) -> Iterator[tuple[str, str]]:
-    """The files of a page as (name, text) and its command lines as ("", line), in order."""
-    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+    """The files of a page as (name, text) and its command lines as ("", line), in order, up to `LOOKED_UP`."""
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8").partition(LOOKED_UP)[0]):
         named = re.match(r"# (?:millrace .*[= ])?([\w/]+\.(?:py|yaml))\n", block)
         if named and language in ("python", "yaml"):
             yield named[1], block
         elif language == "":
-            yield from (("", line) for line in block.replace("\\\n", " ").splitlines())
+            lines = block.replace("\\\n", " ").splitlines()
+            yield from (("", line) for line in lines if not line.startswith("make "))
 
 
 def told_by(line: str, folder: Path) -> str:
@@ -62,7 +65,7 @@ def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words
         other_words: word of a command or file -> the test's own.
     """
     told = {}
-    for name, text in steps_of(TUTORIALS / page):
+    for name, text in steps_of(DOCS / page):
         if name:
             for word, own in other_words.items():
                 text = text.replace(word, own)
@@ -78,14 +81,14 @@ def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words
 
 def test_a_task_and_a_reward_of_ones_own(tmp_path: Path) -> None:
     smaller = f"{BRIEF} data.train_size=64 data.validation_size=16"
-    told = go_through("own-task.md", tmp_path, {"millrace run ": smaller}, {})
+    told = go_through("tutorials/own-task.md", tmp_path, {"millrace run ": smaller}, {})
     assert "none of the answers that must not score did" in told["millrace audit sort_digits-s1"]
     assert "scores would have been others" in told["millrace rescore sort_digits-s1 --scorer by_place:score"]
     assert "copy of the prompt" in told["millrace audit sort_digits-s1 --scorer by_place:score    # exit code 1"]
 
 
 def test_the_first_run(tmp_path: Path) -> None:
-    told = go_through("first-run.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
+    told = go_through("get-started.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
     compared = told["millrace compare countdown_demo-s1 countdown_demo-s2"]
     assert re.search(r"Over seeds: countdown_demo: reward/mean@4 [\d.]+, [\d.]+ to [\d.]+\.", compared), compared
     assert re.search(r"From countdown_demo-s1-\w+: countdown_demo-s2-\w+ \S+ \[\S+, \S+\]", compared), compared
@@ -103,5 +106,5 @@ def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
     (tmp_path / "artifacts" / "models").symlink_to(smollm2.parent)
     (tmp_path / "few.yaml").write_text((REPOSITORY / "conf/suite/countdown.yaml").read_text().replace("1024", "2"))
     settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout.engine=hf rollout.max_response_tokens=8"}
-    told = go_through("real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
+    told = go_through("tutorials/real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
     assert "finished" not in told["millrace run experiment=smollm2_countdown --dry-run"]

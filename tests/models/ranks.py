@@ -6,7 +6,6 @@ python -m tests.models.ranks RANK WORLD_SIZE MODELS OUT     one rank of WORLD_SI
 import os
 import sys
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +24,7 @@ from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors
 from rlcore.models.memory import HostedWeights, move_together
 from rlcore.models.optim import build_optimizer, clip_grad_norm, local_of
-from rlcore.models.parallel import CountedCollectives, full_state, gathered, gathered_weights, reshard, shard
+from rlcore.models.parallel import full_state, gathered, reshard, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
@@ -151,29 +150,6 @@ def gather_in_buckets(policy: CausalPolicy) -> None:
         assert torch.equal(found[name], tensor.bfloat16() if tensor.ndim > 1 else tensor), "sent as it would be cast"
 
 
-def gather_for_a_hand_over(case: str, models: Path, mesh: DeviceMesh) -> None:
-    """Inside, what is handed over is what would be sent alone, and the pass that follows gathers the root alone; it
-    gives the numbers of one that gathers all, and the weights are sharded again after it."""
-    dtype = torch.bfloat16 if case in ROUNDED else torch.float32
-    policy = shard(build(case, models), mesh=mesh, dtype=dtype)
-    assert isinstance(policy, CausalPolicy)
-    counter, micro = CountedCollectives(policy), make_batch(LENGTHS, seed=4)
-    expected = {name: tensor.to(dtype) for name, tensor in full_state(policy)}
-    found, logprobs = {}, []
-    for is_whole in (True, False, True):  # the first before any pass
-        with gathered_weights(policy) if is_whole else nullcontext():
-            if is_whole:
-                found = {name: tensor.clone() for name, tensor in full_state(policy, dtype=dtype)}
-                assert found.keys() == expected.keys()
-                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-            counter.begin()
-            with torch.no_grad():
-                logprobs.append(policy(*micro.inputs, temperature=0.8, entropy="value").logprobs)
-            assert counter._reached == (1 if is_whole else 1 + len(policy.layers))
-        assert all(isinstance(parameter, DTensor) for parameter in policy.layers.parameters())
-    assert all(torch.equal(each, logprobs[0]) for each in logprobs)
-
-
 def main() -> None:
     warnings.simplefilter("error")
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
@@ -191,8 +167,6 @@ def main() -> None:
     assert held < 1.2 / world_size, "each has its part"
     save_file({name: tensor.contiguous() for name, tensor in full_state(policy)}, out / f"state-{rank}.safetensors")
     gather_in_buckets(policy)
-    gather_for_a_hand_over("tied", models, mesh)
-    gather_for_a_hand_over("bfloat16", models, mesh)
     wait_on_the_host("lora", models, mesh)
     wait_on_the_host("lora-nf4", models, mesh)
     dist.barrier()

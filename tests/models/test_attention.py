@@ -109,7 +109,7 @@ def test_choice_on_a_cpu_is_sdpa_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("requested", ["flash_attn", "varlen"])
-def test_a_backend_that_cannot_run_here_is_refused_with_key_value_and_remedy(requested: str) -> None:
+def test_an_unavailable_backend_is_refused_with_its_key(requested: str) -> None:
     with pytest.raises(ModelError, match=rf"model\.attention: .*'{requested}'.*needs CUDA.*model\.attention=auto"):
         choose_attention(requested, CPU, torch.bfloat16, 64)
 

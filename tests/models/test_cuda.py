@@ -65,7 +65,7 @@ def test_kernels_equal_dense_attention_by_length(name: str, window: int | None) 
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
 
 
-def test_automatic_choice_is_a_flash_kernel_in_half_precision_and_sdpa_in_float32() -> None:
+def test_auto_attention_is_flash_in_half_precision() -> None:
     assert choose_attention("auto", CUDA, torch.bfloat16, 64).name in ("flash_attn", "varlen")
     assert choose_attention("auto", CUDA, torch.float32, 64).name == "sdpa"
     assert choose_attention("auto", CUDA, torch.bfloat16, 513).name == "sdpa"
@@ -137,7 +137,7 @@ def test_one_rank_of_fsdp_computes_in_bfloat16_on_float32_weights(directory: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_base_in_4_bits_is_the_same_on_a_gpu_to_the_bit(directory: Path, dtype: str) -> None:
+def test_a_4_bit_base_is_bit_equal_on_a_gpu(directory: Path, dtype: str) -> None:
     """So an export on a CPU, from a GPU's checkpoint, is over the base that was trained on."""
     lora = LoraConfig(rank=4, base="nf4")
     model = ModelConfig(dtype=dtype, lora=lora)

@@ -85,7 +85,7 @@ def test_a_model_that_the_hub_does_not_give(reach: Reach, monkeypatch: pytest.Mo
         require_reachable("model.path", "somebody/gated")
 
 
-def test_a_model_of_the_hub_is_fetched_once_and_then_needs_no_network(reach: Reach, tmp_path: Path) -> None:
+def test_a_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
     written = write_model("qwen2-tied", tmp_path / "written")
     files = {file.name: file.read_bytes() for file in written.iterdir()}
 

@@ -162,7 +162,7 @@ def test_without_adapters_it_is_the_policy_before_training(tmp_path: Path) -> No
     assert not torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
 
 
-def test_a_frozen_base_is_held_in_the_compute_type_and_adapters_in_float32(tmp_path: Path) -> None:
+def test_base_in_the_compute_type_and_adapters_in_float32(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
     policy = trained(directory, dtype="bfloat16")
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in policy.parameters()}
@@ -181,7 +181,7 @@ def test_a_frozen_base_is_held_in_the_compute_type_and_adapters_in_float32(tmp_p
     assert ((merged - exact).abs() <= 2**-7 * exact.abs()).all()  # one of the two next to it, rounded once
 
 
-def test_a_change_of_less_than_half_a_step_is_not_lost_in_rounding() -> None:
+def test_dither_keeps_changes_below_half_a_step() -> None:
     """Of each weight as a share of them: twin by numpy's float32 of the two bfloat16 numbers around a value."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2_000, 3_000, generator=generator).bfloat16().float()  # more than the noise has numbers

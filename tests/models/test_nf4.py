@@ -67,7 +67,7 @@ def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_product_and_gradient_are_those_of_the_rounded_weight_of_which_no_copy_is_kept(compiled: bool) -> None:
+def test_nf4_product_and_gradient_match_the_rounded_weight(compiled: bool) -> None:
     layer = drawn(48, 32, bias=True)
     own = Nf4Linear(layer, CPU)
 

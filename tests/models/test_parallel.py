@@ -77,7 +77,7 @@ def test_half_precision_compute_keeps_float32_master_weights_and_gradients(model
     torch.testing.assert_close(found["loss.0"], expected["loss.0"], rtol=0.02, atol=0.5)
 
 
-def test_a_base_in_the_compute_type_gives_the_numbers_of_one_in_float32(ranks: Path) -> None:
+def test_a_bfloat16_base_matches_float32(ranks: Path) -> None:
     found, expected = (load_file(ranks / f"{case}-0.safetensors") for case in ("lora-bfloat16", "lora-float32-base"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -87,7 +87,7 @@ def test_a_base_in_the_compute_type_gives_the_numbers_of_one_in_float32(ranks: P
     assert {found[name].dtype for name in found if name.startswith("weight.")} == {torch.bfloat16}
 
 
-def test_the_full_state_of_a_sharded_policy_is_the_model_it_was_loaded_from(models: Path, ranks: Path) -> None:
+def test_full_state_of_a_sharded_policy_equals_its_model(models: Path, ranks: Path) -> None:
     expected = load_file(models / MODEL_OF["tied"] / "model.safetensors")
     for state in of_all(ranks, "state"):
         assert state.keys() == expected.keys()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from rlcore.models.policy import round_weights
 from tests.models.tiny import (
     CONFIGS,
     VOCAB,
@@ -151,7 +152,7 @@ def test_half_precision_compute_keeps_float32_weights_and_exact_rotary_tables(tm
     batch = make_batch(LENGTHS)
     exact = policy_of(directory)
     mixed = policy_of(directory, dtype="bfloat16")
-    stored = policy_of(directory).to(torch.bfloat16)
+    stored = round_weights(policy_of(directory), torch.bfloat16)
     assert mixed.compute_dtype == stored.compute_dtype == torch.bfloat16
     assert {p.dtype for p in mixed.parameters()} == {torch.float32}
     table = exact.model.model.rotary_emb.inv_freq

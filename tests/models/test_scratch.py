@@ -51,7 +51,7 @@ def test_chat_messages_become_their_contents(tokenizer: PreTrainedTokenizerBase)
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "1 + 2 : 3 >"
 
 
-def test_the_same_settings_give_the_same_bytes_and_another_seed_other_weights(tmp_path: Path) -> None:
+def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:
     first, again, other = (build(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     names = sorted(file.name for file in first.iterdir())
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)

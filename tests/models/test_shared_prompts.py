@@ -145,7 +145,7 @@ def test_rows_are_handed_out_and_their_gradients_summed(groups: list[tuple[int, 
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1),
     st.integers(1, 80),
 )
-def test_micro_batches_hold_each_sequence_once_and_keep_the_budget_of_computed_tokens(
+def test_micro_batches_hold_each_sequence_once_within_the_budget(
     groups: list[tuple[int, list[int]]], max_tokens: int
 ) -> None:
     batch = answers(groups)

@@ -11,6 +11,7 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
+from rlcore.tracking.lineage import Origin, Stage, read_origin
 
 
 def write_run(
@@ -31,7 +32,7 @@ def write_run(
     """
     config = load_config([*overrides, f"seed={seed}"], experiment=experiment)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "settings.json").write_text(config.model_dump_json(indent=2))
+    Origin(config).write(run_dir)
     rng = np.random.default_rng(seed)
     with Journal(run_dir / JOURNAL_FILE) as journal:
         for step in range(num_steps + 1):
@@ -159,3 +160,10 @@ def validation(
 def _answer(right: bool, good: str, bad: str) -> Answer:
     parts = {"correct": float(right), "format": 1.0}
     return Answer(good if right else bad, float(right), parts, 6, "stop", logprob=-1.5)
+
+
+def with_stages(run_dir: Path, *stages: Stage) -> None:
+    """Record these stages as those before the training."""
+    origin = read_origin(run_dir)
+    assert origin is not None
+    replace(origin, stages=stages).write(run_dir)

@@ -13,15 +13,14 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.report.build import build_report, compare_runs
 from rlcore.report.compare import differing_settings, groups_of, spread_of
-from rlcore.report.performance import cost_of
 from rlcore.report.record import read_run
 from rlcore.report.series import against, band_of, series_of
 from rlcore.report.settings import meaning
-from rlcore.tracking.cost import ENERGY_WH, GPU_SECONDS
+from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
-from rlcore.tracking.lineage import Lineage, Stage
+from rlcore.tracking.lineage import Stage
 from tests.report.pages import parse, table
-from tests.report.runs import write_run
+from tests.report.runs import with_stages, write_run
 
 FEW = ("critic/score/mean", "perf/total_num_tokens", "timing_s/step")
 STEPS = ("trainer.total_steps=40",)
@@ -114,14 +113,14 @@ def test_runs_of_a_seed_are_one_seed(run_dirs, tmp_path):
 def test_runs_with_other_code_are_no_seeds_of_each_other(run_dirs, tmp_path):
     folders = [shutil.copytree(folder, tmp_path / "runs" / folder.name) for folder in run_dirs[:2]]
     for folder, fingerprint in zip(folders, ("c0ffee", "decade"), strict=True):
-        Lineage((Stage("code", fingerprint, "code"),)).write(folder)
+        with_stages(folder, Stage("code", fingerprint, "code"))
     assert list(groups_of([read_run(folder) for folder in folders])) == ["code=c0ffee", "code=decade"]
     (row,) = [row for row in table(compare_runs(folders), "settings") if row["Setting"] == "code"]
     assert (row["lr3e-4-s1"], row["lr3e-4-s2"]) == ("c0ffee", "decade")
     other = shutil.copytree(run_dirs[2], tmp_path / "runs" / "other")
-    Lineage((Stage("code", "decade", "code"),)).write(other)
+    with_stages(other, Stage("code", "decade", "code"))
     assert list(groups_of([read_run(folders[0]), read_run(other)])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
-    (folders[1] / "lineage.json").unlink()
+    with_stages(folders[1])
     assert [len(group) for group in groups_of([read_run(folder) for folder in folders]).values()] == [2]
 
 
@@ -183,17 +182,6 @@ def test_the_best_setting_needs_seeds_that_do_not_overlap(run_dirs, comparison, 
     assert parse(two_seeds.html.read_text()).words.count("2 seeds") >= 1
 
 
-def test_costs_are_those_of_each_run(run_dirs, comparison):
-    runs = {folder.name: read_run(folder) for folder in run_dirs[:4]}
-    rows = table(comparison, "cost")
-    assert {row["Run"] for row in rows} == set(runs)
-    for row in rows:
-        wanted = cost_of(runs[row["Run"]], row["Held-out reward"]) or (None, None, None)
-        assert (row["Step"], row["Tokens"], row["Training time"]) == wanted
-    assert any(row["Step"] is None for row in rows)
-    assert any(row["Step"] for row in rows)
-
-
 def test_last_values_are_those_of_the_journals(run_dirs, comparison):
     rows = {row["Metric"]: row for row in table(comparison, "metrics")}
     for folder in run_dirs[:4]:
@@ -231,31 +219,24 @@ def test_curves_are_drawn_against_steps_tokens_and_seconds(comparison):
     parse(html)
 
 
-def test_what_it_cost_is_told_by_run_in_all_and_by_point_gained(run_dirs, tmp_path):
+def test_gpu_time_is_shown_by_run_and_by_point_gained(run_dirs, tmp_path):
     copies = [tmp_path / "runs" / folder.name for folder in run_dirs[:2]]
     for place, (folder, copy) in enumerate(zip(run_dirs, copies, strict=False)):
         shutil.copytree(folder, copy)
-        settings = json.loads((copy / "settings.json").read_text())
-        settings["tracking"]["price_per_gpu_hour"] = 3.0
-        (copy / "settings.json").write_text(json.dumps(settings))
         with Journal(copy / JOURNAL_FILE) as journal:
-            journal.append_step(40, {GPU_SECONDS: 1_200.0 * (place + 1), ENERGY_WH: 100.0})
+            journal.append_step(40, {GPU_SECONDS: 1_200.0 * (place + 1)})
     files = compare_runs(copies, target=tmp_path / "out")
+    rows = {row["Measure"]: row for row in table(files, "performance")}
     gains = [100 * read_run(copy).gained for copy in copies]
-    first, second, both = table(files, "spent")
-    assert [row["GPU time"] for row in (first, second, both)] == [1_200, 2_400, 3_600]
-    assert [row["Price"] for row in (first, second, both)] == pytest.approx([1, 2, 3])
-    assert [row["Energy, Wh"] for row in (first, second, both)] == [100, 100, 200]
-    assert first["Points gained"] == pytest.approx(gains[0])
-    assert [first["GPU time a point"], second["Price a point"]] == pytest.approx([1_200 / gains[0], 2 / gains[1]])
-    assert both["Energy a point, Wh"] == pytest.approx(200 / max(gains))
-    own = build_report(copies[0], target=tmp_path / "own")
-    assert {**table(own, "spent")[0], "Run": first["Run"]} == first
-    assert "20 min" in parse(own.html.read_text()).words
+    names = [copy.name for copy in copies]
+    assert [rows["GPU time, all attempts"][name] for name in names] == [1_200, 2_400]
+    points = [rows["GPU time a point gained"][name] for name in names]
+    assert points == pytest.approx([1_200 / gains[0], 2_400 / gains[1]])
+    assert "20 min" in parse(build_report(copies[0], target=tmp_path / "own").html.read_text()).words
 
 
-def test_on_a_cpu_no_cost_is_told(comparison):
-    assert "spent" not in json.loads(comparison.json.read_text())["tables"]
+def test_on_a_cpu_no_gpu_time_is_shown(comparison):
+    assert "GPU time, all attempts" not in [row["Measure"] for row in table(comparison, "performance")]
 
 
 def test_the_title_fits_one_line(comparison, two_seeds, unlike):
@@ -288,6 +269,6 @@ def test_runs_of_the_same_name_in_two_places_are_told_apart(tmp_path):
 def test_one_run_is_no_comparison(run_dirs, tmp_path):
     with pytest.raises(DataError, match="needs 2 different runs, got 1"):
         compare_runs([run_dirs[0], run_dirs[0]], target=tmp_path)
-    with pytest.raises(DataError, match=r"settings\.json"):
+    with pytest.raises(DataError, match=r"run\.json"):
         compare_runs([run_dirs[0], tmp_path / "nowhere"], target=tmp_path / "out")
     assert not (tmp_path / "out").exists()

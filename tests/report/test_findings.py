@@ -8,7 +8,7 @@ from scipy.stats import t as student
 
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.report.findings import converged, learned, learning_limit, speed_limit, stability_checks, stable
-from rlcore.report.performance import cost_of, levels_of, mean_phases
+from rlcore.report.performance import mean_phases
 from rlcore.report.series import series_of, trend_of
 from tests.evaluation.results import problem, random_result, result
 from tests.report.records import record_of
@@ -206,30 +206,6 @@ def test_phases_add_up_to_the_step_without_the_first():
     assert found.verdict == "environment"
     assert found.numbers == {"gen": 2 / 7.5, "environment": 4 / 7.5, "update_actor": 1 / 7.5, "other": 0.5 / 7.5}
     assert speed_limit(record_of({})).verdict == "not known"
-
-
-def test_costs_are_those_of_the_first_validation_at_a_level():
-    name = "val-core/countdown/reward/mean@4"
-    record = record_of(
-        {
-            name: [0.25, 0.25, 0.42, 0.42, 0.38, 0.61],
-            "perf/total_num_tokens": [10, 20, 30, 40, 50, 60],
-            "timing_s/step": [1, 1, 1, 1, 1, 2],
-        }
-    )
-    assert levels_of(record) == [0.3, 0.4, 0.5, 0.6]
-    assert [cost_of(record, level) for level in levels_of(record)] == [(3, 60, 3), (3, 60, 3), (6, 210, 7), (6, 210, 7)]
-    assert cost_of(record, 0.7) is None
-    assert levels_of(record_of({})) == []
-    assert levels_of(record_of({name: [-1e5, -10.0]})) == [-10.7, -10.6, -10.5, -10.4, -10.3, -10.2, -10.1, -10.0]
-
-
-def test_a_mean_beside_a_tenth_by_rounding_is_that_tenth():
-    name = "val-core/countdown/reward/mean@4"
-    record = record_of({name: [0.3, 0.1 + 0.7], "timing_s/step": [1, 1]})
-    assert 0.1 + 0.7 < 0.8
-    assert levels_of(record) == [0.4, 0.5, 0.6, 0.7, 0.8]
-    assert [cost_of(record, level) is not None for level in levels_of(record)] == [True] * 5
 
 
 def test_the_entropy_that_is_judged_is_that_of_a_token():

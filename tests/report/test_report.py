@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
@@ -27,15 +28,15 @@ from rlcore.report.page import markdown_of
 from rlcore.report.performance import phase_table
 from rlcore.report.plots import SETTINGS, Chart, gallery_of, legend
 from rlcore.report.record import RunRecord, read_run
-from rlcore.report.samples import samples_of
+from rlcore.report.samples import sample_table
 from rlcore.report.settings import defaults_of, settings_of, settings_tables
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.catalog import metric_docs
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, load_journal
-from rlcore.tracking.lineage import Lineage, Stage
+from rlcore.tracking.lineage import Origin, Stage
 from tests.report.pages import Page, parse, table
 from tests.report.records import record_of
-from tests.report.runs import validation, write_run
+from tests.report.runs import validation, with_stages, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -271,7 +272,7 @@ def hostile_report(tmp_path_factory):
         validation(config, name, step, 0.5, 8, texts=HOSTILE).write(run_dir / "validation" / f"{name}.json")
     with Journal(run_dir / JOURNAL_FILE) as journal:
         journal.append_event("<b>odd</b>", 2, {"message": HOSTILE[0] + HOSTILE[1]})
-    Lineage(command=("millrace", "run", HOSTILE[0]), environment={"<i>": HOSTILE[1]}).write(run_dir)
+    Origin(config, command=("millrace", "run", HOSTILE[0]), environment={"<i>": HOSTILE[1]}).write(run_dir)
     return build_report(run_dir)
 
 
@@ -315,16 +316,16 @@ def test_one_step_and_no_validation(tmp_path):
     assert "Training reward" in words
     verdicts = {found["topic"]: found["verdict"] for found in json.loads(files.json.read_text())["findings"]}
     assert verdicts["Learned"] == verdicts["Converged"] == verdicts["Stable"] == "not known"
-    assert "No validation before and after with answers" in words
+    assert table(files, "samples") == []
 
 
 def test_nothing_but_settings(tmp_path):
     config = load_config([], experiment="debug")
-    (tmp_path / "settings.json").write_text(config.model_dump_json())
+    Origin(config).write(tmp_path)
     files = build_report(tmp_path)
     words = page_of(files).words
     assert "metrics.jsonl is not there" in words
-    assert "No lineage.json and no inputs.json" in words
+    assert "run.json has no stages" in words
     assert "Not measured: Reward" in words
     assert "step 0 of 2" in words
 
@@ -342,12 +343,11 @@ def test_figures_of_the_journal_serve_where_the_files_are_gone(tmp_path):
     run_dir = tmp_path / "pruned"
     write_run(run_dir, num_steps=40, overrides=("trainer.total_steps=40",), only=FEW)
     shutil.rmtree(run_dir / "validation")
-    files = build_report(run_dir)
-    assert [row["Step"] for row in table(files, "progress")] == [0, 20, 40]
+    files, found = build_report(run_dir), read_run(run_dir).held_out("reward/mean@4")
+    assert [step for step, _ in found] == [0, 20, 40]
     last = load_journal(run_dir / JOURNAL_FILE).steps[-1].metrics
     name = "val-core/countdown/reward/mean@4"
-    assert table(files, "progress")[-1]["mean@4"] == {
-        "value": last[name], "low": last[f"{name}/ci_low"], "high": last[f"{name}/ci_high"]}  # fmt: skip
+    assert found[-1][1] == Interval(last[name], last[f"{name}/ci_low"], last[f"{name}/ci_high"])
     assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
 
 
@@ -413,7 +413,7 @@ def test_a_picture_of_zeros_is_words(tmp_path):
     assert config.trainer.mini_batch_size == config.trainer.batch_size
     found = gallery_of(learning_charts(record_of(curves, config=config)), tmp_path)
     assert [picture.name for picture in found.pictures] == ["entropy"]
-    assert found.flat == (f"KL ({ONE_UPDATE})",)
+    assert found.flat == (f"KL ({ONE_UPDATE})", "Answers cut at the limit")
     assert "Answer length" in found.absent
 
 
@@ -439,7 +439,6 @@ def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
     run_dir = tmp_path / "damaged"
     write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
     (run_dir / "validation" / "after.json").write_text("{")
-    (run_dir / "lineage.json").write_text('{"stages": 3}')
     (run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-000002" / "manifest.json").write_text("no")
     with (run_dir / JOURNAL_FILE).open("a") as journal:
@@ -447,7 +446,6 @@ def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
     words = page_of(build_report(run_dir)).words
     for part in (
         "validation/after.json is left out",
-        "lineage.json",
         "step-000002/manifest.json",
         "1 unreadable lines",
     ):
@@ -463,12 +461,12 @@ def test_a_validation_is_read_once_and_again_when_it_has_changed(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"settings\.json: cannot be read .*name the folder of a run"):
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .*name the folder of a run"):
         build_report(tmp_path)
-    (tmp_path / "settings.json").write_text('{"trainer": {"totl_steps": 3}}')
+    (tmp_path / "run.json").write_text('{"settings": {"trainer": {"totl_steps": 3}}}')
     with pytest.raises(DataError, match=r"trainer\.totl_steps"):
         build_report(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_values_that_were_not_finite_do_not_break_it(tmp_path):
@@ -490,9 +488,10 @@ def test_values_that_were_not_finite_do_not_break_it(tmp_path):
 
 def test_lineage_is_shown(tmp_path):
     run_dir = tmp_path / "run"
-    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
+    config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     stages = (Stage("dataset", "0123456789abcdef", "artifacts/datasets/0123456789abcdef", {"train rows": 64}),)
-    Lineage(stages, ("millrace", "run", "experiment=debug"), "c0ffee", True, {"torch": "2.13.0"}).write(run_dir)
+    command = ("millrace", "run", "experiment=debug")
+    Origin(config, {}, stages, command, "c0ffee", True, {"torch": "2.13.0"}).write(run_dir)
     facts = {"kind": "checkpoint", "step": 2, "created": "", "settings_fingerprint": "", "metrics": {}}
     with published_directory(run_dir / "checkpoints" / "step-000002", facts) as folder:
         (folder / "weights").write_bytes(b"12345678")
@@ -504,19 +503,6 @@ def test_lineage_is_shown(tmp_path):
     assert table(files, "checkpoints") == [{"Name": "step-000002", "Size": 8e-06}]
 
 
-def test_inputs_serve_as_lineage(tmp_path):
-    run_dir, filtered = tmp_path / "run", tmp_path / "filtered" / "fedcba9876543210"
-    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
-    with published_directory(filtered, {"num_train": 64}) as folder:
-        (folder / "train.parquet").write_bytes(b"x")
-    inputs = {"filtered_directory": str(filtered), "tokenizer_directory": str(tmp_path / "nowhere")}
-    (run_dir / "inputs.json").write_text(json.dumps(inputs))
-    rows = {row["Stage"]: row for row in table(build_report(run_dir), "stages")}
-    assert rows["filtered"]["Fingerprint"] == "fedcba9876543210"
-    assert rows["filtered"]["Facts"]["num_train"] == 64
-    assert rows["tokenizer"]["Facts"] == {}
-
-
 def test_a_report_holds_no_password_of_an_address(tmp_path):
     config = load_config(["experiment=debug", "tracking.uri=http://me:SECRET@host"])
     tables = repr(settings_tables(config))
@@ -524,9 +510,8 @@ def test_a_report_holds_no_password_of_an_address(tmp_path):
     assert "SECRET" not in tables
     write_run(tmp_path, experiment="debug", num_steps=1, validate=False, only=FEW)
     typed = ("millrace", "run", "tracking.uri=http://me:SECRET@host", "tags.why=two words")
-    Lineage(command=typed).write(tmp_path)
-    assert "SECRET" not in (tmp_path / "lineage.json").read_text()
-    (tmp_path / "lineage.json").write_text(json.dumps({"command": typed}))  # as somebody may have written it
+    Origin(RunConfig(), command=typed).write(tmp_path)
+    assert "SECRET" not in (tmp_path / "run.json").read_text()
     words = page_of(build_report(tmp_path)).words
     assert "'tracking.uri=http://me:***@host' 'tags.why=two words'" in words
     assert "SECRET" not in words
@@ -591,9 +576,10 @@ def test_answers_without_a_score_are_neither_right_nor_wrong(tmp_path):
     ]
     replace(result, problems=(*failed, *result.problems[8:])).write(file)
     record = read_run(tmp_path)
-    wanted = [problem.prompt_text for problem in result.problems[8:]]
-    assert [pair.prompt for pair in samples_of(record) if pair.prompt not in wanted] == []
-    assert samples_of(record)
+    wanted = {problem.prompt_text for problem in result.problems[8:]}
+    shown = {row[1].text for row in sample_table(record).rows}
+    assert shown
+    assert shown <= wanted
     alone = record_of({}, validations={"after": record.after}, config=config)
     (held_out,) = [
         found for found in section_of({"alone": alone}, lambda charts: None).blocks if found.name == "held_out"
@@ -611,7 +597,7 @@ def unscored(answer):
 def test_the_supervised_stage_has_its_curve(tmp_path):
     run_dir = tmp_path / "runs" / "begun"
     write_run(run_dir, num_steps=2, num_problems=4, only=FEW)
-    Lineage((Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))).write(run_dir)
+    with_stages(run_dir, Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))
     stage = tmp_path / "warm-starts" / "warm-start-1b"
     chart = next(one for one in learning_charts(read_run(run_dir)) if one.name == "supervised")
     assert gallery_of([chart], tmp_path).absent == ("Supervised stage",), "its folder is gone"
@@ -630,7 +616,7 @@ def test_the_supervised_stage_has_its_curve(tmp_path):
 
 def test_a_run_may_be_named_by_a_relative_folder_and_its_stage_be_unreadable(tmp_path, monkeypatch):
     write_run(tmp_path / "begun", num_steps=2, num_problems=4, only=FEW)
-    Lineage((Stage("start model", "1b", "y"),)).write(tmp_path / "begun")
+    with_stages(tmp_path / "begun", Stage("start model", "1b", "y"))
     (tmp_path.parent / "warm-starts" / "warm-start-1b").mkdir(parents=True)
     (tmp_path.parent / "warm-starts" / "warm-start-1b" / JOURNAL_FILE).write_bytes(b"\x00no journal\n")
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,7 @@ def test_a_request_has_no_limit_of_its_own_unless_it_is_given() -> None:
     assert (request.max_tokens, request.environment_seed) == (0, 0)
 
 
-def test_answers_to_a_prompt_stand_side_by_side_and_share_the_seed_of_their_environment() -> None:
+def test_answers_to_a_prompt_share_their_environments_seed() -> None:
     found = requests_for(PROMPTS, 2, run_seed=5, stream=2, step=7, first_group=3)
     assert [(one.prompt.prompt_id, one.sample_index) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one.seed for one in found] == [answer_seed(5, 2, 7, group, sample) for group in (3, 4) for sample in (0, 1)]

@@ -85,7 +85,7 @@ def test_a_first_message_is_the_reply_before_any_turn() -> None:
     assert len(made) == 1
 
 
-def test_turns_are_repeated_where_the_environment_is_lost_or_has_read_something_else(kept: dict[str, Any]) -> None:
+def test_turns_are_repeated_for_a_lost_environment(kept: dict[str, Any]) -> None:
     played(["one"], [""])
     kept.clear()
     assert turn_of(played(["one", "two"], ["", "1: one"])).reply == "2: two"
@@ -156,7 +156,7 @@ def test_an_empty_answer_makes_an_environment_and_asks_it_nothing(kept: dict[str
     assert list(kept) == []
 
 
-def test_an_episode_begins_with_its_row_a_seed_and_what_its_class_takes() -> None:
+def test_an_episode_begins_with_row_seed_and_options() -> None:
     config = RunConfig.model_validate({"data": {"task": "countdown", "environment": "a:B"}})
     episode = Episode.begun("e", config, '{"target": 3, "seed": 9}', 77)
     assert json.loads(episode.truth) == {

@@ -145,7 +145,7 @@ def test_without_memory_for_all_at_once_fewer_are_written_at_once(
         ([2, 2, 2, 2], [4]),
     ],
 )
-def test_rows_that_have_ended_leave_the_batch_where_they_are_more_than_a_quarter(
+def test_finished_rows_leave_the_batch_above_a_quarter(
     model_directory: Path, policy: CausalPolicy, monkeypatch: pytest.MonkeyPatch, limits: list[int], rows: list[int]
 ) -> None:
     own = load_policy(model_directory, model=ModelConfig(), device=CPU)

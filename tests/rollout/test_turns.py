@@ -102,7 +102,7 @@ def test_a_template_without_further_turns_is_refused(changes: dict[str, Any], to
 
 
 @pytest.mark.parametrize("prompt", ["<a>", "", "<u>x$\n<b>", "a>"])
-def test_a_prompt_that_does_not_end_with_the_models_turn_has_no_place_for_a_message(prompt: str) -> None:
+def test_a_prompt_without_the_models_turn_takes_no_message(prompt: str) -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
     assert tokens.opening(ids("x<a>"), "go") == ("go", (ord("x"),), ids("<u>go$\n<a>"))
     with pytest.raises(ConfigError) as caught:

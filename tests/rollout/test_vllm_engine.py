@@ -230,7 +230,7 @@ def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
     assert facts["differing"] == []
 
 
-def test_in_bfloat16_a_right_hand_over_is_taken_and_a_tensor_one_small_step_old_is_found(folder: Path) -> None:
+def test_a_bfloat16_weight_sync_finds_a_stale_tensor(folder: Path) -> None:
     """The rounding hides such a step from the log-probabilities: the tensors are compared."""
     facts = facts_of(folder, "importance")["rounded"]
     assert facts["difference"] > 1e-4

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlcore.config import RunConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as handover
-from rlcore.runtime.ray import RayGroup
+from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS
@@ -125,7 +125,7 @@ def _zeroed(weights: Any) -> Iterator[tuple[str, Tensor]]:
 def training_facts(folder: Path) -> list[Metrics]:
     """Three steps by two Ray actors that share an engine."""
     run = spanning_run(folder)
-    group = RayGroup(run.config, str(run.model_directory))
+    group = start_workers(run.config, str(run.model_directory))
     try:
         return train(run, group, 3)
     finally:

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlcore.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from rlcore.config import CheckpointConfig, ModelConfig, RunConfig
 from rlcore.config.compose import load_config
-from rlcore.config.data import Gsm8kData, ParquetData
 from rlcore.config.model import SMOLLM2
 from rlcore.config.trainer import PathsConfig
 from rlcore.errors import DiskSpaceError, StopRequestedError
@@ -20,13 +19,9 @@ from rlcore.storage.disk import RoomReport, free_bytes
 from tests.storage.small_disk import fill, mounted
 
 BASE = (
-    "data.train_size=512", "data.validation_size=32", "validation.every_steps=5", "validation.samples_per_problem=4",
-    "validation.max_problems=10", "answers.every_steps=2", "rollout.samples_per_prompt=4",
-    "rollout.max_response_tokens=8", "filter.max_prompt_tokens=32", "trainer.batch_size=8", "warm_start.enabled=false",
-    "tracking.enabled=false",
+    "answers.every_steps=2", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=8",
+    "filter.max_prompt_tokens=32", "trainer.batch_size=8", "warm_start.enabled=false", "tracking.enabled=false",
 )  # fmt: skip
-JUDGED = (3 + 11 // 5) * 10 * (4 + 1)
-"""Answers of the first, the last and the exported weights' validation and those on the way, with a greedy one each."""
 
 
 def needs_of(root: Path, *words: str, has_start_model: bool = True) -> dict[str, tuple[Path, int]]:
@@ -57,50 +52,33 @@ def planned(config: RunConfig) -> dict[str, int]:
     return {need.what: need.size_bytes for need in needs}
 
 
-def test_every_byte_of_a_run_is_planned_for(tmp_path: Path) -> None:
+def test_weights_and_answers_are_planned_for(tmp_path: Path) -> None:
     assert needs_of(tmp_path) == {
         "checkpoints": (Path("run/checkpoints"), 7),
         "weights for others": (Path("run/model"), 4 * 1000),
-        "journal and validations": (Path("run"), 11 * 8000 + JUDGED * (500 + 12 * (32 + 8))),
-        "answers": (Path("run/answers"), (5 * 8 * 4 + JUDGED) * (500 + 20 * 8 + 12 * 32)),
-        "dataset and its filtered rows": (Path("datasets"), 2 * (512 + 32) * 400),
+        "answers": (Path("run/answers"), 5 * 8 * 4 * (500 + 20 * (8 + 32))),
     }
 
 
-def test_what_a_run_makes_besides_is_planned_for_where_it_makes_it(tmp_path: Path) -> None:
-    words = ("pass_rates.samples=2", "warm_start.enabled=true", "tracking.enabled=true", "runtime=ray")
+def test_stages_and_tracking_are_planned_for(tmp_path: Path) -> None:
+    words = ("warm_start.enabled=true", "tracking.enabled=true", "runtime=ray")
     found = needs_of(tmp_path, *words, has_start_model=False)
     besides = {what: need for what, need in found.items() if what not in needs_of(tmp_path)}
     assert besides.pop("Ray's object store")[1] >= 2**20
     assert besides == {
-        "pass rates": (Path("pass-rates"), 2 * 512 * 150),
         "start model": (Path("models"), 4 * 1000),
         "checkpoints of the warm start": (Path("warm-starts"), int(1000 * 12 * 1.01) + 4 * 2**20),
-        "MLflow's database and artifacts": (Path(), 11 * 8000 + 4 * 1000),
+        "MLflow's artifacts": (Path(), 4 * 1000),
     }
     assert "Ray's object store" not in needs_of(tmp_path, "runtime=ray", "runtime.ray_address=ray-head:6379")
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "size_bytes"),
-    [
-        (["answers.max_gb=0.0001"], "answers", 100_000 + JUDGED * 1044),
-        (["answers.every_steps=0"], "answers", 0),
-        (["answers.every_steps=12"], "answers", JUDGED * 1044),
-        (["validation.max_problems=0"], "answers", 160 * 1044 + 5 * 32 * 5 * 1044),
-        (["validation.greedy=false"], "answers", 160 * 1044 + 5 * 10 * 4 * 1044),
-        (["validation.every_steps=0"], "answers", 160 * 1044 + 3 * 10 * 5 * 1044),
-    ],
+    ("word", "size_bytes"),
+    [("answers.max_gb=0.0001", 100_000), ("answers.every_steps=0", 0), ("answers.every_steps=12", 0)],
 )
-def test_what_the_settings_change_of_a_plan(tmp_path: Path, words: list[str], what: str, size_bytes: int) -> None:
-    assert needs_of(tmp_path, *words)[what][1] == size_bytes
-
-
-@pytest.mark.parametrize(("data", "rows"), [(Gsm8kData(), 7_473 + 1_319), (ParquetData(), 15_000 + 5_000)])
-def test_rows_of_files_and_of_the_hub_are_counted_as_those_of_known_datasets(
-    tmp_path: Path, data: DataConfig, rows: int
-) -> None:
-    assert planned(RunConfig(data=data))["dataset and its filtered rows"] == 2 * rows * 400
+def test_kept_answers_are_planned_for_by_their_settings(tmp_path: Path, word: str, size_bytes: int) -> None:
+    assert needs_of(tmp_path, word)["answers"][1] == size_bytes
 
 
 def test_smollm2s_weights_are_planned_for_until_they_are_there(tmp_path: Path) -> None:
@@ -171,7 +149,7 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_run_that_waits_looks_each_second_and_goes_on_when_there_is_room(
+def test_a_pause_ends_when_there_is_room(
     small_disk: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ballast = fill(small_disk, leave_bytes=8192)
@@ -191,7 +169,7 @@ def test_a_run_that_waits_looks_each_second_and_goes_on_when_there_is_room(
 
 
 @pytest.mark.parametrize(("wait_for_room_s", "slept"), [(0, []), (2, [1, 1]), (2.5, [1, 1, 0.5])])
-def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
+def test_a_pause_without_room_in_time_is_an_error(
     small_disk: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float]
 ) -> None:
     fill(small_disk, leave_bytes=8192)
@@ -206,7 +184,7 @@ def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
     assert [name for name, _, _ in told] == ["paused_for_disk"]
 
 
-def test_a_run_that_waits_looks_each_second_whether_it_is_to_stop(small_disk: Path, sleeps: list[float]) -> None:
+def test_a_stop_ends_a_pause(small_disk: Path, sleeps: list[float]) -> None:
     fill(small_disk, leave_bytes=8192)
     with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*are missing"):
         room_of([], stop=lambda: len(sleeps) == 4).wait(8193, step=3, path=small_disk)

@@ -1,182 +1,112 @@
-"""Workers and engines that die, hang or run out of memory: found, named, and the run goes on bit for bit."""
+"""What a fault is called, by the error that it ends a process with; and its line in the run's folder."""
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from rlcore.run.faults import read_faults
-from rlcore.tracking.journal import load_journal
-from tests.run.harmful import HARM
-from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of
-from tests.small_run import SmallRun
-
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
-
-STEPS = 6
-FAILED = 1
-RAY = ("runtime=ray", "runtime.num_workers=2")
-
-
-def at(moment: str, *signals: str, to: str = "trainer", nth: int = 1, **more: Any) -> dict[str, Any]:
-    return {"at": moment, "nth": nth, "to": to, "signals": list(signals), **more}
+from rlcore.errors import (
+    DataError,
+    DeviceMemoryError,
+    DiskSpaceError,
+    HangError,
+    HostMemoryError,
+    NonFiniteError,
+    RankMemoryError,
+    WorkerLostError,
+)
+from rlcore.run import faults
+from rlcore.run.faults import FAULTS_FILE, Fault, as_ours, fault_of, note_fault, num_oom_kills, read_faults
 
 
-def kinds(run: SmallRun) -> list[tuple[str, str]]:
-    return [(str(fault.kind), fault.phase) for fault in read_faults(run.layout.run_dir)]
+def allocation_refused() -> Exception:
+    """What torch says where the host has no memory."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    return caught.value
 
 
-def stacks(run: SmallRun) -> list[str]:
-    named = [fault.stacks for fault in read_faults(run.layout.run_dir)]
-    return [Path(file).read_text() for file in named if file is not None]
+ERRORS = {
+    "host out of memory": MemoryError("no room for a copy"),
+    "GPU out of memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "GPU out of memory, by CUDA": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported late"),
+    "rank out of memory": RankMemoryError("a pass on one of 2 ranks (DefaultCPUAllocator: can't allocate memory)"),
+    "lost worker": WorkerLostError("rank 1 has ended"),
+    "hang": HangError("no end after 60 s"),
+    "disk": DiskSpaceError("no room"),
+    "data": DataError("a row breaks the schema"),
+    "numbers": NonFiniteError("the loss is nan"),
+    "error": KeyError("a bug"),
+}
 
 
-@pytest.fixture
-def harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "harm"
-    folder.mkdir()
-    monkeypatch.setenv(HARM, str(folder))
-    return folder
+@pytest.mark.parametrize("kind", list(ERRORS))
+def test_kind_and_phase(kind: str) -> None:
+    found = fault_of(as_ours(ERRORS[kind], "gen"), "gen", 7)
+    assert str(found) == f"{kind.partition(',')[0]} in gen after step 7"
 
 
-@pytest.mark.lengthy
-def test_a_publication_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
-    calm = small(tmp_path / "calm", steps=3)
-    assert disturb(calm, None)[0]["code"] == 0, said(calm)
-    run = small(tmp_path / "run", "runtime.deadlines.save_s=20", steps=3)
-    found = disturb(run, at("publish", nth=2, sleep_s=600), None)
-    assert [one["code"] for one in found] == [FAILED, 0], said(run)
-    assert [one["left"] for one in found] == [[], []]
-    assert kinds(run) == [("hang", "commit")]
-    assert "runtime.deadlines.save_s: hang in commit after step" in said(run)
-    assert "s; checkpoint of step 2: renaming" in said(run)
-    (told, *_) = [event["text"] for event in found[0]["events"] if "file system" in event.get("text", "")]
-    assert told.startswith(f"checkpoint of step 2: renaming {run.layout.checkpoints}/.tmp-step-000002")
-    assert told in said(run), "in the log, too"
-    assert steps_of(run) == steps_of(calm)
-    assert weights_of(run) == weights_of(calm)
+def test_an_allocation_that_the_host_refuses() -> None:
+    ours = as_ours(allocation_refused(), "update_actor")
+    assert fault_of(ours, "update_actor", 0).kind == "host out of memory"
+    assert "lower runtime.num_workers" in str(ours)
 
 
-def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) -> None:
-    with_scorer = ("algo.policy_loss=tests.run.harmful:short_of_memory", "reward.num_processes=1")
-    calm = small(tmp_path / "calm", *with_scorer, steps=STEPS)
-    (harm / "memory").touch()
-    assert disturb(calm, None)[0]["code"] == 0, said(calm)
-    (harm / "memory").unlink()
+def test_a_damaged_line_of_faults_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    faults = [fault_of(as_ours(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
+    assert read_faults(tmp_path) == []
+    for fault in faults[:2]:
+        note_fault(tmp_path, fault)
+    with (tmp_path / FAULTS_FILE).open("ab") as file:
+        file.write(b'{"kind": "\xff", "phase": "a bit has flipped"}\n{"kind": "ha')  # and a full disk
+    for fault in faults[2:]:
+        note_fault(tmp_path, fault)
+    assert read_faults(tmp_path) == faults
+    assert caplog.text.count(f"{tmp_path}/{FAULTS_FILE}: a line is damaged and left out: b'") == 2
+    assert (tmp_path / FAULTS_FILE).read_bytes().count(b"\n") == len(faults) + 2
 
-    run = small(tmp_path / "run", *with_scorer, "runtime.deadlines.update_s=20", "reward.deadline_s=2", steps=STEPS)
-    found = disturb(
-        run,
-        None,  # the loss allocates more than there is
-        at("update_actor", nth=3, sleep_s=600),
-        at("gen", "SIGSTOP", to="scorer"),  # no fault of the run: the pool replaces it
+
+def test_a_fault_that_cannot_be_written_costs_its_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    note_fault(tmp_path / "absent", Fault("hang", "", 3, "no end"))
+    assert f"{tmp_path}/absent/{FAULTS_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_fault_is_short_and_says_where_it_was() -> None:
+    found = fault_of(KeyError("x" * 2000), "", 3)
+    assert (found.kind, found.step, len(found.message), found.stacks) == ("error", 3, 1000, None)
+    assert str(found) == "error after step 3"
+    assert str(Fault("hang", "gen", 4, "")) == "hang in gen after step 4"
+    assert round(found.time, 3) == found.time > 1.7e9
+
+
+def test_exhausted_memory_has_a_remedy() -> None:
+    on_device = as_ours(RuntimeError("CUDA out of memory. Tried to"), "gen")
+    assert isinstance(on_device, DeviceMemoryError)
+    assert str(on_device) == (
+        "GPU out of memory in gen: RuntimeError: CUDA out of memory. Tried to\nLower "
+        "trainer.max_tokens_per_micro_batch or rollout.memory_share; neither changes the numbers."
     )
-    assert [one["code"] for one in found] == [FAILED, FAILED, 0], said(run)
-    assert [one["left"] for one in found] == [[], [], []]
-    assert kinds(run) == [("host out of memory", "update_actor"), ("hang", "update_actor")]
-    assert "runtime.deadlines.update_s: hang in update_actor after step" in said(run)
-    hung = stacks(run)[-1]
-    assert "=== trainer, process" in hung
-    assert 'disturbed.py", line' in hung, "the line where it hangs is missing"
-    assert "=== scorer, process" in hung
-    assert "scoring_worker.py" in hung
-    events = load_journal(run.layout.journal).events
-    assert [event.data["kind"] for event in events if event.name == "fault"] == ["host out of memory", "hang"]
-    assert steps_of(run) == steps_of(calm)
-    assert weights_of(run) == weights_of(calm)
-
-
-def test_a_scorer_that_never_ends_costs_its_answer_and_not_the_run(tmp_path: Path, harm: Path) -> None:
-    (harm / "scorer").touch()  # not yet: the warm start scores too
-    run = small(
-        tmp_path, "data.scorer=tests.run.harmful:never_ends", "reward.num_processes=1", "reward.deadline_s=2", steps=2
+    on_host = as_ours(MemoryError("no"), "")
+    assert isinstance(on_host, HostMemoryError)
+    assert str(on_host) == (
+        "host out of memory: MemoryError: no\nFree memory on this host, or lower runtime.num_workers or "
+        "reward.num_processes."
     )
-    (harm / "scorer").unlink()
-    assert disturb(run, None)[0]["code"] == 0, said(run)
-    assert said(run).count("overran reward.deadline_s=2") == 1
-    assert "data.scorer failed on 1 answer(s) so far, which are left out of training" in said(run)
-    assert "the last time: an answer took longer" in said(run)
-    steps = steps_of(run)
-    assert len(steps) == 3
-    # The one answer is the first of the validation at step 0, or one of the 16 of a step.
-    seen = [
-        step[name] for step in steps.values() for name in step if name.endswith(("/num_unscored", "/unscored_share"))
-    ]
-    assert len(seen) == 1, seen
+    assert isinstance(as_ours(DeviceMemoryError("a worker: std::bad_alloc"), "gen"), HostMemoryError)
+    for error in (on_device, DataError("MemoryError"), ValueError("no")):
+        assert as_ours(error, "gen") is error
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    run = small(tmp_path_factory.mktemp("two_ranks"), *RAY, steps=STEPS)
-    assert disturb(run, None)[0]["code"] == 0, said(run)
-    return run
-
-
-@pytest.mark.needs_ray
-def test_lost_and_stopped_ranks_and_a_host_without_memory(two_ranks: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, *RAY, "runtime.deadlines.generate_s=15", "runtime.deadlines.update_s=15", steps=STEPS)
-    short = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
-    found = disturb(
-        run,
-        at("gen", "SIGSTOP", to="rank-1", nth=3),  # a hung engine
-        at("update_actor", "SIGKILL", to="rank-1"),  # its peer waits in a collective
-        at("never", env=short),  # Ray kills workers of a host that is short of memory
-        None,
-    )
-    codes = [one["code"] for one in found]
-    assert codes == [FAILED] * 3 + [0], said(run)
-    assert [one["left"] for one in found] == [[]] * 4
-    named = kinds(run)
-    assert named[:2] == [("hang", "gen"), ("lost worker", "update_actor")]
-    assert named[-1][0] == "host out of memory"
-    hung = stacks(run)[0]
-    assert "It was stopped from outside (SIGSTOP)" in hung
-    assert "=== rank-0, process" in hung
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
-
-
-@pytest.mark.lengthy
-@pytest.mark.needs_ray
-def test_a_collective_that_never_returns(two_ranks: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, *RAY, "runtime.deadlines.update_s=15", steps=STEPS)
-    found = disturb(run, at("update_actor", "SIGSTOP", to="rank-0", nth=2), None)
-    assert [one["code"] for one in found] == [FAILED, 0], said(run)
-    assert kinds(run) == [("hang", "update_actor")]
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
-
-
-@pytest.mark.lengthy
-@pytest.mark.needs_ray
-def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, *RAY, steps=STEPS)  # before the short deadline: both share its warm start
-    impatient = small(tmp_path, *RAY, "runtime.deadlines.start_s=15", steps=STEPS)
-    # Not gcs_server: stopped before it can answer it was given up by Ray itself, under load, before this deadline.
-    (hung,) = disturb(impatient, at("start", "SIGSTOP", to="raylet", aside=True))
-    lost, done = disturb(run, at("start", "SIGKILL", to="raylet", aside=True), None)
-    assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], said(run)
-    assert [one["left"] for one in (hung, lost, done)] == [[], [], []]
-    assert kinds(run) == [("hang", "start"), ("lost worker", "start")]
-    assert "a private Ray cluster did not start: Exception: The current node timed out" in said(run)
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
-
-
-@pytest.mark.lengthy
-@pytest.mark.needs_ray
-def test_a_lost_node_of_a_cluster(two_ranks: SmallRun, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.run.cluster"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as cluster:
-        assert cluster.stdout is not None
-        address = cluster.stdout.readline().strip()
-        run = small(tmp_path, *RAY, f"runtime.ray_address={address}", steps=STEPS)
-        found = disturb(run, at("gen", "SIGKILL", to="node", nth=4), None)
-        cluster.communicate()
-    assert [one["code"] for one in found] == [FAILED, 0], said(run)
-    assert kinds(run)[0][0] == "lost worker"
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
+def test_kills_by_the_kernel_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tmp_path / "events", tmp_path / "vmstat"
+    monkeypatch.setattr(faults, "OOM_COUNTERS", files)
+    assert num_oom_kills() == 0
+    files[1].write_text("pgfault 9\noom_kill 7\n")
+    assert num_oom_kills() == 7
+    files[0].write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
+    assert num_oom_kills() == 3
+    files[0].write_text("oom_kill many\n")
+    assert num_oom_kills() == 7
+    files[0].write_text("low 1\n")
+    assert num_oom_kills() == 7

@@ -13,7 +13,7 @@ FOLDERS = (
 )  # fmt: skip
 
 
-def test_folders_and_files_that_are_what_they_must_be_are_in_no_way(tmp_path: Path) -> None:
+def test_right_kinds_of_files_pass(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path / "run")
     layout.require_kinds()
     for name in FOLDERS:

@@ -33,7 +33,7 @@ def rows(file: Path, *ids: int, source: str = "countdown") -> Path:
     return file
 
 
-def test_each_part_of_a_mixture_has_ids_and_a_name_of_its_own(tmp_path: Path) -> None:
+def test_parts_of_a_mixture_have_own_ids_and_names(tmp_path: Path) -> None:
     files = [rows(tmp_path / f"{number}.parquet", 3, 5) for number in range(3)]
     found = read_parts(mixture("a", "b", "c"), files)
     assert [[prompt.prompt_id for prompt in part] for part in found] == [
@@ -44,7 +44,7 @@ def test_each_part_of_a_mixture_has_ids_and_a_name_of_its_own(tmp_path: Path) ->
     assert [(prompt.prompt_id, prompt.data_source) for prompt in alone] == [(3, "countdown"), (5, "countdown")]
 
 
-def test_parts_that_cannot_be_told_apart_or_have_no_row_are_refused(tmp_path: Path) -> None:
+def test_equal_names_and_empty_parts_are_refused(tmp_path: Path) -> None:
     sources = ("countdown", "other", "countdown")
     files = [rows(tmp_path / f"{number}.parquet", number, source=source) for number, source in enumerate(sources)]
     with pytest.raises(DataError) as told:
@@ -59,7 +59,7 @@ def test_parts_that_cannot_be_told_apart_or_have_no_row_are_refused(tmp_path: Pa
         read_parts(mixture("a", "b", "c"), files)
 
 
-def test_a_suite_with_the_name_of_the_runs_own_data_is_refused(tmp_path: Path) -> None:
+def test_a_suite_named_as_the_runs_data_is_refused(tmp_path: Path) -> None:
     rows = PART.replace("}", ", train_size: 8, validation_size: 8}")
     suites = [f"{{name: {name}, data: {rows}}}" for name in ("other", "countdown")]
     run = prepare(tmp_path, f"validation.suites=[{','.join(suites)}]", "warm_start.enabled=false")

@@ -1,6 +1,8 @@
-"""The trainer process: its channel, the commands of a whole run, and what ends it, in this process."""
+"""The trainer process: its channel, its commands, and what ends it, in this process."""
 
+import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,13 +13,15 @@ from typing import Any, cast
 
 import pytest
 
-from rlcore.config import PassRatesConfig, PathsConfig, RunConfig, TrainerConfig
+from flows import SOURCE_FOLDER
+from rlcore.config import PathsConfig, RunConfig
 from rlcore.errors import DataError, MillraceError, StopRequestedError
 from rlcore.run import process
 from rlcore.run.layout import RunLayout
-from rlcore.run.process import Channel, serve, whole_run
+from rlcore.run.process import Channel, serve
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
+from rlcore.tracking.lineage import Origin
 
 Event = Mapping[str, object]
 
@@ -40,7 +44,7 @@ class Commands:
         self.error, self.at_the_end = error, at_the_end
         self.called: list[object] = []
 
-    def command(self, **arguments: object) -> Event:
+    def train(self, **arguments: object) -> Event:
         self.called.append(arguments)
         if self.error is not None:
             raise self.error
@@ -57,11 +61,6 @@ class Commands:
         if self.at_the_end is not None:
             raise self.at_the_end
         return "stopped after step 3"
-
-
-@pytest.fixture(autouse=True)
-def one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "COMMANDS", {"train": Commands.command})
 
 
 def served(session: Commands, *commands: Event, stop: StopFlag | None = None) -> tuple[int, list[Event]]:
@@ -90,7 +89,7 @@ def test_an_error_ends_it_and_counts_as_a_failure(caplog: pytest.LogCaptureFixtu
     told = {"event": "error", "command": "train", "type": "DataError", "message": "a row breaks the schema"}
     assert served(session, {"command": "train"}) == (1, [told])
     code, (unknown,) = served(Commands(), {"to_step": 3})
-    assert (code, unknown["command"], unknown["type"]) == (1, "None", "KeyError")
+    assert (code, unknown["command"], unknown["type"]) == (1, "None", "AttributeError")
 
 
 def test_a_stop_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,18 +112,11 @@ def test_a_stop_between_two_commands_saves_and_says_so(caplog: pytest.LogCapture
     assert "the last finished step is not saved\nTraceback" in caplog.text
 
 
-@pytest.mark.parametrize("samples", [0, 2])
-def test_the_commands_of_a_whole_run(samples: int) -> None:
-    trainer = TrainerConfig(total_steps=7)
-    commands = list(whole_run(RunConfig(trainer=trainer, pass_rates=PassRatesConfig(samples=samples))))
-    names = ["verify", "warm_start", "pass_rates", "train", "validate", "validate", "export"]
-    assert [command["command"] for command in commands] == [name for name in names if samples or name != "pass_rates"]
-    assert commands[-4:] == [
-        {"command": "train", "to_step": 7},
-        {"command": "validate", "checkpoint": "start", "name": "before"},
-        {"command": "validate", "checkpoint": "last", "name": "after"},
-        {"command": "export", "checkpoint": "last"},
-    ]
+def test_the_stages_send_commands_of_the_session() -> None:
+    sources = "".join(file.read_text() for file in (SOURCE_FOLDER / "flows" / "stages").glob("*.py"))
+    sent = set(re.findall(r'call_trainer\(run, "(\w+)"', sources))
+    assert {"warm_start", "measure_pass_rates", "train", "validate", "evaluate", "export"} == sent
+    assert [name for name in sent if not callable(getattr(Session, name, None))] == []
 
 
 # ---------------------------------------------------------------------- the channel
@@ -150,7 +142,7 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
-def test_commands_that_came_before_the_other_side_closed_are_all_done(pipes: Pipes) -> None:
+def test_commands_before_the_close_are_all_done(pipes: Pipes) -> None:
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
     os.close(pipes.commands)
     assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
@@ -183,12 +175,10 @@ def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pyt
     assert "nobody reads the replies any more; going on until the next checkpoint" in caplog.text
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, served: bool, caplog: pytest.LogCaptureFixture
+def test_a_run_is_served_by_a_channel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended: list[int] = []
-    told: list[Event] = []
     commands: list[Event] = []
 
     class Opened:
@@ -216,59 +206,52 @@ def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
     monkeypatch.setattr(process, "serve", answer)
     monkeypatch.setattr(process, "say_and_end", said)
     config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
-    settings = tmp_path / "settings.json"
-    settings.write_text(config.model_dump_json())
+    Origin(config).write(tmp_path)
     os.write(pipes.commands, b'{"command": "close"}\n')
     os.close(pipes.commands)
-    assert process.run_one(settings, pipes.channel if served else None, told.append, Asked()) == 3
-    assert commands == ([{"command": "close"}] if served else list(whole_run(config)))
+    assert process.run(tmp_path, pipes.channel, Asked()) == 3
+    assert commands == [{"command": "close"}]
     assert ended == [1, 75]
+    told = [json.loads(line) for line in os.read(pipes.replies, 1000).splitlines()]
     assert [(event["command"], event["message"]) for event in told] == [("watch", "a hang"), ("watch", "a stop")]
     assert "a hang" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--commands-fd"], ["--commands-fd", "--replies-fd"], ["--commands-fd", "--replies-fd", "--lock-fd"]]
-)
+@pytest.mark.parametrize("words", [[], ["--lock-fd", "9"]])
 def test_the_command_line_of_the_process(
     monkeypatch: pytest.MonkeyPatch, pipes: Pipes, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    seen: list[tuple[Path, Channel | None, bool]] = []
+    seen: list[tuple[Path, bool]] = []
 
-    def noted(settings: Path, channel: Channel | None, report: Any, *, is_locked: bool) -> int:
-        seen.append((settings, channel, is_locked))
-        report({"event": "note", "text": "a"})
+    def noted(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool) -> int:
+        seen.append((run_dir, is_locked))
+        channel.send({"event": "note", "text": "a"})
+        channel._replies.close()  # the process would end here
         return 75
 
     reads, writes = os.pipe()
-    ends = {"--commands-fd": str(reads), "--replies-fd": str(writes), "--lock-fd": "9"}
-    given = [part for word in words for part in (word, ends[word])]
+    ends = ["--commands-fd", str(reads), "--replies-fd", str(writes)]
     monkeypatch.setattr(process, "run", noted)
-    monkeypatch.setattr(sys, "argv", ["process", "--settings", "s.json", *given])
+    monkeypatch.setattr(StopFlag, "install", lambda stop: None)
+    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *ends, *words])
     with pytest.raises(SystemExit) as done:
         process.main()
     assert done.value.code == 75
-    ((settings, channel, is_locked),) = seen
-    assert (settings, is_locked) == (Path("s.json"), "--lock-fd" in words)
-    assert (channel is not None) == (len(words) >= 2)
-    if channel is None:
-        assert capsys.readouterr().out == '{"event": "note", "text": "a"}\n'
-        os.close(writes)
-    else:
-        channel._replies.close()
-        assert os.read(reads, 1000) == b'{"event": "note", "text": "a"}\n'
+    assert seen == [(Path("r"), bool(words))]
+    assert os.read(reads, 1000) == b'{"event": "note", "text": "a"}\n'
     os.close(reads)
-    monkeypatch.setattr(sys, "argv", ["process", *given[:2]])
+    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *words])
     with pytest.raises(SystemExit) as refused:
         process.main()
     assert refused.value.code == 2
-    assert "the following arguments are required: --settings" in capsys.readouterr().err
+    assert "the following arguments are required: --commands-fd, --replies-fd" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
 def test_an_error_before_the_first_command_is_told(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    pipes: Pipes,
     caplog: pytest.LogCaptureFixture,
     error: MillraceError,
     code: int,
@@ -277,9 +260,12 @@ def test_an_error_before_the_first_command_is_told(
         raise error
 
     monkeypatch.setattr(process, "Session", fails)
-    settings = tmp_path / "settings.json"
-    settings.write_text(RunConfig().model_dump_json())
-    told: list[Event] = []
-    assert process.run_one(settings, None, told.append, Asked()) == code
+    Origin(RunConfig()).write(tmp_path)
+    assert process.run(tmp_path, pipes.channel, Asked()) == code
     assert str(error) in caplog.text
-    assert told == [{"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}]
+    assert json.loads(os.read(pipes.replies, 1000)) == {
+        "event": "error",
+        "command": "start",
+        "type": type(error).__name__,
+        "message": str(error),
+    }

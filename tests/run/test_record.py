@@ -1,52 +1,27 @@
 """What a run tells of its steps: to its flow, its log and its journal."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
+from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.state import LoopState
 from rlcore.checkpoint.store import Found
-from rlcore.config import CheckpointConfig, RunConfig, TrackingConfig, TrainerConfig
 from rlcore.run.faults import Fault, note_fault
-from rlcore.run.layout import RunLayout
 from rlcore.run.record import Pace, RunEvents, RunRecord
-from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.passes import Shortage
-from tests.checkpoint.test_store import save
-
-Told = list[Mapping[str, object]]
-
-
-@pytest.fixture
-def told() -> Told:
-    return []
-
-
-@pytest.fixture
-def record(tmp_path: Path, told: Told) -> Iterator[RunRecord]:
-    config = RunConfig(
-        tracking=TrackingConfig(enabled=False),
-        trainer=TrainerConfig(total_steps=9),
-        checkpoint=CheckpointConfig(reserve_gb=0.5),
-    )
-    layout = RunLayout(tmp_path, tmp_path / "run")
-    layout.run_dir.mkdir()
-    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=told.append, give_up=lambda error: None)
-    made = RunRecord(config, layout, guard)
-    yield made
-    made.finish(failed=False)
+from tests.helpers.checkpoints import save
+from tests.run.conftest import Told
 
 
 def journaled(record: RunRecord) -> list[tuple[str, int, Mapping[str, object]]]:
-    record._tracker.journal.require_written()
+    record.journal.require_written()
     return [(event.name, event.step, event.data) for event in load_journal(record.layout.journal).events]
 
 
@@ -60,6 +35,26 @@ def test_the_time_left_is_by_the_last_twenty_steps(monkeypatch: pytest.MonkeyPat
         pace.tick()
     assert pace.eta_s(40) == 40 * (19 + 3) / 20, "the slow one is out"
     assert pace.eta_s(0) == 0
+
+
+def test_the_first_step_of_a_process_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("rlcore.run.record.time.monotonic", lambda: now)
+    pace = Pace(is_warm=False)
+    now += 60.0  # it compiles
+    pace.tick()
+    assert math.isnan(pace.eta_s(9)), "nothing is known yet"
+    assert pace.eta_s(0) == 0
+    now += 2.0
+    pace.tick()
+    assert pace.eta_s(8) == 16
+    now += 4.0
+    pace.tick()
+    assert pace.eta_s(7) == 21
+    later = Pace(is_warm=True)  # the next chunk of the same process
+    now += 3.0
+    later.tick()
+    assert later.eta_s(5) == 15
 
 
 def test_a_step_is_told_with_the_metrics_that_travel(record: RunRecord, told: Told) -> None:
@@ -92,9 +87,7 @@ def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told, cap
     assert [(name, step) for name, step, _ in journaled(record)] == [("alarm", 1), ("alarm", 2), ("alarm", 4)]
 
 
-def test_answers_without_a_score_are_told_at_the_first_and_when_they_have_doubled(
-    record: RunRecord, told: Told
-) -> None:
+def test_unscored_answers_are_reported_when_they_double(record: RunRecord, told: Told) -> None:
     events = RunEvents(record, "train")
     for step, count in enumerate((0, 1, 1, 2, 3, 4, 1000, 1999, 2000)):
         events.unscored(step, count, "too late")
@@ -117,7 +110,7 @@ def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, tol
     assert (told[0]["event"], told[0]["step"], told[0]["factor"], told[0]["name"]) == ("out_of_memory", 3, 2, "update")
 
 
-def test_faults_that_the_journal_does_not_know_are_noted_in_it_once(record: RunRecord) -> None:
+def test_faults_are_noted_in_the_journal_once(record: RunRecord) -> None:
     for number in (1, 2):
         note_fault(record.layout.run_dir, Fault("hang", "gen", number, "no end", time=float(number)))
     events = RunEvents(record, "train")
@@ -130,9 +123,9 @@ def test_faults_that_the_journal_does_not_know_are_noted_in_it_once(record: RunR
         ]  # fmt: skip
 
 
-def test_where_a_run_goes_on_is_told_with_what_was_refused(record: RunRecord, told: Told, tmp_path: Path) -> None:
+def test_a_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp_path: Path) -> None:
     taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
-    refused = Refusal(tmp_path / "step-000003", 3, "a flipped bit")
+    refused = CheckpointInfo.refused(tmp_path / "step-000003", 3, "a flipped bit")
     events = RunEvents(record, "train")
     events.went_on(2, Found(taken, (refused,)))
     path = str(tmp_path / "step-000003")
@@ -160,30 +153,6 @@ def test_the_first_checkpoint_is_as_large_as_its_parameters(record: RunRecord, t
     assert (settled, told) == ([], [])
 
 
-def test_a_run_that_begins_anew_leaves_the_results_of_later_steps(record: RunRecord) -> None:
-    layout = record.layout
-    names = ("before.json", "step-000000.json", "step-000002.json", "after.json")
-    for folder in (layout.validation, layout.suites / "s"):
-        folder.mkdir(parents=True)
-        for name in names:
-            (folder / name).touch()
-    layout.exported_model.mkdir()
-    layout.exported_best.mkdir()
-    record.log_step(1, {"a": 1.0})
-    assert record.restore(None) == LoopState(0, 0, 0, 0, record.config.algo.kl.coef)
-    kept = ["after.json.left.1", "before.json", "step-000000.json", "step-000002.json.left.1"]
-    for folder in (layout.validation, layout.suites / "s"):
-        assert sorted(path.name for path in folder.iterdir()) == kept
-    assert {path.name for path in layout.run_dir.glob("model*")} == {"model.left.1", "model-best.left.1"}
-    assert load_journal(layout.journal).steps == ()
-
-
-def test_a_line_of_the_journal_is_a_step(record: RunRecord) -> None:
-    record.log_step(1, {"a": 1.0})
-    (line,) = load_journal(record.layout.journal).steps
-    assert (line.step, dict(line.metrics)) == (1, {"a": 1.0})
-
-
 def test_a_run_is_finished_once_its_last_step_is_committed(record: RunRecord) -> None:
     assert not record._is_finished
     for step, is_finished in ((3, False), (8, False), (9, True), (10, True)):
@@ -191,15 +160,13 @@ def test_a_run_is_finished_once_its_last_step_is_committed(record: RunRecord) ->
         assert record._is_finished == is_finished
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_end_of_a_run(
-    record: RunRecord, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_checkpoints_do_not_finish_a_run(record: RunRecord, caplog: pytest.LogCaptureFixture) -> None:
     record.layout.checkpoints.touch()
     assert not record._is_finished
     assert f"{record.layout.checkpoints}: cannot be read, so the run does not count as finished: " in caplog.text
 
 
-def test_a_start_from_nothing_renames_results_and_a_resume_keeps_them(
+def test_a_new_start_renames_results_and_a_resume_keeps_them(
     record: RunRecord,
 ) -> None:
     save(record.store, 1, 0.5)
@@ -216,8 +183,3 @@ def test_a_start_from_nothing_renames_results_and_a_resume_keeps_them(
         kept = ["after.json.left.1", "before.json", "step-000001.json.left.1", "step-000002.json.left.1"]
         assert sorted(path.name for path in folder.iterdir()) == kept
     assert (layout.run_dir / "model.left.1").is_dir()
-
-
-def state_before(step: int) -> LoopState:
-    """Of the last finished step."""
-    return LoopState(step, step, 0, 0, 0.1)

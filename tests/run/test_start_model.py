@@ -7,10 +7,10 @@ import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
 from rlcore.run.inputs import RunInputs, planned_start_model, stage_layout
-from rlcore.run.start_model import UNTAUGHT, StartModel, known_start_model
+from rlcore.run.start_model import UNTAUGHT, StartModel, known_start_model, remove_left
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
-from tests.storage.test_publish import publish
+from tests.helpers.published import publish
 
 
 def manifest(**values: object) -> Manifest:
@@ -38,7 +38,7 @@ def test_the_line_shows_reward_and_held_out_loss(values: dict[str, object], show
         assert found.figures == {name: value for name, value in values.items() if value is not None}
 
 
-def test_a_warm_start_that_is_not_over_says_what_is_saved() -> None:
+def test_an_unfinished_warm_start_names_its_step() -> None:
     assert str(StartModel(Path("m"), False, 3, is_over=False)) == "step 3 is saved"
 
 
@@ -47,7 +47,7 @@ def of_model(root: Path, path: Path | None, *, warm: bool) -> RunConfig:
     return config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"enabled": warm})})
 
 
-def test_a_model_that_is_given_is_known_and_one_that_is_made_once_it_is_there(tmp_path: Path) -> None:
+def test_given_and_made_start_models_are_known(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     inputs = RunInputs(tmp_path / "f", tmp_path / "t")
     given = known_start_model(of_model(tmp_path, tmp_path / "given", warm=False), inputs)
@@ -62,18 +62,18 @@ def test_a_model_that_is_given_is_known_and_one_that_is_made_once_it_is_there(tm
         assert known_start_model(config, inputs) == StartModel(planned, True, 7, {"loss": 0.5})
 
 
-def test_what_a_warm_start_has_left_is_removed_once_its_model_is_there(tmp_path: Path) -> None:
+def test_leftovers_of_a_warm_start_are_removed(tmp_path: Path) -> None:
     config, inputs = of_model(tmp_path, None, warm=True), RunInputs(tmp_path / "f", tmp_path / "t")
     stage = stage_layout(config, inputs.filtered_directory)
     for folder in (stage.checkpoints, stage.run_dir / UNTAUGHT):
         folder.mkdir(parents=True)
         (folder / "file").touch()
-        assert known_start_model(config, inputs) is None
+        remove_left(config, inputs)
         assert folder.is_dir()
     stage.journal.touch()
     publish(planned_start_model(config, inputs.filtered_directory), steps=7)
     with RunLock(stage.run_dir):
-        assert known_start_model(config, inputs) is not None
+        remove_left(config, inputs)
         assert stage.checkpoints.is_dir(), "it is in use"
-    assert known_start_model(config, inputs) is not None
+    remove_left(config, inputs)
     assert sorted(path.name for path in stage.run_dir.iterdir()) == ["metrics.jsonl", "run.lock"]

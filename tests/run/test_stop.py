@@ -1,148 +1,114 @@
-"""A run that is told to stop saves, ends and leaves nothing behind; started again, it is the same run."""
+"""Which signal asks for a stop and which ends the process at once; the wait for a run's lock."""
 
-import json
+import math
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_settings
-from tests.small_run import SmallRun
-
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
-
-STEPS = 8
-RESUMABLE = 75
+from rlcore.errors import RunInUseError, StopRequestedError
+from rlcore.run import stop
+from rlcore.run.stop import StopFlag, locked_run
+from rlcore.storage.locks import RunLock
 
 
-def at(moment: str, *signals: str, nth: int = 1) -> dict[str, Any]:
-    return {"at": moment, "nth": nth, "signals": list(signals)}
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which goes on by sleeps and by what is added."""
+    passed = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append)
+    monkeypatch.setattr(stop, "time", clock)
+    return passed
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    run = small(tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
-    (done,) = disturb(run, None)
-    assert done["code"] == 0, said(run)
-    return run
+@pytest.mark.parametrize(
+    ("signals", "ends"),
+    [
+        ([(signal.SIGTERM, 0.0)], 0),
+        ([(signal.SIGINT, 0.0)], 0),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.0)], 0),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.25)], 1),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 3.0), (signal.SIGTERM, 3.0)], 1),
+        ([(signal.SIGTERM, 0.0), (signal.SIGINT, 0.0)], 1),
+        ([(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0)], 0),
+    ],
+)
+def test_signals_that_ask_and_signals_that_end(now: list[float], signals: list[tuple[int, float]], ends: int) -> None:
+    ended: list[bool] = []
+    flag = StopFlag(lambda: ended.append(True))
+    assert (flag(), flag.asked_s()) == (False, None)
+    for number, after_s in signals:
+        now.append(after_s)
+        flag._handle(number, None)
+    now.append(2.0)
+    assert flag()
+    assert flag.asked_s() == 2.0 + sum(after_s for _, after_s in signals)
+    assert len(ended) == ends
 
 
-def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, steps=STEPS)
-    shutil.rmtree(run.model_directory)  # the trainer makes it again: the warm start is a phase too
-    plan = [
-        at("warm-start", "SIGTERM"),
-        at("start", "SIGTERM", nth=2),  # the first is that of the warm start, which goes on
-        at("gen", "SIGTERM"),
-        at("reward", "SIGINT"),
-        at("testing", "SIGTERM"),
-        at("update_actor", "SIGTERM", "SIGTERM"),  # the same wish, arriving twice
-        at("save_checkpoint", "SIGTERM"),
-        at("update_weights", "SIGTERM", "SIGTERM", "SIGINT", nth=2),  # a second wish: it ends where it stands
-        None,
-    ]
-    found = disturb(run, *plan)
-    codes = [one["code"] for one in found]
-    assert codes == [RESUMABLE] * 8 + [0], said(run)
-    for one in found:
-        assert one["left"] == [], one["plan"]
-        assert one["temporaries"] in ([], [".writer.lock"]), one["plan"]
-    assert found[0]["checkpoints"] == []
-    saved = [one["checkpoints"][-1] for one in found[1:7]]
-    assert saved == sorted(set(saved)), "each stop but the last has saved a step more"
-    assert found[7]["checkpoints"][-1] == saved[-1], "a second signal ends the run at once"
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+def test_the_signal_of_a_parents_end_is_no_second_wish(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    flag = StopFlag(lambda: ended.append(True))
+    flag._handle(signal.SIGTERM, None)
+    now.append(60.0)
+    parent = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
+    flag._handle(signal.SIGTERM, None)
+    assert ended == []
+    flag._handle(signal.SIGTERM, None)
+    assert ended == [True], "one that comes after it is"
 
 
-def test_a_step_that_takes_too_long_is_given_up(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, "runtime.stop_deadline_s=200", steps=STEPS)
-    (slow,) = disturb(run, at("gen", "SIGTERM", nth=2) | {"late_s": 101})
-    assert slow["code"] == RESUMABLE, said(run)
-    assert "given up before reward" in said(run)
-    assert slow["checkpoints"] == ["step-000001"], "the step before was not saved"
-    run = small(tmp_path, "runtime.stop_deadline_s=1", steps=STEPS)
-    plan = [at("gen", "SIGTERM", nth=2) | {"sleep_s": 600}, at("publish", "SIGTERM") | {"sleep_s": 600}, None]
-    found = disturb(run, *plan)
-    assert [one["code"] for one in found] == [RESUMABLE, RESUMABLE, 0], said(run)
-    assert [one["left"] for one in found] == [[], [], []]
-    assert "runtime.stop_deadline_s: told to stop" in said(run)
-    assert "; checkpoint of step " in said(run), "a publication that hangs is named"
-    assert steps_of(run) == steps_of(undisturbed)
+def test_both_signals_are_taken_over() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    flag = StopFlag(lambda: None)
+    try:
+        flag.install()
+        assert [signal.getsignal(number) for number in before] == [flag._handle, flag._handle]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-WAITING = """
-import os, sys, time
-import rlcore.run.stop
-rlcore.run.stop.ONE_WISH_S = 0.0  # any later SIGTERM is a second wish
-stop = rlcore.run.stop.StopFlag(lambda: os._exit(9))
-stop.install()
-parent = os.getppid()
-open(sys.argv[1] + "/ready", "w").close()
-while not stop():
-    time.sleep(0.01)
-open(sys.argv[1] + "/asked", "w").close()
-while os.getppid() == parent:
-    time.sleep(0.01)
-time.sleep(0.5)
-open(sys.argv[1] + "/saved", "w").close()
-"""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited 60 s in vain"
-        time.sleep(0.02)
-
-
-def test_a_parent_that_ends_during_the_save_is_no_second_signal(tmp_path: Path) -> None:
-    code = f"import os, subprocess, sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-    code += "from flows.server.launch import tethered\n"
-    code += f"subprocess.Popen(tethered([sys.executable, '-c', {WAITING!r}, {str(tmp_path)!r}])).wait()"
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    wait_until(lambda: (tmp_path / "ready").exists())
-    (trainer,) = psutil.Process(parent.pid).children()
-    trainer.send_signal(signal.SIGTERM)
-    wait_until(lambda: (tmp_path / "asked").exists())
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not trainer.is_running() or trainer.status() == psutil.STATUS_ZOMBIE)
-    assert (tmp_path / "saved").exists()
-
-
-def test_a_stop_between_two_commands_saves_what_is_ahead_of_the_last_checkpoint(
-    undisturbed: SmallRun, tmp_path: Path
+@pytest.mark.parametrize(
+    ("wait_s", "words", "num_waits"),
+    [(0.5, "up to 0.5 s: it may be saving", 3), (stop.LOCK_WAIT_S, "up to 90 s: it may be saving", 450)],
+)
+def test_a_held_lock_is_reported_once_and_waited_for(
+    tmp_path: Path,
+    now: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_s: float,
+    words: str,
+    num_waits: int,
 ) -> None:
-    """Of a process whose locale is not that of its settings, which are UTF-8."""
-    run = small(tmp_path, "tags={who: 'Jürgen'}", steps=STEPS)
-    settings = write_settings(run)
-    assert "Jürgen".encode() in settings.read_bytes()
-    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    to_trainer, from_trainer = os.pipe(), os.pipe()
-    command = [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)]
-    command += ["--commands-fd", str(to_trainer[0]), "--replies-fd", str(from_trainer[1])]
-    process = subprocess.Popen(command, pass_fds=(to_trainer[0], from_trainer[1]), stderr=subprocess.DEVNULL, env=plain)
-    os.close(to_trainer[0])
-    os.close(from_trainer[1])
-    with os.fdopen(from_trainer[0]) as replies:
-        os.write(to_trainer[1], b'{"command": "train", "to_step": 2}\n')
-        assert any(json.loads(line).get("event") == "done" for line in replies)
-        process.send_signal(signal.SIGTERM)  # it waits for a command that never comes
-        last = [json.loads(line) for line in replies][-1]
-    os.close(to_trainer[1])
-    assert (last["event"], last["type"]) == ("error", "StopRequestedError")
-    assert "is saved" in last["message"]
-    assert process.wait(WAIT_S) == RESUMABLE
-    (rest,) = disturb(run, None)
-    assert rest["code"] == 0, said(run)
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    monkeypatch.setattr("rlcore.storage.locks.POLL_S", 0.0)
+    told: list[object] = []
+    with RunLock(tmp_path):
+        with pytest.raises(RunInUseError) as failed, locked_run(tmp_path, told.append, lambda: False, wait_s):
+            pytest.fail("the lock is held")
+        assert told == [{"event": "note", "text": f"{failed.value}. Waiting {words}"}]
+        assert abs(len(now) - 1 - num_waits) <= 1, "a fifth of a second each"
+        assert f"Waiting {words}" in caplog.text
+        told.clear()
+        with (
+            pytest.raises(StopRequestedError, match="stopped while waiting for the run to be free; nothing was begun"),
+            locked_run(tmp_path, told.append, lambda: True, math.inf),
+        ):
+            pytest.fail("the lock is held")
+        assert str(told).endswith(". Waiting until it ends'}]")
+
+
+def test_locking_removes_stale_temporaries(tmp_path: Path) -> None:
+    left = tmp_path / f".tmp-x-{2**22 + 1}-0123abcd"
+    left.mkdir()
+    told: list[object] = []
+    with locked_run(tmp_path, told.append, lambda: True):
+        assert not left.exists()
+        with pytest.raises(RunInUseError), RunLock(tmp_path):
+            pytest.fail("it is not held")
+    with RunLock(tmp_path):
+        assert told == []

@@ -13,17 +13,15 @@ from transformers import AutoModelForCausalLM
 from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
 from rlcore.config.compose import load_config
-from rlcore.errors import ConfigError, DataError, ModelError
+from rlcore.errors import ConfigError, DataError
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.inputs import stage_layout
-from rlcore.run.start_model import UNTAUGHT
 from rlcore.run.supervised import Lessons, build_model
-from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
+from tests.helpers.running import WAIT_S, disturb, said, small
 from tests.repeatable import repeatable
-from tests.run.running import WAIT_S, disturb, said, small
 from tests.small_run import SmallRun, warm_start
 from tests.small_run import make as prepare
 
@@ -129,7 +127,7 @@ def test_the_loss_is_on_answers_alone_wherever_they_stand() -> None:
 # ---------------------------------------------------------------- its ends
 
 
-def test_it_ends_after_epochs_and_publishes_the_lowest_held_out_loss(tmp_path: Path) -> None:
+def test_epochs_end_it_and_the_best_is_published(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
         "warm_start.steps_per_chunk=4", "warm_start.optim.lr=1.0",
@@ -171,44 +169,19 @@ def test_rows_without_solutions_are_one_error(tmp_path: Path) -> None:
         prepare(tmp_path, *THREE_STEPS, "warm_start.max_tokens=4")
 
 
-def test_one_made_from_another_model_under_the_same_path_is_refused(tmp_path: Path) -> None:
+def test_another_model_under_the_same_path_makes_another_start_model(tmp_path: Path) -> None:
     (base := tmp_path / "base").mkdir()
-    settings = (*THREE_STEPS, "warm_start.steps_per_chunk=1", "warm_start.check_every=1", f"model.path={base}")
+    settings = (*THREE_STEPS, f"model.path={base}")
     build_model(load_config(["experiment=debug"]), base)
     run = prepare(tmp_path, *settings)
     whole = (base / "model.safetensors").read_bytes()
     build_model(load_config(["experiment=debug", "seed=2"]), base)
-    with pytest.raises(
-        ModelError, match=r"another model .*\n  model\.path, .*/base: model\.safetensors was .*\nPut it"
-    ):
-        prepare(tmp_path, *settings, "name=another")
+    assert prepare(tmp_path, *settings).model_directory != run.model_directory
     (base / "model.safetensors").write_bytes(whole)
     assert prepare(tmp_path, *settings).model_directory == run.model_directory
 
-    shutil.rmtree(run.model_directory)
-    warm_start(run.config, run.inputs, 1)
-    build_model(load_config(["experiment=debug", "seed=2"]), base)
-    with pytest.raises(ModelError, match="has begun with another model"):  # in the middle of it
-        prepare(tmp_path, *settings)
-
 
 # ---------------------------------------------------------------- going on
-
-
-def test_what_one_killed_at_its_end_has_left_is_removed_by_the_next_run_unless_it_is_in_use(tmp_path: Path) -> None:
-    run = prepare(tmp_path, *THREE_STEPS)
-    stage = stage_layout(run.config, run.inputs.filtered_directory)
-    journal = stage.journal.read_bytes()
-    left = (stage.checkpoints / "step-000003", stage.run_dir / UNTAUGHT)
-    for folder in left:
-        folder.mkdir(parents=True)
-    with RunLock(stage.run_dir):
-        assert warm_start(run.config, run.inputs).cached
-        assert all(folder.is_dir() for folder in left)
-    assert warm_start(run.config, run.inputs).steps == 3
-    assert not stage.checkpoints.exists()
-    assert not left[1].exists()
-    assert stage.journal.read_bytes() == journal
 
 
 def test_chunk_by_chunk_it_is_the_same(tmp_path: Path) -> None:

@@ -2,24 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
-from rlcore.checkpoint.save import Saved
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
-from rlcore.errors import UnscoredError, WorkerLostError
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
-from tests.checkpoint.test_store import save
-from tests.run.test_record import Told, record, told
-
-__all__ = ["record", "told"]
+from tests.run.conftest import Told
 
 STATE = LoopState(3, 3, 24, 100, 0.1)
 
@@ -34,33 +28,7 @@ def result_of(config: RunConfig, *failures: str | None, name: str = "before", st
     return ValidationResult(name, step, step, "countdown", (problem,), config.validation.judging)
 
 
-def test_a_scorer_that_failed_is_told_with_what_is_saved(record: RunRecord) -> None:
-    made, error = training(record), UnscoredError("the scorer failed")
-    plain = "the scorer failed. Mend what failed and start the same command again"
-    assert str(made._with_remedy(error)) == plain
-    save(record.store, 2)
-    save(record.store, 3)
-    assert str(made._with_remedy(error)) == (
-        f"{plain}: step 3 is saved. Where the scorer's code has to change, go on by --fork run@3 and a run_id of its "
-        "own"
-    )
-
-
-def test_what_a_stop_has_saved_is_said(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, saved = training(record), list[LoopState]()
-    monkeypatch.setattr(made, "_save_before", saved.append)
-    nothing = "the trainer was told to stop; start again to go on from its last checkpoint"
-    assert (made.save_finished(), made.step) == (nothing, 0)
-    made._state = STATE
-    assert (made.save_finished(), made.step, saved) == (nothing, 3, [])
-    made.workers.holds = "step-000003"
-    assert made.save_finished() == "stopped after step 3, which is saved; start again to go on"
-    assert saved == [STATE]
-
-
-def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(
-    record: RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun = training(record), list[object]()
     made._metrics = {"actor/loss": 1.0, "val-core/s/reward/mean@1": 0.5}
 
@@ -72,9 +40,7 @@ def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(
     assert begun == [(STATE, made._metrics, made.workers)]
 
 
-def test_a_save_between_two_chunks_has_no_loss_by_which_a_start_model_is_chosen(
-    record: RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop may come at any step, and the model does not depend on it."""
     made, begun = training(record), list[Mapping[str, float]]()
     made._metrics = {"actor/loss": 1.0, HELD_OUT_LOSS: 0.5}
@@ -85,25 +51,7 @@ def test_a_save_between_two_chunks_has_no_loss_by_which_a_start_model_is_chosen(
     assert begun == [{"actor/loss": 1.0}, made._metrics]
 
 
-def test_a_save_that_is_committed_is_told_and_its_time_counts(record: RunRecord, told: Told) -> None:
-    made = training(record)
-    made._saving(lambda: None)
-    assert told == []
-    saved = Saved(3, Path("p"), {})
-    made._saving(lambda: saved)
-    assert told == [{"event": "checkpoint", "step": 3, "path": "p"}]
-    assert made._seconds_for_saves > 0
-
-    def lost() -> None:
-        raise WorkerLostError("a rank")
-
-    before = made._seconds_for_saves
-    with pytest.raises(WorkerLostError):
-        made._saving(lost)
-    assert made._seconds_for_saves > before
-
-
-def test_a_result_is_kept_under_its_name_and_found_where_nothing_has_changed(record: RunRecord) -> None:
+def test_a_result_is_found_where_nothing_has_changed(record: RunRecord) -> None:
     config, made = record.config, training(record)
     suite = cast(Any, SimpleNamespace(name="s"))
     assert made.file_of("before") == record.layout.validation / "before.json"
@@ -120,21 +68,6 @@ def test_a_result_is_kept_under_its_name_and_found_where_nothing_has_changed(rec
     limited = config.validation.model_copy(update={"max_problems": 1})
     made._config = config.model_copy(update={"validation": limited})
     assert made._known(3, None) is None, "it saw some of the problems"
-
-
-def test_a_validation_without_figures_is_an_error(record: RunRecord) -> None:
-    made, config = training(record), record.config
-    made._require_figures(result_of(config, "late", None), None)
-    made._require_figures(replace(result_of(config), problems=()), None)
-    with pytest.raises(UnscoredError) as told:
-        made._require_figures(result_of(config, "late", "too late"), None)
-    assert str(told.value) == (
-        f"validation before: has no figures, for 2 answers have no score; {config.data.scorer} failed, the last time: "
-        "too late. Mend what failed and start the same command again"
-    )
-    suite = cast(Any, SimpleNamespace(name="s", data=SimpleNamespace(environment="e:E", scorer="x:y")))
-    with pytest.raises(UnscoredError, match="suite s: has no figures, for 1 answers have no score; e:E failed"):
-        made._require_figures(result_of(config, "late"), suite)
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -157,7 +90,7 @@ def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told,
     assert told == []
 
 
-def test_the_score_of_a_validation_is_kept_where_it_is_the_best_so_far(record: RunRecord) -> None:
+def test_the_best_score_is_kept(record: RunRecord) -> None:
     config = record.config
     samples = config.validation.samples_per_problem
     result = result_of(config, *[None] * samples, step=5)

@@ -16,17 +16,13 @@ import psutil
 import pytest
 
 from rlcore import stacks
-from rlcore.checkpoint.save import CheckpointSaver
-from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import CheckpointConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
-from tests.checkpoint.test_save import NoWaiting, Ranks
-from tests.checkpoint.test_store import SETTINGS, state_at
 
 WAIT_S = 60
 FULL_PIPE = """
@@ -88,7 +84,7 @@ def num_waiting(descriptor: int) -> int:
     return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
 
 
-def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
+def test_a_second_signal_ends_a_blocked_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
@@ -103,7 +99,7 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
             process.kill()
 
 
-def test_a_process_that_ends_at_once_says_its_last_words_and_leaves_the_delivery_alone() -> None:
+def test_an_immediate_end_flushes_output_and_leaves_the_delivery() -> None:
     """Its output is a pipe, so what it has printed waits in its buffer."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=environment, text=True) as process:
@@ -141,7 +137,7 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     assert [one["event"] for one in heard] == ["fault"]
 
 
-def test_a_phase_that_goes_on_after_its_deadline_is_a_hang(tmp_path: Path) -> None:
+def test_a_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
     ended, errors = threading.Event(), list[Exception]()
 
     def give_up(error: Exception) -> None:
@@ -164,45 +160,6 @@ def test_the_last_resort_ends_a_phase_around_others(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], timeout=WAIT_S, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
-
-
-def test_a_save_that_takes_long_is_told_again_after_twice_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The publication of a real checkpoint, kept up; the watch says what it is at."""
-    goes_on, told = threading.Event(), list[tuple[str, float]]()
-    store = CheckpointStore(tmp_path, CheckpointConfig(), SETTINGS)
-
-    def kept_up() -> None:
-        goes_on.wait(WAIT_S)
-
-    def of_deleting() -> list[float]:
-        return [seconds for what, seconds in told if what.startswith("deleting checkpoints beside ")]
-
-    monkeypatch.setattr(store, "prune", kept_up)
-    saver = CheckpointSaver(store, NoWaiting())
-    guard = Watchdog(
-        RunConfig(runtime=RuntimeConfig(deadlines=DeadlineConfig(save_s=1.0))),
-        RunLayout(tmp_path, tmp_path / "run"),
-        stop=StopFlag(lambda: None),
-        report=lambda event: None,
-        give_up=lambda error: None,
-    )
-    monkeypatch.setattr(guard, "_is_slow", lambda what, seconds: told.append((what, seconds)))
-    guard.aside = lambda: saver.at
-    with guard:
-        ranks = Ranks()
-        assert saver.begin(1, lambda: state_at(1), {}, ranks) is None
-        ranks.saver.is_written(wait=True)
-        assert saver.poll() is None
-        deadline = time.monotonic() + WAIT_S
-        while len(of_deleting()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        goes_on.set()
-        assert saver.settle() is not None
-    assert saver.at is None
-    first, second, *_ = of_deleting()
-    assert 0.1 < first <= second / 2
 
 
 def test_last_words_that_nobody_reads_hold_nothing_up() -> None:

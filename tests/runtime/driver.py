@@ -16,14 +16,15 @@ from typing import Any
 
 import grpc
 import psutil
-import ray
 
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import StopRequestedError, WorkerLostError
 from rlcore.run.stop import StopFlag
-from rlcore.runtime.ray import RankProcess, RayGroup
+from rlcore.runtime.cluster import restrict_ray
+from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
+from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
@@ -32,7 +33,7 @@ STEPS = 3
 
 def metrics_of(run: SmallRun) -> list[Metrics]:
     """Each step's metrics of a short training on Ray."""
-    group = RayGroup(run.config, str(run.model_directory))
+    group = start_workers(run.config, str(run.model_directory))
     try:
         return train(run, group, STEPS)
     finally:
@@ -41,9 +42,11 @@ def metrics_of(run: SmallRun) -> list[Metrics]:
 
 def private_cluster(run: SmallRun) -> dict[str, Any]:
     """The metrics of two ranks, on which addresses their cluster listens, and what a stranger on this host is told."""
-    group = RayGroup(run.config, str(run.model_directory))
+    group = start_workers(run.config, str(run.model_directory))
     try:
         found: dict[str, Any] = {"metrics": train(run, group, STEPS)}
+        import ray  # by the group already, once the environment was set
+
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
         sockets = [(member.name(), one) for member in family for one in member.net_connections("inet")]
         found["listeners"] = [(name, one.laddr.ip) for name, one in sockets if one.status == psutil.CONN_LISTEN]
@@ -58,9 +61,9 @@ def private_cluster(run: SmallRun) -> dict[str, Any]:
         group.close()
 
 
-def error_after(run: SmallRun, harm: Callable[[RayGroup], None]) -> str:
+def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
     """The error of a call after something was done to the group."""
-    group = RayGroup(run.config, str(run.model_directory))
+    group = start_workers(run.config, str(run.model_directory))
     try:
         harm(group)
         group.each(Worker.info)
@@ -77,43 +80,46 @@ def rank_0() -> int:
     return found.pid
 
 
-def kill(group: RayGroup) -> None:
+def kill(group: WorkerGroup) -> None:
     """SIGKILL to the worker of rank 0."""
     os.kill(rank_0(), signal.SIGKILL)
 
 
-def halt(group: RayGroup) -> None:
+def halt(group: WorkerGroup) -> None:
     """SIGSTOP to the worker of rank 0, and little time to answer."""
     os.kill(rank_0(), signal.SIGSTOP)
     group.deadline_s = 2.0
 
 
-class Parted:
-    """A rank without a model, whose collective fails when its peer is gone."""
-
-    stream = RankProcess.stream
-
-    def process_id(self) -> int:
-        """Of this rank's process."""
-        return os.getpid()
-
-    def part(self, rank: int) -> Iterator[int]:
-        """Rank 0 fails after one item; rank 1 waits."""
-        while rank:
-            time.sleep(60)
-        yield 0
-        raise RuntimeError("connection closed by peer")
-
-
-class PartedGroup(RayGroup):
-    """Two such ranks."""
-
-    def _start_actors(self, config: RunConfig, model_directory: str) -> None:
-        self._actors = [ray.remote(Parted).remote() for _ in range(2)]
-
-
 def killed_in_a_stream(run: SmallRun) -> str:
     """The error of a stream where rank 1 is killed, and that of rank 0 comes first."""
+    restrict_ray(None)
+    import ray
+
+    from rlcore.runtime.ray import RankProcess, RayGroup
+
+    class Parted:
+        """A rank without a model, whose collective fails when its peer is gone."""
+
+        stream = RankProcess.stream
+
+        def process_id(self) -> int:
+            """Of this rank's process."""
+            return os.getpid()
+
+        def part(self, rank: int) -> Iterator[int]:
+            """Rank 0 fails after one item; rank 1 waits."""
+            while rank:
+                time.sleep(60)
+            yield 0
+            raise RuntimeError("connection closed by peer")
+
+    class PartedGroup(RayGroup):
+        """Two such ranks."""
+
+        def _start_actors(self, config: RunConfig, model_directory: str) -> None:
+            self._actors = [ray.remote(Parted).remote() for _ in range(2)]
+
     group = PartedGroup(run.config, str(run.model_directory))
     try:
         peer = group.each(Parted.process_id)[1]
@@ -127,8 +133,10 @@ def killed_in_a_stream(run: SmallRun) -> str:
 
 def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
     """Where the ranks of a cluster meet that was there before, and the address that Ray has of its node."""
+    import ray
+
     ray.init(address="local", num_cpus=1, include_dashboard=False)
-    group = RayGroup(run.config, str(run.model_directory))
+    group = start_workers(run.config, str(run.model_directory))
     try:
         return ray.get(group._actors[0].rendezvous.remote()), ray.nodes()[0]["NodeManagerAddress"]
     finally:
@@ -144,7 +152,7 @@ def stopped_at_the_start(run: SmallRun) -> list[str]:
         with stacks_in(run.layout.run_dir) as folder:
             threading.Thread(target=terminate_when_there_is, args=(name, folder), daemon=True).start()
             try:
-                RayGroup(run.config, str(run.model_directory)).close()
+                start_workers(run.config, str(run.model_directory)).close()
                 found.append(f"started, asked to stop: {stop()}")
             except StopRequestedError as error:
                 found.append(f"{error}, asked to stop: {stop()}")

@@ -66,7 +66,7 @@ def test_the_store_has_room_for_the_largest_step_within_shared_memory(monkeypatc
     assert 2 * of_packed + beside <= cluster.SENT_BYTES_PER_TOKEN
 
 
-def test_what_is_sent_to_a_rank_and_back_arrives_with_all_of_its_fields() -> None:
+def test_pickled_messages_keep_all_fields() -> None:
     prompt = Prompt(3, (5, 6), "countdown", "{}", difficulty=4)
     request = SamplingRequest(prompt, 1, 2**62, max_tokens=9, environment_seed=8)
     ids, logprobs, is_sampled = np.array([7, 8], np.int32), np.array([-0.5, -1], np.float32), np.array([True, False])
@@ -120,7 +120,7 @@ def test_two_ranks_reproduce_one(two_ranks: Any, root: Path) -> None:
                 assert found[name] == pytest.approx(value, rel=1e-5, abs=atol), f"step {number}: {name}"
 
 
-def test_a_private_cluster_is_met_on_loopback_alone_and_by_its_user_alone(two_ranks: Any) -> None:
+def test_a_private_cluster_is_closed_to_others(two_ranks: Any) -> None:
     listeners = [tuple(one) for one in two_ranks["listeners"]]
     assert {"gcs_server", "raylet", "ray::RankProcess"} <= {name for name, _ in listeners}
     assert {address for _, address in listeners} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listeners
@@ -128,7 +128,7 @@ def test_a_private_cluster_is_met_on_loopback_alone_and_by_its_user_alone(two_ra
     assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
 
 
-def test_the_ranks_of_a_cluster_meet_at_the_address_that_ray_has_of_the_node(root: Path) -> None:
+def test_ranks_of_a_cluster_meet_at_rays_node_address(root: Path) -> None:
     """Its name may lead to loopback, where another machine finds itself."""
     rendezvous, of_node = in_ray("rendezvous", root, "warm_start.enabled=false", "runtime.ray_address=auto")
     assert urlparse(rendezvous).hostname == of_node
@@ -142,7 +142,7 @@ def test_killed_and_stopped_workers_are_lost_workers(root: Path) -> None:
 
 
 @pytest.mark.lengthy
-def test_a_rank_killed_in_a_stream_is_the_cause_though_its_peers_error_comes_first(root: Path) -> None:
+def test_a_rank_killed_in_a_stream_is_the_reported_cause(root: Path) -> None:
     assert "died" in in_ray("stream", root)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import data
 from data import code
 from data.code import run_python as tool
+from data.tasks import build_dataset
 from flows.plan.checks import check_before_plan
 from rlcore import sandbox
 from rlcore.config import RewardConfig, SandboxConfig
@@ -180,11 +180,11 @@ def test_problems_come_from_files_and_a_bad_line_is_named(tmp_path: Path, artifa
     config = load_config(
         ["experiment=debug", "data=code", f"data.options=[{tmp_path}]", f"paths.root={artifacts_root}"]
     )
-    found = data.build_dataset(config.data, seed=1, root=artifacts_root)
+    found = build_dataset(config.data, seed=1, root=artifacts_root)
     assert found.counts == {"train": 1, "validation": 1}
     (tmp_path / "train.jsonl").write_text(json.dumps({**problem, "tests": [{"stdin": "1"}]}))
     with pytest.raises(DataError, match=r'train\.jsonl: line 1: tests: must be a list of .* got \[{"stdin": "1"}\]'):
-        data.build_dataset(config.data, seed=1, root=artifacts_root)
+        build_dataset(config.data, seed=1, root=artifacts_root)
 
 
 def test_where_nothing_can_be_shut_in_it_is_refused_unless_weak_is_allowed(

@@ -34,7 +34,7 @@ def test_free_bytes_are_those_of_the_file_system_that_will_be_written(small_disk
     assert free_bytes(small_disk) == 8192
 
 
-def test_used_up_inodes_are_told_as_such_and_not_as_free_bytes(tmp_path):
+def test_used_up_inodes_are_reported_as_such(tmp_path):
     with mounted(tmp_path / "few", options="nr_inodes=8") as disk:
         assert check_room(disk, 4096).enough
         taken = []
@@ -66,13 +66,13 @@ def test_a_report_counts_the_reserve():
     assert not RoomReport(Path("/x"), 50, 50, 100, free_files=0).enough
 
 
-def test_a_file_system_that_sets_no_number_of_files_has_room_for_one():
+def test_a_file_system_without_inode_counts_has_room():
     assert free_files(Path("/proc/self")) is None
     assert check_room(Path("/proc/self"), 0) == RoomReport(Path("/proc/self"), 0, 0, 0, None)
     assert check_room(Path("/proc/self"), 0).enough
 
 
-def test_a_write_without_room_says_what_was_to_be_written_and_what_is_free():
+def test_a_failed_write_reports_needed_and_free_bytes():
     reason = OSError(errno.ENOSPC, "No space left on device")
     known, unknown = (out_of_room(Path("/proc/self/x"), reason, needed_bytes=size) for size in (7, None))
     assert str(known).startswith(
@@ -136,7 +136,7 @@ def test_only_a_full_disk_counts_as_one():
         (errno.EMFILE, r"Too many open files\)\. Mend that, or choose another paths\.root\.$"),
     ],
 )
-def test_only_a_folder_that_may_not_be_written_is_to_be_made_writable(tmp_path, code, remedy):
+def test_only_an_unwritable_folder_is_to_be_made_writable(tmp_path, code, remedy):
     with pytest.raises(UnwritableError, match=remedy):
         raise unwritable(tmp_path, OSError(code, os.strerror(code)))
 

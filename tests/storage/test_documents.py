@@ -19,7 +19,7 @@ from rlcore.storage.documents import (
     read_ordinary,
     sha256_of,
 )
-from tests.storage.test_publish import num_open
+from tests.helpers.published import num_open
 
 NUMBERS = TypeAdapter(dict[str, list[int]])
 
@@ -59,7 +59,7 @@ def test_the_digest_is_of_so_many_bytes(
     assert sha256_of(tmp_path / "x", size) == hashlib.sha256(b"0123456789"[:hashed]).hexdigest()
 
 
-def test_what_is_in_the_way_of_a_folder_is_the_nearest_thing_there(tmp_path: Path) -> None:
+def test_in_the_way_is_the_nearest_existing_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert in_the_way(tmp_path / "new" / "er") is None
@@ -93,7 +93,7 @@ def test_a_document_of_another_form_is_told_by_its_first_problem(tmp_path: Path,
     assert str(refused.value) == f"{file}: cannot be read ({problem}); delete it"
 
 
-def test_a_document_is_its_value_none_where_it_is_absent_and_an_error_where_it_is_no_file(tmp_path: Path) -> None:
+def test_read_document_value_absent_and_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"a": [1]}')
     assert read_ordinary(tmp_path / "x.json") == b'{"a": [1]}'
     assert read_document(tmp_path / "x.json", NUMBERS) == {"a": [1]}

@@ -8,25 +8,14 @@ import pytest
 
 from rlcore.errors import DataError
 from rlcore.storage.finished import (
-    REPAIR_LOCK,
     finished,
     finished_or_set_aside,
     finished_or_why,
     set_aside,
-    tell_other_bytes,
 )
-from rlcore.storage.locks import HeldLock
 from rlcore.storage.manifest import MANIFEST
+from tests.helpers.published import edit_manifest, flip, publish
 from tests.storage.small_disk import mounted
-from tests.storage.test_publish import _rewrite, publish
-
-
-def flip(path: Path) -> None:
-    """A bit, with the file's size and modification time as before."""
-    times, content = path.stat(), bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_what_is_whole_is_finished_and_what_is_absent_is_not(tmp_path):
@@ -71,7 +60,7 @@ def test_what_was_changed_a_moment_ago_is_hashed_again(tmp_path):
         (target / "a.txt").write_bytes(whole)
 
 
-def test_one_file_of_a_moment_ago_is_enough_to_hash_a_folder_again(tmp_path, monkeypatch):
+def test_one_recent_file_makes_a_folder_hashed_again(tmp_path, monkeypatch):
     target = publish(tmp_path / "x")
     old, new = (0, 0, 1, 1), (2**62, 2**62, 1, 1)  # changed, modified, size, inode; of 1970 and of 2116
     monkeypatch.setattr("rlcore.storage.finished._stamps", lambda *_: [old, new])
@@ -97,51 +86,10 @@ def test_what_is_damaged_is_set_aside_told_and_made_again(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_another_content_than_the_damaged_one_was_meant_to_have_is_told(tmp_path, caplog):
-    target = publish(tmp_path / "x", "abc")
-    (target / "a.txt").unlink()
-    assert finished_or_set_aside(target) is None
-    publish(target, "other")
-    assert f"{target}: was made again with other content than before: a.txt" in caplog.text
-
-
-def test_what_is_made_again_is_compared_with_the_last_damaged_one_of_its_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number, content in ((9, "same"), (10, "other")):
-        publish(tmp_path / f"x.damaged.{number}", content, step=1)
-    publish(tmp_path / "x", "same", step=1)
-    assert "x: was made again with other content than before: a.txt. A run that began" in caplog.text, "the tenth"
-    caplog.clear()
-    for step, content in ((2, "same"), (1, "other")):
-        publish(tmp_path / "x", content, step=step, replace=True)
-    (tmp_path / "x.damaged.11").mkdir()
-    tell_other_bytes(publish(tmp_path / "x", "same", step=1, replace=True))
-    publish(tmp_path / "x.damaged.12")
-    (tmp_path / "x.damaged.12" / MANIFEST).write_text("{")
-    tell_other_bytes(tmp_path / "x")
-    assert caplog.text == "", "another step, the same bytes, and those of which nobody knows what they were"
-
-
-def test_what_another_process_repairs_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlcore.storage.finished.REPAIR_WAIT_S", 0.0)
-    target = publish(tmp_path / "x")
-    flip(target / "a.txt")
-    with (
-        HeldLock(tmp_path / REPAIR_LOCK, what="it"),
-        pytest.raises(
-            DataError, match=rf"hash must be .* It cannot be made again: the repair of {target} is in use by"
-        ),
-    ):
-        finished_or_set_aside(target)
-    assert target.is_dir()
-    assert finished_or_set_aside(target) is None
-
-
 def test_what_is_set_aside_takes_the_first_name_that_is_free(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         (tmp_path / "x").write_text(str(number))
-        assert set_aside(tmp_path / "x", "left") == tmp_path / f"x.left.{number}"
+        assert set_aside(tmp_path / "x", "left", "why") == tmp_path / f"x.left.{number}"
     assert [file.read_text() for file in sorted(tmp_path.iterdir())] == ["1", "2", "3"]
 
 
@@ -185,7 +133,7 @@ def test_a_folder_under_the_name_of_another_is_refused(tmp_path):
 
 
 def test_a_newer_format_is_no_damage(tmp_path):
-    _rewrite(publish(tmp_path / "x"), format_version=2)
+    edit_manifest(publish(tmp_path / "x"), format_version=2)
     with pytest.raises(DataError, match="got 2"):
         finished_or_set_aside(tmp_path / "x")
     assert (tmp_path / "x").is_dir()
@@ -199,5 +147,5 @@ def test_what_cannot_be_renamed_is_refused(small_disk):
     with mounted(target):
         for name, text in content.items():
             (target / name).write_bytes(text)
-        with pytest.raises(DataError, match="was to be renamed and made again, which failed"):
+        with pytest.raises(DataError, match=r"It is made again now; .* cannot be renamed"):
             finished_or_set_aside(target)

@@ -32,8 +32,8 @@ from rlcore.storage.locks import (
     process_of,
     read_holder,
 )
+from tests.helpers.published import num_open
 from tests.storage.small_disk import fill, mounted
-from tests.storage.test_publish import num_open
 
 HOLD = """
 import sys
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
         take(tmp_path / "file" / "run")
 
 
-def test_a_lock_file_that_is_deleted_while_it_is_taken_is_not_the_lock(tmp_path, monkeypatch):
+def test_a_lock_file_deleted_while_taken_is_not_the_lock(tmp_path, monkeypatch):
     """Else two takers would each hold a lock on a file of their own."""
     flock = fcntl.flock
     deleted = []
@@ -188,7 +188,7 @@ def test_a_lock_file_that_is_deleted_while_it_is_taken_is_not_the_lock(tmp_path,
             take(tmp_path)
 
 
-def test_a_child_that_another_thread_is_starting_keeps_no_lock_that_was_released_everywhere(tmp_path):
+def test_a_starting_child_keeps_no_released_lock(tmp_path):
     lock, again = FileLock(tmp_path / "slot.lock"), FileLock(tmp_path / "slot.lock")
     assert lock.try_acquire()
     copy = os.dup(lock.fileno())  # as a child has it between fork and exec
@@ -203,7 +203,7 @@ def test_a_child_that_another_thread_is_starting_keeps_no_lock_that_was_released
     os.close(copy)
 
 
-def test_a_look_at_a_lock_leaves_none_in_a_child_that_is_being_started(tmp_path, monkeypatch):
+def test_querying_a_lock_leaks_nothing_into_a_child(tmp_path, monkeypatch):
     path, copies = tmp_path / "run.lock", []
     path.touch()
     close = os.close
@@ -263,9 +263,7 @@ def test_a_holder_in_words_says_where_it_has_ended() -> None:
     assert str(NAMELESS) == "process 0 on an unknown host since  (another process that has not said its name yet)"
 
 
-def test_without_the_id_of_a_boot_a_process_is_known_by_its_id_and_the_time_of_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_identity_without_a_boot_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "absent")
     born = psutil.Process().create_time()
     for seconds, is_it in ((0, True), (1.9, True), (-1.9, True), (2.1, False), (-2.1, False)):
@@ -276,9 +274,7 @@ def test_without_the_id_of_a_boot_a_process_is_known_by_its_id_and_the_time_of_i
     assert replace(me, host="another").process() is None
 
 
-def test_a_process_is_known_after_the_clock_was_set_and_not_after_another_boot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_identity_survives_the_clock_and_not_a_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me = Holder.me()
     begun = psutil.Process().create_time()
     assert 2**32 <= me.born < 2**33 + 1e9
@@ -326,7 +322,7 @@ def test_what_a_lock_file_says_is_replaced_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_lock_that_is_held_outlives_its_object_and_one_that_is_released_does_not(tmp_path: Path) -> None:
+def test_a_held_lock_outlives_its_object(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "x.lock")
     assert lock.try_acquire()
     seen = weakref.ref(lock)
@@ -339,17 +335,6 @@ def test_a_lock_that_is_held_outlives_its_object_and_one_that_is_released_does_n
     del held
     gc.collect()
     assert seen() is None
-
-
-def test_a_forked_child_lets_go_of_all_that_was_held(tmp_path: Path) -> None:
-    """What the child does as its first act, done here."""
-    first, second = FileLock(tmp_path / "a"), FileLock(tmp_path / "b")
-    assert first.try_acquire()
-    assert second.try_acquire()
-    locks._drop_inherited()
-    assert FileLock(tmp_path / "a").try_acquire()
-    assert FileLock(tmp_path / "b").try_acquire()
-    locks._drop_inherited()
 
 
 def test_no_descriptor_stays_open_where_a_lock_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,20 +359,12 @@ def test_no_descriptor_stays_open_where_a_lock_is_not_taken(tmp_path: Path, monk
     assert num_open() <= before
 
 
-def test_a_lock_for_which_not_even_an_empty_file_finds_room_is_a_full_disk(tmp_path: Path) -> None:
+def test_a_lock_file_without_room_is_a_full_disk(tmp_path: Path) -> None:
     with mounted(tmp_path / "few", options="nr_inodes=1") as disk, pytest.raises(DiskSpaceError, match="no room"):
         take(disk)
 
 
-def test_a_folder_in_the_place_of_a_lock_file_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "run.lock").mkdir()
-    with pytest.raises(DataError, match=rf"^{tmp_path}: cannot be written \(\[Errno 21\] Is a directory"):
-        take(tmp_path)
-
-
-def test_unless_told_otherwise_a_lock_is_waited_for_no_longer_than_a_look_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_not_waited_for_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeps: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(sleeps), sleep=sleeps.append)
     monkeypatch.setattr(locks, "time", clock)

@@ -35,20 +35,8 @@ from rlcore.storage.publish import (
     write_secret_once,
     write_text_atomically,
 )
-from tests.storage.small_disk import SMALL_DISK_MIB, fill, mounted
-
-
-def publish(target: Path, content: str = "abc", *, replace: bool = False, **values: object) -> Path:
-    with published_directory(target, dict(values), replace=replace) as folder:
-        (folder / "a.txt").write_text(content)
-        (folder / "sub").mkdir()
-        (folder / "sub" / "b.bin").write_bytes(bytes(range(256)))
-    return target
-
-
-def num_open() -> int:
-    """Descriptors of this process."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+from tests.helpers.published import edit_manifest, num_open, publish
+from tests.storage.small_disk import fill, mounted
 
 
 def names(folder: Path) -> list[str]:
@@ -112,20 +100,6 @@ def test_a_disk_space_error_of_the_block_itself_is_not_wrapped(tmp_path):
         fail_in_block(tmp_path / "x", reason)
 
 
-def test_a_really_full_disk_leaves_the_old_directory_and_no_remains(small_disk):
-    first = publish(small_disk / "first")
-
-    def too_much() -> None:
-        with published_directory(small_disk / "second", {}) as folder:
-            for number in range(100):
-                (folder / f"{number}").write_bytes(b"x" * 2**20)
-
-    with pytest.raises(DiskSpaceError, match="second"):
-        too_much()
-    assert names(small_disk) == ["first"]
-    verify_directory(first)
-
-
 @pytest.mark.parametrize("leave_bytes", [0, 4096, 8192, 12288, 16384])
 def test_a_disk_that_fills_at_each_file_of_the_publishing(small_disk, leave_bytes):
     ballast = fill(small_disk, leave_bytes)
@@ -165,7 +139,7 @@ def test_replace_works_where_two_folders_cannot_be_exchanged(tmp_path: Path, mon
     assert names(tmp_path) == ["x"]
 
 
-def test_a_folder_that_is_empty_or_is_to_be_replaced_is_not_in_the_way(tmp_path: Path) -> None:
+def test_an_empty_or_replaced_folder_is_not_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     publish(tmp_path / "x")
     (tmp_path / "y").mkdir()
@@ -214,19 +188,6 @@ def test_a_manifest_of_ones_own_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_the_free_bytes_that_are_told_are_those_without_what_was_written(small_disk: Path) -> None:
-    def write() -> None:
-        with published_directory(small_disk / "x", {}) as folder:
-            (folder / "a").write_bytes(bytes(2**20))
-            (folder / "b").write_bytes(bytes(2**20))
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    told = f"at least {2 * 2**20} bytes were to be written, {SMALL_DISK_MIB * 2**20} bytes are free on that file system"
-    with pytest.raises(DiskSpaceError, match=told) as full:
-        write()
-    assert full.value.needed_bytes == 2 * 2**20
-
-
 @pytest.mark.parametrize("num_inodes", [1, 2])
 def test_a_disk_without_room_for_the_temporary_is_a_full_one(tmp_path: Path, num_inodes: int) -> None:
     with mounted(tmp_path / "few", options=f"nr_inodes={num_inodes}") as disk:
@@ -261,26 +222,10 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     assert num_open() <= before
 
 
-def test_what_a_killed_process_had_written_goes_when_it_is_published_again(tmp_path: Path) -> None:
-    for name in ("x", "another"):
-        left = tmp_path / f".tmp-{name}-{2**22 + 1}-0123abcd"
-        left.mkdir()
-        (left / "model.safetensors").touch()
-    publish(tmp_path / "x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "x"]
-
-
 def test_exchange_swaps_where_the_file_system_offers_it(small_disk: Path) -> None:
     a, b = publish(small_disk / "a", "A"), publish(small_disk / "b", "B")
     assert exchange(a, b)
     assert [(folder / "a.txt").read_text() for folder in (a, b)] == ["B", "A"]
-
-
-def test_exchange_swaps_or_says_that_it_cannot(tmp_path):
-    a, b = publish(tmp_path / "a", "A"), publish(tmp_path / "b", "B")
-    swapped = exchange(a, b)
-    assert (a / "a.txt").read_text() == ("B" if swapped else "A")
-    assert not exchange(a, tmp_path / "absent")
 
 
 @pytest.mark.parametrize("in_the_way", ["file", "folder"])
@@ -366,12 +311,6 @@ def test_every_truncation_is_found(tmp_path, name, keep_bytes):
         verify_directory(tmp_path / "x", hashes=False)
 
 
-def test_missing_file_names_it(tmp_path):
-    (publish(tmp_path / "x") / "sub" / "b.bin").unlink()
-    with pytest.raises(DataError, match=r"sub/b\.bin: missing"):
-        verify_directory(tmp_path / "x")
-
-
 def test_without_hashes_only_sizes_are_looked_at(tmp_path):
     (publish(tmp_path / "x") / "a.txt").write_text("abd")
     verify_directory(tmp_path / "x", hashes=False)
@@ -384,17 +323,8 @@ def test_without_hashes_only_sizes_are_looked_at(tmp_path):
     )
 
 
-def _rewrite(target: Path, **changes: object) -> None:
-    """A manifest that fits itself and says something else."""
-    from rlcore.storage.manifest import manifest_digest
-
-    document = json.loads((target / "manifest.json").read_text()) | changes
-    document["manifest_sha256"] = manifest_digest(document)
-    (target / "manifest.json").write_text(json.dumps(document))
-
-
 def test_a_newer_format_says_so(tmp_path):
-    _rewrite(publish(tmp_path / "x"), format_version=2)
+    edit_manifest(publish(tmp_path / "x"), format_version=2)
     with pytest.raises(DataError, match=r"format_version must be 1, got 2.*version of Millrace"):
         read_manifest(tmp_path / "x")
 
@@ -402,7 +332,7 @@ def test_a_newer_format_says_so(tmp_path):
 @pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "sub/../../outside"])
 def test_a_manifest_cannot_point_outside(tmp_path, name):
     (tmp_path / "outside").touch()
-    _rewrite(publish(tmp_path / "x"), files=[{"name": name, "size_bytes": 0, "sha256": ""}])
+    edit_manifest(publish(tmp_path / "x"), files=[{"name": name, "size_bytes": 0, "sha256": ""}])
     with pytest.raises(DataError, match="must lie inside"):
         verify_directory(tmp_path / "x")
 
@@ -414,7 +344,7 @@ def test_a_manifest_that_is_none(tmp_path, text):
         read_manifest(tmp_path / "x")
 
 
-def test_a_manifest_is_for_people_to_read_and_does_not_depend_on_its_layout(tmp_path: Path) -> None:
+def test_a_manifest_is_readable_and_independent_of_layout(tmp_path: Path) -> None:
     text = manifest_text({"name": "grüße"}, (FileEntry("a.txt", 3, "00"),))
     digest = json.loads(text)["manifest_sha256"]
     assert text == (
@@ -435,7 +365,7 @@ def test_a_file_that_cannot_be_read_is_told_with_the_reason(tmp_path: Path) -> N
     target = publish(tmp_path / "x")
     (target / "a.txt").unlink()
     (target / "a.txt").symlink_to("/proc/self/mem")  # its first byte is an input/output error, its size 0
-    _rewrite(target, files=[{"name": "a.txt", "size_bytes": 0, "sha256": ""}])
+    edit_manifest(target, files=[{"name": "a.txt", "size_bytes": 0, "sha256": ""}])
     verify_directory(target, hashes=False)
     with pytest.raises(DataError, match=r"/a\.txt: cannot be read \(\[Errno 5\] Input/output error\)\. Delete "):
         verify_directory(target)
@@ -487,7 +417,7 @@ def test_a_full_disk_keeps_the_old_text(small_disk):
 # ---------------------------------------------------------------- temporaries
 
 
-def test_a_temporary_lies_beside_its_place_under_a_name_that_says_whose_it_is(tmp_path: Path) -> None:
+def test_a_temporarys_name_has_its_owners_process_id(tmp_path: Path) -> None:
     first, second = temporary_beside(tmp_path / "x"), temporary_beside(tmp_path / "x")
     assert first.parent == second.parent == tmp_path
     for path in (first, second):
@@ -526,7 +456,7 @@ def test_only_the_remains_of_dead_processes_are_removed(tmp_path, caplog):
     assert names(tmp_path) == [".tmp-mine", f".tmp-x-{os.getpid()}-0123abcd", "live", f"x-{dead}-0123abcd"]
 
 
-def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_ever(tmp_path):
+def test_a_reused_process_id_does_not_keep_temporaries(tmp_path):
     """In containers a restarted trainer often has the very id of the killed one."""
     young, old, file, old_file = (temporary_beside(tmp_path / name) for name in ("w", "x", "y", "z"))
     young.mkdir()
@@ -572,7 +502,7 @@ def flushed(monkeypatch):
     return found
 
 
-def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_path, flushed):
+def test_everything_is_flushed_before_and_after_the_rename(tmp_path, flushed):
     publish(tmp_path / "x")
     *before, last = flushed
     assert last == tmp_path, "the folder that holds the new name"
@@ -582,7 +512,7 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp
     assert before[-1] == temporary, "a folder after what it holds"
 
 
-def test_a_text_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_path, flushed):
+def test_a_text_is_flushed_before_and_after_the_rename(tmp_path, flushed):
     write_text_atomically(tmp_path / "x.txt", "content")
     temporary, folder = flushed
     assert temporary.parent == tmp_path
@@ -631,7 +561,7 @@ def test_a_secret_is_its_owners_alone_and_stays(
     assert names(tmp_path) == ["secret"]
 
 
-def test_a_text_in_a_folder_that_may_not_be_written_names_the_folder_and_the_remedy():
+def test_an_unwritable_folder_is_named_with_its_remedy():
     with pytest.raises(DataError, match=r"^/sys: cannot be written .* paths\.root") as told:  # not even by root
         write_text_atomically(Path("/sys/x.txt"), "content")
     assert isinstance(told.value, OSError), "whoever can do without the text goes on"
@@ -644,12 +574,7 @@ def test_a_text_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
     assert names(tmp_path) == ["x.txt"]
 
 
-def test_a_c_library_without_the_exchange_has_exchanged_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr("rlcore.storage.publish.ctypes.CDLL", lambda name, use_errno: object())
-    assert exchange(tmp_path / "a", tmp_path / "b") is False
-
-
-def test_what_comes_into_the_way_while_a_directory_is_written_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_late_obstacle_is_not_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "published"
 
     def publish() -> None:

@@ -9,7 +9,6 @@ import psutil
 
 from rlcore.storage.locks import Holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End, read_attempts
-from rlcore.tracking.delivery import attempt_tags
 
 TARGET = Destination("sqlite:///x", "millrace", "/x", {"stage": "train"}, {"seed": 1})
 
@@ -42,17 +41,6 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path):
     with (tmp_path / ATTEMPTS_FILE).open("a") as file:
         file.write('{"from_st')
     assert read_attempts(tmp_path) == [(begun(0, 0), None)]
-
-
-def test_each_attempt_is_a_tag_with_its_step_its_time_its_process_and_its_end():
-    tags = {
-        "attempts": "3",
-        "attempt.1": "from step 0, 2025-11-22 10:00:00 UTC, node7 process 411, lost",
-        "attempt.2": "from step 20, 2025-11-22 10:00:00 UTC, node7 process 411, FAILED 2025-11-22 11:01:05 UTC",
-        "attempt.3": "from step 40, 2025-11-22 10:00:00 UTC, node7 process 411",
-    }
-    failed = End("FAILED", 1_763_809_265.0)
-    assert attempt_tags([(begun(0, 0), None), (begun(20, 9), failed), (begun(40, 9), None)]) == tags
 
 
 def test_an_attempt_is_lost_when_its_process_is_gone():

@@ -13,8 +13,9 @@ from mlflow import MlflowClient
 from rlcore.config import RunConfig
 from rlcore.tracking import __main__ as program
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
+from rlcore.tracking.companion import PREFIX
 from rlcore.tracking.delivery import Delivery
-from rlcore.tracking.tracker import PREFIX, Tracker
+from rlcore.tracking.journal import RunJournal
 from tests.tracking.reading import client_of, delivery_of, main_run, points
 
 NOBODY = -1
@@ -22,18 +23,18 @@ NOBODY = -1
 
 
 @pytest.fixture
-def tracker(config: RunConfig, run_dir: Path) -> Tracker:
+def tracker(config: RunConfig, run_dir: Path) -> RunJournal:
     """A trainer that has done a step; nothing is delivered beside it."""
     offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
-    tracker = Tracker(run_dir, offline, tags={"stage": "train"})
-    tracker.log_step(1, {"a": 1.5})
+    tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
+    tracker.append_step(1, {"a": 1.5})
     return tracker
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
 def test_it_ends_when_mlflow_has_the_trainers_end(
-    tracker: Tracker, run_dir: Path, root: Path, status: FinalStatus, is_gone: bool
+    tracker: RunJournal, run_dir: Path, root: Path, status: FinalStatus, is_gone: bool
 ) -> None:
     tracker.finish(status)
     with delivery_of(run_dir) as delivery:
@@ -43,7 +44,7 @@ def test_it_ends_when_mlflow_has_the_trainers_end(
     assert points(client, main_run(client), "a") == [(1, 1.5)]
 
 
-def test_it_ends_for_a_trainer_that_is_gone_without_a_record(tracker: Tracker, run_dir: Path, root: Path) -> None:
+def test_it_ends_for_a_trainer_that_is_gone_without_a_record(tracker: RunJournal, run_dir: Path, root: Path) -> None:
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
@@ -51,26 +52,26 @@ def test_it_ends_for_a_trainer_that_is_gone_without_a_record(tracker: Tracker, r
 
 
 def test_it_ends_without_a_status_where_another_trainer_goes_on(
-    tracker: Tracker, config: RunConfig, run_dir: Path, root: Path
+    tracker: RunJournal, config: RunConfig, run_dir: Path, root: Path
 ) -> None:
-    saved = tracker.journal_bytes()
+    saved = tracker.sync()
     lose(run_dir)
     offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
     with delivery_of(run_dir) as delivery:
-        Tracker(run_dir, offline, tags={}).resume_at(1, saved)
+        RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
         program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
     assert main_run(client_of(root)).info.status == "RUNNING"
 
 
 def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
-    tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
     with delivery_of(run_dir) as delivery:
         delivery.catch_up()
         client = client_of(root)
         client.delete_run(main_run(client).info.run_id)
-        tracker.log_step(2, {"a": 2.5})
+        tracker.append_step(2, {"a": 2.5})
         with caplog.at_level(logging.WARNING):
             program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
     (line,) = caplog.messages
@@ -87,17 +88,17 @@ def lose(run_dir: Path) -> None:
     attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))
 
 
-def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: Tracker) -> str:
+def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: RunJournal) -> str:
     """The id of the MLflow run, which is deleted, so that step 2 is not taken."""
     delivery.catch_up()
     deleted = str(main_run(client).info.run_id)
     client.delete_run(deleted)
-    tracker.log_step(2, {"a": 2.5})
+    tracker.append_step(2, {"a": 2.5})
     return deleted
 
 
 def test_values_that_are_taken_again_are_told_once(
-    tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between two tries the run is back, and then the trainer ends."""
     client, waits = client_of(root), list[float]()
@@ -121,7 +122,7 @@ def test_values_that_are_taken_again_are_told_once(
 
 
 def test_the_wait_is_over_at_once_when_the_trainer_ends(
-    tracker: Tracker, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: RunJournal, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "POLL_S", 0.0)
     with delivery_of(run_dir) as delivery:
@@ -133,7 +134,7 @@ def test_the_wait_is_over_at_once_when_the_trainer_ends(
         assert not delivery.has_news()
 
 
-def test_the_process_says_why_mlflow_gets_nothing(tracker: Tracker, run_dir: Path) -> None:
+def test_the_process_says_why_mlflow_gets_nothing(tracker: RunJournal, run_dir: Path) -> None:
     tracker.finish("FINISHED")
     (run_dir / "metrics.jsonl").unlink()
     command = [sys.executable, "-m", "rlcore.tracking", str(run_dir), f"--parent={os.getpid()}", "--every-s=60"]

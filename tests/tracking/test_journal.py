@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.errors import DiskSpaceError, TrackingError
-from rlcore.tracking import journal as journal_module
+from rlcore.storage import line_file
 from rlcore.tracking.journal import Journal, iter_lines, load_journal, missing_steps, read_journal
 from tests.storage.small_disk import fill, small_disk
 from tests.test_imports import loaded_by
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_importing_it_loads_neither_mlflow_nor_torch():
     assert not {"mlflow", "torch", "pandas"} & loaded_by(
-        "import rlcore.tracking.tracker, rlcore.tracking.mlflow_store, rlcore.tracking.delivery"
+        "import rlcore.tracking.companion, rlcore.tracking.mlflow_store, rlcore.tracking.delivery"
     )
 
 
@@ -135,7 +135,7 @@ def test_a_torn_last_line_is_left_out_and_told(path: Path, caplog: pytest.LogCap
 def test_a_writer_cuts_the_torn_line_that_it_finds(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, before: list[int], block_bytes: int
 ):
-    monkeypatch.setattr(journal_module, "READ_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(line_file, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
         for step in before:
             journal.append_step(step, {"a": 1.0})
@@ -160,7 +160,7 @@ def test_damaged_lines_are_counted_and_the_others_read(path: Path):
 
 @pytest.mark.parametrize("block_bytes", [7, 1 << 20])
 def test_what_is_cut_off_is_kept_beside(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int):
-    monkeypatch.setattr(journal_module, "READ_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(line_file, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0})
         at_checkpoint = journal.sync()

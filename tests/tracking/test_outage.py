@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking.delivery import read_state, sync_run
-from rlcore.tracking.tracker import Tracker
+from rlcore.tracking.journal import RunJournal
 from tests.storage.small_disk import fill, small_disk
 from tests.tracking.conftest import Server, held_port, wait_until
 from tests.tracking.reading import journal_points, main_run, points, values
@@ -43,12 +43,12 @@ def run_dir(root: Path, request: pytest.FixtureRequest) -> Path:
 def test_a_server_that_dies_and_comes_back_has_every_value_once(
     server: Server, config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture
 ):
-    tracker = Tracker(run_dir, config_for(config, server.uri), tags={})
+    tracker = RunJournal(run_dir, config_for(config, server.uri), tags={})
     tracker.resume_at(0, 0)
 
     def train(first: int, last: int) -> None:
         for step in range(first, last + 1):
-            tracker.log_step(step, values(step, 30))
+            tracker.append_step(step, values(step, 30))
 
     train(1, 50)
     wait_until(lambda: read_state(run_dir).journal_bytes > 0)
@@ -75,12 +75,12 @@ def test_a_store_on_a_full_disk_has_every_value_once_when_there_is_room(
     """MLflow's database has a file system of its own here: the journal's is another test's."""
     shutil.copy(empty_store, small_disk / "mlflow.db")
     uri = f"sqlite:///{small_disk}/mlflow.db"
-    tracker = Tracker(run_dir, config_for(config, uri), tags={})
+    tracker = RunJournal(run_dir, config_for(config, uri), tags={})
     tracker.resume_at(0, 0)
 
     def train(first: int, last: int) -> None:
         for step in range(first, last + 1):
-            tracker.log_step(step, values(step, 30))
+            tracker.append_step(step, values(step, 30))
 
     train(1, 20)
     wait_until(lambda: read_state(run_dir).journal_bytes > 0)
@@ -102,10 +102,10 @@ def test_a_server_that_is_never_there_costs_nothing_and_is_caught_up_later(
 ):
     with held_port() as nobody:
         away = config_for(config, f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        tracker = Tracker(run_dir, away, tags={})
+        tracker = RunJournal(run_dir, away, tags={})
         tracker.resume_at(0, 0)
         for step in range(1, 101):
-            tracker.log_step(step, values(step))
+            tracker.append_step(step, values(step))
         wait_until(lambda: num_warnings(caplog) == 1)
         assert not tracker.finish("FINISHED", timeout_s=0.5)
         assert f"millrace sync {run_dir}" in caplog.text
@@ -200,10 +200,10 @@ def test_a_slow_server_holds_up_nothing_and_doubles_nothing(
     """Slower than the client's patience at first: the server has done what the client believes to have failed."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     proxy.delay_s = 2.0
-    tracker = Tracker(run_dir, config_for(config, f"http://127.0.0.1:{proxy.port}"), tags={})
+    tracker = RunJournal(run_dir, config_for(config, f"http://127.0.0.1:{proxy.port}"), tags={})
     tracker.resume_at(0, 0)
     for step in range(1, 101):
-        tracker.log_step(step, values(step, 30))
+        tracker.append_step(step, values(step, 30))
     wait_until(lambda: proxy.num_connections > 2)
     assert num_warnings(caplog) == 1
     proxy.delay_s = 0.3
@@ -211,7 +211,7 @@ def test_a_slow_server_holds_up_nothing_and_doubles_nothing(
     connections = proxy.num_connections
     proxy.delay_s = 2.0  # in the middle of the delivery
     for step in range(101, 121):
-        tracker.log_step(step, values(step, 30))
+        tracker.append_step(step, values(step, 30))
     wait_until(lambda: proxy.num_connections > connections + 1)  # a request that has timed out has a new one
     proxy.delay_s = 0.02
     assert tracker.finish("FINISHED", timeout_s=90.0)
@@ -226,12 +226,12 @@ def test_a_server_that_answers_with_errors_gets_every_value_once_when_it_has_sto
     server: Server, proxy: SlowProxy, config: RunConfig, run_dir: Path
 ):
     proxy.is_broken = True
-    tracker = Tracker(run_dir, config_for(config, f"http://127.0.0.1:{proxy.port}"), tags={})
+    tracker = RunJournal(run_dir, config_for(config, f"http://127.0.0.1:{proxy.port}"), tags={})
     tracker.resume_at(0, 0)
 
     def train(first: int, last: int) -> None:
         for step in range(first, last + 1):
-            tracker.log_step(step, values(step, 30))
+            tracker.append_step(step, values(step, 30))
 
     train(1, 50)
     wait_until(lambda: proxy.num_errors >= 2)
@@ -253,9 +253,9 @@ def test_a_server_that_answers_with_errors_gets_every_value_once_when_it_has_sto
 def test_finish_waits_no_longer_than_told(config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture):
     """A server that accepts and never answers; the process beside the trainer is gone afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracker = Tracker(run_dir, config_for(config, f"http://127.0.0.1:{silent.getsockname()[1]}"), tags={})
+        tracker = RunJournal(run_dir, config_for(config, f"http://127.0.0.1:{silent.getsockname()[1]}"), tags={})
         tracker.resume_at(0, 0)
-        tracker.log_step(1, values(1))
+        tracker.append_step(1, values(1))
         assert not tracker.finish("FAILED", timeout_s=3.0)
     with caplog.at_level(logging.WARNING), pytest.raises(TrackingError, match="cannot be reached"):
         sync_run(run_dir)  # not "in use by": nobody delivers any more

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, TrackingConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
 from rlcore.tracking.catalog import describe
+from rlcore.tracking.companion import Companion
 from rlcore.tracking.connection import mlflow_name
 from rlcore.tracking.delivery import STATE_FILE, read_state
-from rlcore.tracking.journal import load_journal, read_journal
+from rlcore.tracking.journal import RunJournal, load_journal, read_journal
 from rlcore.tracking.lineage import SystemSampler
-from rlcore.tracking.tracker import Companion, Tracker
 from tests.test_imports import loaded_by
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import client_of, main_run, points, shown
@@ -30,10 +30,12 @@ def offline(config: RunConfig) -> RunConfig:
 
 def test_from_the_first_step_to_the_end_without_mlflow_in_the_trainers_process(root: Path, run_dir: Path):
     code = (
-        "from pathlib import Path; from rlcore.config import RunConfig; from rlcore.tracking.tracker import Tracker; "
-        f"t = Tracker(Path({str(run_dir)!r}), RunConfig(paths={{'root': {str(root)!r}}}), tags={{'stage': 'train'}}); "
-        "t.resume_at(0, 0); [t.log_step(step, {'a': step / 7}) for step in range(1, 21)]; "
-        "assert t.journal_bytes(); assert t.finish('FINISHED', timeout_s=240)"
+        "from pathlib import Path; from rlcore.config import RunConfig\n"
+        "from rlcore.tracking.journal import RunJournal\n"
+        f"config = RunConfig(paths={{'root': {str(root)!r}}})\n"
+        f"t = RunJournal(Path({str(run_dir)!r}), config, tags={{'stage': 'train'}})\n"
+        "t.resume_at(0, 0); [t.append_step(step, {'a': step / 7}) for step in range(1, 21)]; "
+        "assert t.sync(); assert t.finish('FINISHED', timeout_s=240)"
     )
     assert "mlflow" not in loaded_by(code)
     client = client_of(root)
@@ -43,23 +45,23 @@ def test_from_the_first_step_to_the_end_without_mlflow_in_the_trainers_process(r
 
 
 def test_without_mlflow_the_journal_is_all_there_is(offline: RunConfig, run_dir: Path, root: Path):
-    tracker = Tracker(run_dir, offline, tags={})
+    tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
-    tracker.log_step(1, {"a": 1.0})
+    tracker.append_step(1, {"a": 1.0})
     assert not tracker.finish("FINISHED")
     assert [record.metrics for record in read_journal(run_dir / "metrics.jsonl")] == [{"a": 1.0}]
     assert not (run_dir / "tracking.json").exists()
 
 
 def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
-    first = Tracker(run_dir, offline, tags={"stage": "train"})
+    first = RunJournal(run_dir, offline, tags={"stage": "train"})
     first.resume_at(0, 0)
-    first.log_step(1, {"a": 1.0})
-    saved = first.journal_bytes()
-    first.log_step(2, {"a": 2.0})
-    second = Tracker(run_dir, offline, tags={})
+    first.append_step(1, {"a": 1.0})
+    saved = first.sync()
+    first.append_step(2, {"a": 2.0})
+    second = RunJournal(run_dir, offline, tags={})
     second.resume_at(1, saved)
-    second.log_step(2, {"a": 2.5})
+    second.append_step(2, {"a": 2.5})
     second.finish("KILLED")
     (begun, lost), (again, end) = read_attempts(run_dir)
     assert lost is None
@@ -72,15 +74,15 @@ def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
 
 def test_going_back_within_one_process_is_a_new_attempt_if_something_is_cut(offline: RunConfig, run_dir: Path):
     """A worker is lost in the middle of a chunk, the trainer's process lives on."""
-    tracker = Tracker(run_dir, offline, tags={})
+    tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
-    tracker.log_step(1, {"a": 1.0})
-    saved = tracker.journal_bytes()
+    tracker.append_step(1, {"a": 1.0})
+    saved = tracker.sync()
     tracker.resume_at(1, saved)
     assert len(read_attempts(run_dir)) == 1
-    tracker.log_step(2, {"a": 2.0})
+    tracker.append_step(2, {"a": 2.0})
     tracker.resume_at(1, saved)
-    tracker.log_step(2, {"a": 2.5})
+    tracker.append_step(2, {"a": 2.5})
     assert [attempt.from_step for attempt, _ in read_attempts(run_dir)] == [0, 1]
     assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
 
@@ -88,15 +90,15 @@ def test_going_back_within_one_process_is_a_new_attempt_if_something_is_cut(offl
 def test_the_process_beside_a_trainer_that_goes_back_sends_the_repeated_steps(
     config: RunConfig, root: Path, run_dir: Path
 ):
-    tracker = Tracker(run_dir, config, tags={})
+    tracker = RunJournal(run_dir, config, tags={})
     tracker.resume_at(0, 0)
-    tracker.log_step(1, {"a": 1.0})
-    saved = tracker.journal_bytes()
-    tracker.log_step(2, {"a": 2.0})
+    tracker.append_step(1, {"a": 1.0})
+    saved = tracker.sync()
+    tracker.append_step(2, {"a": 2.0})
     wait_until(lambda: read_state(run_dir).journal_bytes > saved)
     tracker.resume_at(1, saved)
-    tracker.log_step(2, {"a": 2.5})
-    tracker.log_step(3, {"a": 3.5})
+    tracker.append_step(2, {"a": 2.5})
+    tracker.append_step(3, {"a": 3.5})
     assert tracker.finish("FINISHED", timeout_s=90.0)
     client = client_of(root)
     assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.0), (2, 2.5), (3, 3.5)]
@@ -104,9 +106,9 @@ def test_the_process_beside_a_trainer_that_goes_back_sends_the_repeated_steps(
 
 
 def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, run_dir: Path, caplog):
-    tracker = Tracker(run_dir, offline, tags={})
+    tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(20, 5_000)
-    tracker.log_step(21, {"a": 1.0})
+    tracker.append_step(21, {"a": 1.0})
     contents = load_journal(run_dir / "metrics.jsonl")
     assert "asked to go back to byte 5000" in caplog.text
     assert [record.step for record in contents.steps] == [21]
@@ -126,30 +128,30 @@ def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, 
 def test_a_process_that_did_nothing_can_finish_a_run_and_changes_no_other_end(
     offline: RunConfig, run_dir: Path, first: FinalStatus | None, second: FinalStatus, found: list[FinalStatus]
 ):
-    tracker = Tracker(run_dir, offline, tags={})
-    tracker.log_step(1, {"a": 1.0})
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.append_step(1, {"a": 1.0})
     if first is not None:
         tracker.finish(first)
-    Tracker(run_dir, offline, tags={}).finish(second)
+    RunJournal(run_dir, offline, tags={}).finish(second)
     ends = [json.loads(line).get("status") for line in (run_dir / ATTEMPTS_FILE).read_text().splitlines()]
     assert ends == [None, *found]
 
 
-@pytest.mark.parametrize("call", ["log_step", "log_event"])
+@pytest.mark.parametrize("call", ["append_step", "append_event"])
 def test_the_first_line_of_a_trainer_begins_its_attempt(offline: RunConfig, run_dir: Path, call: str):
-    tracker = Tracker(run_dir, offline, tags={})
+    tracker = RunJournal(run_dir, offline, tags={})
     for _ in range(2):
-        if call == "log_step":
-            tracker.log_step(3, {"a": 1.0})
+        if call == "append_step":
+            tracker.append_step(3, {"a": 1.0})
         else:
-            tracker.log_event("resume", 3, {})
+            tracker.append_event("resume", 3, {})
     ((begun, end),) = read_attempts(run_dir)
     assert (begun.from_step, begun.journal_bytes, end) == (3, 0, None)
 
 
 def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_dir: Path):
-    tracker = Tracker(run_dir, offline, tags={})
-    tracker.log_step(1, {"a": 1.0})
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.append_step(1, {"a": 1.0})
     names = {Path(file.path).name for file in psutil.Process().open_files() if Path(file.path).parent == run_dir}
     assert names == {"metrics.jsonl", "attempts.jsonl"}
     tracker.finish("FINISHED")
@@ -157,15 +159,15 @@ def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_
 
 
 def test_a_run_that_never_began_is_not_made(config: RunConfig, run_dir: Path):
-    assert Tracker(run_dir, config, tags={}).finish("KILLED")
+    assert RunJournal(run_dir, config, tags={}).finish("KILLED")
     assert read_attempts(run_dir) == []
     assert not (run_dir / "tracking.json").exists()
 
 
 def test_what_ends_the_delivery_is_told(config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture):
-    tracker = Tracker(run_dir, config, tags={})
+    tracker = RunJournal(run_dir, config, tags={})
     (run_dir / STATE_FILE).write_text("{")
-    tracker.log_step(1, {"a": 1.0})
+    tracker.append_step(1, {"a": 1.0})
     assert not tracker.finish("FINISHED")
     wait_until(lambda: any("tracking.json: cannot be read" in line for line in caplog.messages))
 
@@ -174,10 +176,10 @@ def test_a_companion_that_cannot_be_started_is_told_and_forgiven(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(sys, "executable", str(run_dir / "no-python"))
-    companion = Companion(run_dir, every_s=1.0)
+    companion = Companion(run_dir, TrackingConfig())
     for _ in range(10):
         companion.ensure_running()
-    assert not companion.close(1.0)
+    assert not companion.finish(1.0)
     assert caplog.text.count("cannot be started") == 3
 
 
@@ -186,9 +188,9 @@ def test_the_delivery_takes_no_module_from_the_working_directory(
 ):
     (tmp_path / "argparse.py").write_text("open('imported', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
-    companion = Companion(run_dir, every_s=1.0)
+    companion = Companion(run_dir, TrackingConfig())
     companion.ensure_running()
-    companion.close(60.0)
+    companion.finish(60.0)
     assert not (tmp_path / "imported").exists()
 
 

@@ -32,8 +32,8 @@ from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
 from tests.forked import run_module
+from tests.helpers.running import small, steps_of, write_record
 from tests.rollout.odd_environments import SLEEP_S, Odd
-from tests.run.running import small, steps_of, write_settings
 from tests.small_run import SmallRun, prepare, train
 
 ODD = "tests.rollout.odd_environments"
@@ -229,11 +229,11 @@ def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_the_same(tmp_path
     whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
     killed = small(tmp_path / "cut", *settings, steps=4, experiment="number_guessing")
     for run, mark, ends in ((whole, "killed", [0]), (killed, "not yet", [-9, 0])):
-        file, log = write_settings(run), tmp_path / f"{mark}.log"
+        file, log = write_record(run), tmp_path / f"{mark}.log"
         variables = {**os.environ, "KILLED_ONCE": str(tmp_path / mark), "JOURNAL": str(run.layout.journal)}
         for end in ends:
-            words = ["--settings", str(file)]
-            code = run_module("rlcore.run.process", words, output=log, environment=variables, timeout_s=240)
+            words = ["--run", str(file)]
+            code = run_module("tests.helpers.whole_run", words, output=log, environment=variables, timeout_s=240)
             assert code == end, log.read_text()
     assert steps_of(killed) == steps_of(whole)
 

@@ -7,59 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlcore.batching.loader import PromptStream
 from rlcore.batching.pass_counts import CountedRows, PassCounts
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
-from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import UnscoredError
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, answer_seed
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import (
-    Answerer,
     ExperienceCollector,
-    ScoredAnswer,
     count_passes,
     without_figures,
 )
 from rlcore.trainer.generate import shared_out
-from rlcore.types import Prompt, Rollout, Score
+from tests.trainer.batches import PROMPTS, InOrder, Written
 
-PROMPTS = [Prompt(index, (5,) * (1 + index), "countdown", "{}") for index in range(12)]
 START = LoopState(4, 4, 0, 0, 0.0)
-
-
-class Written(Answerer):
-    """Answers a prompt of id i with scores `totals[i]`, None for one that the scorer fails on, and `1 + i` tokens."""
-
-    def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
-        self.config = config
-        self.totals = totals
-        self.asked: list[list[SamplingRequest]] = []
-        self.temperatures: list[float] = []
-
-    def answer(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        *,
-        policy_version: int,
-        clock: PhaseClock | None = None,
-        shares: Sequence[Sequence[int]] | None = None,
-    ) -> list[ScoredAnswer]:
-        assert policy_version == 4
-        self.asked.append(list(requests))
-        self.temperatures.append(sampling.temperature)
-        return [self._written(request) for request in requests]
-
-    def _written(self, request: SamplingRequest) -> ScoredAnswer:
-        prompt = request.prompt
-        total = self.totals[prompt.prompt_id][request.sample_index]
-        length = 1 + prompt.prompt_id
-        rollout = Rollout(prompt, request.sample_index, np.full(length, 7), np.zeros(length, np.float32), "stop", 4)
-        score = Score(total or 0.0, {"correct": total or 0.0}, failure="no scorer" if total is None else None)
-        return rollout, score, f"{prompt.prompt_id}.{request.sample_index}"
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -67,13 +30,6 @@ def config_of(*overrides: str) -> RunConfig:
         ["experiment=debug", "trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2",
          "warm_start.enabled=false", *overrides]
     )  # fmt: skip
-
-
-class InOrder(PromptStream[Prompt]):
-    """The prompts as they stand."""
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        return np.arange(len(self))
 
 
 TEACHES, EQUAL, LOST = (0.0, 1.0), (1.0, 1.0), (None, None)

@@ -1,6 +1,5 @@
 """A step's figures, each counted by hand on four answers."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +8,10 @@ import pytest
 import torch
 
 from rlcore.batching.balance import Deal, Shares
-from rlcore.batching.pack import pack
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.shape import ModelShape
 from rlcore.trainer.alarms import SKIPPED
-from rlcore.trainer.estimate import Estimate
-from rlcore.trainer.experience import Experience
 from rlcore.trainer.metrics import (
     balance_metrics,
     cost_metrics,
@@ -31,42 +27,17 @@ from rlcore.trainer.metrics import (
     timing_metrics,
 )
 from rlcore.trainer.update import Update
-from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.types import Score
 from rlcore.workers.canary import HandOver
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import WorkerInfo
-
-LENGTHS = ((2, 3), (2, 1), (3, 3), (3, 2))
-"""Tokens of prompt and answer."""
-SCORES = (
-    Score(1.0, {"correct": 1.0, "format": 0.5}),
-    Score(0.0, {"correct": 0.0}),
-    Score(9.0, {}, failure="lost"),
-    Score(0.5, {"correct": 0.5}),
-)
-HALF, QUARTER = math.log(0.5), math.log(0.25)
+from tests.trainer.batches import HALF, QUARTER, estimated, experience, packed_of
 
 
 def config_of(*overrides: str, answer: int = 3) -> RunConfig:
     words = ["filter.max_prompt_tokens=3", f"rollout.max_response_tokens={answer}"]
     return load_config(["experiment=debug", *words, *overrides])
-
-
-def experience() -> Experience:
-    rollouts = []
-    for index, ((prompt, answer), end) in enumerate(zip(LENGTHS, ("length", "length", "stop", "length"), strict=True)):
-        of = Prompt(index // 2, (5,) * prompt, "countdown", "{}")
-        behavior = np.full(answer, HALF, np.float32)
-        rollouts.append(Rollout(of, index % 2, np.full(answer, 7), behavior, end, 0))  # type: ignore[arg-type]
-    return Experience(
-        tuple(rollouts), SCORES, (0, 0, 1, 1), ("",) * 4, num_prompts_drawn=5, num_groups_dropped=3, greedy_scores=None,
-        num_tokens_dropped=3, pass_metrics={"pass_rates/mean": 0.25},
-    )  # fmt: skip
-
-
-def packed_of(found: Experience) -> PackedBatch:
-    return pack(found.rollouts, found.scores, found.group_ids)
 
 
 def test_values_are_told_by_mean_largest_and_smallest() -> None:
@@ -238,13 +209,6 @@ def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up
 def test_only_another_engine_than_the_trainers_own_model_has_a_distance() -> None:
     assert hand_over_metrics(config_of(), HandOver(0.5)) == {}
     assert hand_over_metrics(config_of("rollout.engine=vllm"), HandOver(0.5)) == {"training/canary_logprob_diff": 0.5}
-
-
-def estimated(packed: PackedBatch) -> Estimate:
-    """Advantages 0, 1, 2 ..., returns and values by places."""
-    places = torch.arange(packed.num_tokens, dtype=torch.float32)
-    batch = TrainBatch(packed, None, None, None, places, None, places / 2)
-    return Estimate(batch, packed.scores - 0.5, 2 * places, None, None, packed.loss_mask)
 
 
 def test_scores_are_those_of_scored_answers_and_advantages_those_of_their_tokens() -> None:

@@ -19,9 +19,18 @@ from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import Trainer
 from rlcore.trainer.update import SharedBatch, Update
-from tests.trainer.test_experience import PROMPTS, InOrder, Written
-from tests.trainer.test_metrics import estimated, experience, packed_of
-from tests.trainer.test_update import POLICY, UPDATE, Ranks, rank_updates
+from tests.trainer.batches import (
+    POLICY,
+    PROMPTS,
+    UPDATE,
+    InOrder,
+    Ranks,
+    Written,
+    estimated,
+    experience,
+    packed_of,
+    rank_updates,
+)
 
 STATE = LoopState(4, 5, 20, 1_000, 0.5, best_metric=0.25, best_step=3, entropy_added=0.125)
 ADAPTIVE = ("algo.kl.where=reward", "algo.kl.coef=0.5", "algo.kl.adaptive=true", "algo.kl.target=0.1",

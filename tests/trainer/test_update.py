@@ -1,25 +1,21 @@
 """What a step's updates report, and which passes they need."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
-from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
+from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.batching.balance import Dealer
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
 from rlcore.config.base import Section
 from rlcore.config.compose import load_config
-from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.update import (
     SharedBatch,
-    Steps,
     Update,
     _summed,
     measured_before,
@@ -28,28 +24,12 @@ from rlcore.trainer.update import (
     update_models,
 )
 from rlcore.types import TrainBatch
-from rlcore.workers.group import Answered
-from rlcore.workers.trained import ModelUpdate, ModelUpdates
+from rlcore.workers.trained import ModelUpdate
 from rlcore.workers.worker import Worker
 from tests.config.test_rules import settings
 from tests.models.tiny import answers
+from tests.trainer.batches import UPDATE, Ranks, rank_updates, sums
 
-
-def sums(kind: type[Statistics], **given: float) -> Any:
-    return kind(*(torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(kind)))
-
-
-POLICY = sums(
-    PolicyStatistics, num_tokens=4, pg_loss=3, entropy=6, kl_loss=9, ppo_kl=2, ref_kl=1, entropy_sum=10, num_clipped=3,
-    num_clipped_lower=1,
-)  # fmt: skip
-VALUE = sums(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
-UPDATE = Update(
-    Steps(POLICY, num_steps=3, grad_norm=0.5, largest_grad_norm=0.75, lr=1e-3),
-    Steps(VALUE, num_steps=2, grad_norm=0.25, largest_grad_norm=0.3, lr=1e-4),
-    kl_coef=0.125,
-    entropy_coef=0.01,
-)
 OF_CRITIC = {
     "critic/vf_loss": 3.0, "critic/vf_clipfrac": 0.25, "critic/vpred_mean": 0.5, "critic/grad_norm": 0.25,
     "critic/lr": 1e-4,
@@ -141,43 +121,6 @@ def test_what_the_sampler_says_is_not_what_the_trainer_has_measured() -> None:
     batch = TrainBatch(packed, old, None, None, old, None, old)
     assert measured_before(settings(ONE_UPDATE), batch) is old
     assert measured_before(settings(f"{ONE_UPDATE} trainer.old_logprobs=behavior"), batch) is None
-
-
-def rank_updates(
-    kind: type[Statistics], applied: list[bool], *, failed: bool = False, **more: Any
-) -> ModelUpdates[Any]:
-    """What one rank answers: so many steps of 1 token each, with norms 1, 2 ..."""
-    steps = [
-        ModelUpdate(sums(kind, num_tokens=1), float(number), is_applied, **more)
-        for number, is_applied in enumerate(applied, start=1)
-    ]
-    return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)
-
-
-class Ranks:
-    """Two ranks whose answers to the updates are written down; remembers what they are asked."""
-
-    world_size = 2
-
-    def __init__(self, policy: list[ModelUpdates[Any]], critic: list[ModelUpdates[Any]]) -> None:
-        self._answers: dict[Any, list[ModelUpdates[Any]]] = {Worker.update_policy: policy, Worker.update_critic: critic}
-        self.asked: list[tuple[Any, list[tuple[Any, ...]]]] = []
-
-    def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError("an update asks ranks with arguments of their own")
-
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Answered[Any]:
-        self.asked.append((verb, list(arguments)))
-        return Answered(self._answers[verb])
-
-    def send(self, values: Sequence[object]) -> Sequence[Any]:
-        raise AssertionError("the parts are sent before")
-
-    def stream(self, *_: Any) -> None:
-        raise AssertionError("an update writes no answer")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=linear", "critic.optim.lr=1e-2",

@@ -5,7 +5,6 @@ import resource
 import sys
 
 import numpy as np
-import torch
 
 from rlcore.workers.device import keep_freed_memory, let_segments_grow
 
@@ -26,10 +25,9 @@ def fill() -> None:
 
 
 def of_a_gpu() -> None:
-    """Print whether segments grow, what vLLM reads of it, and what torch does."""
+    """Print whether segments grow, and what torch and vLLM read of it."""
     print(let_segments_grow())
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    print(torch._C._accelerator_getAllocatorSettings())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,15 +18,48 @@ from torch.optim import Optimizer
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.balance import Dealer, Sizes
-from rlcore.batching.pack import select_train
+from rlcore.batching.pack import pack, select_train
 from rlcore.config import RunConfig
 from rlcore.models.parallel import gathered
-from rlcore.types import PackedBatch, TrainBatch
+from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.device import choose_place, join_ranks
 from rlcore.workers.trained import MiniBatch
 from rlcore.workers.worker import Worker
 
 LR = 1e-3
+NUM_SEQUENCES = 16
+UNSCORED = (2, 5, 8, 11)
+"""Answers that the scorer failed on: their gradient is none."""
+
+
+def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
+    """A batch of ragged sequences with everything that GRPO with KL and PPO read."""
+    rollouts = []
+    for index in range(NUM_SEQUENCES):
+        prompt = Prompt(index, tuple(rng.integers(3, 60, size=rng.integers(2, 9)).tolist()), "countdown", "{}")
+        answer = rng.integers(3, 60, size=rng.integers(1, 9))
+        behavior = -rng.random(len(answer)).astype(np.float32) * 4
+        rollouts.append(Rollout(prompt, 0, answer, behavior, "stop", 0))
+    scores = [
+        Score(float(rng.random()), {}, failure="failed" if index in UNSCORED else None)
+        for index in range(NUM_SEQUENCES)
+    ]
+    packed = pack(rollouts, scores, [index // 4 for index in range(NUM_SEQUENCES)])
+    mask = packed.loss_mask.float()
+
+    def on_answers(scale: float, shift: float) -> Tensor:
+        return (torch.from_numpy(rng.standard_normal(packed.num_tokens).astype(np.float32)) * scale + shift) * mask
+
+    tensors = {name: getattr(packed, name) for name in packed.__dataclass_fields__}
+    return tensors | {
+        "old_logprobs": on_answers(0.3, -4.0),
+        "ref_logprobs": on_answers(0.3, -4.0),
+        "old_values": on_answers(0.2, 0.0),
+        "advantages": on_answers(1.0, 0.0),
+        "returns": on_answers(1.0, 0.0),
+        "importance_weights": mask,
+        "covariance_rank": torch.from_numpy(rng.random(packed.num_tokens)),
+    }
 
 
 def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:

@@ -1,15 +1,12 @@
 """Passes of policy and critic in a process that is given too little memory for one micro-batch.
 
-python -m tests.workers.short_of_memory ROOT KIND...    of plain, sharded (by one rank) and ranks (two; the last alone
-is short of memory). Each rank is forked, and leaves what it found as JSON in ROOT/KIND-RANK.out, its errors in .err.
+python -m tests.workers.short_of_memory ROOT plain|sharded    sharded: by FSDP on one rank; prints what it found as JSON
 """
 
 import json
-import multiprocessing
 import os
 import resource
 import sys
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.batching.pack import pack, select_train
+from rlcore.batching.pack import pack
 from rlcore.models.parallel import gathered
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor
@@ -26,8 +23,6 @@ from rlcore.workers.critic import Critic
 from rlcore.workers.device import choose_place, join_ranks
 from tests.small_run import prepare
 
-DEADLINE_S = 170.0
-FORK = multiprocessing.get_context("fork")
 NUM_SEQUENCES = 64
 SLACK_BYTES = 40 << 20
 """Room beyond what the process holds: too little for one micro-batch, enough for eight."""
@@ -54,10 +49,9 @@ def norm(model: torch.nn.Module) -> float:
     return float(torch.stack([gathered(parameter).norm() for parameter in model.parameters()]).norm())
 
 
-def measure(actor: Actor, critic: Critic, number: int, *, rank: int, world_size: int) -> dict[str, float]:
-    whole = batch()
-    denominator = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 150)
-    data = select_train(whole, range(rank, NUM_SEQUENCES, world_size))
+def measure(actor: Actor, critic: Critic, number: int) -> dict[str, float]:
+    data = batch()
+    denominator = Denominator(data.packed.num_loss_tokens, data.packed.num_sequences, 150)
     policy = actor.update(data, number, denominator, lr=1e-3, kl_coef=0.01)
     value = critic.update(data, number, denominator, lr=1e-3)
     return {
@@ -74,36 +68,15 @@ def measure(actor: Actor, critic: Critic, number: int, *, rank: int, world_size:
 
 
 def main() -> None:
-    root = Path(sys.argv[1]).resolve()
-    for kind in sys.argv[2:]:
-        world_size = 2 if kind == "ranks" else 1  # one that fails or hangs takes the other along
-        ranks = [FORK.Process(target=rank_main, args=(root, kind, rank, world_size)) for rank in range(world_size)]
-        for one in ranks:
-            one.start()
-        try:
-            while left := [one.sentinel for one in ranks if one.exitcode is None]:
-                is_late = not wait(left, DEADLINE_S)
-                if is_late or any(one.exitcode for one in ranks):
-                    sys.exit("\n".join(file.read_text() for file in root.glob(f"{kind}-*.*")))
-        finally:
-            for one in ranks:
-                one.kill()
-
-
-def rank_main(root: Path, kind: str, rank: int, world_size: int) -> None:
-    for number, end in ((1, "out"), (2, "err")):
-        os.dup2(os.open(root / f"{kind}-{rank}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    root, kind = Path(sys.argv[1]).resolve(), sys.argv[2]
     torch.set_num_threads(1)
-    run = prepare(
-        root / f"{kind}-{rank}", "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false"
-    )
+    run = prepare(root, "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false")
     config = run.config
-    assert config.critic is not None
     place = choose_place(config.runtime, config.model)
     mesh = None
-    if kind != "plain":
-        join_ranks(f"file://{root / f'meeting-{kind}'}", rank=rank, world_size=world_size, device=place.device)
-        mesh = init_device_mesh("cpu", (world_size,))
+    if kind == "sharded":
+        join_ranks(f"file://{root / 'meeting'}", rank=0, world_size=1, device=place.device)
+        mesh = init_device_mesh("cpu", (1,))
 
     def fresh() -> tuple[Actor, Critic]:
         directory = str(run.model_directory)
@@ -112,13 +85,11 @@ def rank_main(root: Path, kind: str, rank: int, world_size: int) -> None:
         torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
         return Actor(config, directory, place, mesh), critic
 
-    each = NUM_SEQUENCES // world_size
-    undisturbed = measure(*fresh(), each, rank=rank, world_size=world_size)  # also brings in all code and all threads
+    undisturbed = measure(*fresh(), NUM_SEQUENCES)  # also brings in all code and all threads
     actor, critic = fresh()
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if rank == world_size - 1:
-        resource.setrlimit(resource.RLIMIT_AS, (held + SLACK_BYTES // world_size, resource.RLIM_INFINITY))
-    forced = measure(actor, critic, 1, rank=rank, world_size=world_size)
+    resource.setrlimit(resource.RLIMIT_AS, (held + SLACK_BYTES, resource.RLIM_INFINITY))
+    forced = measure(actor, critic, 1)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     failures = {"policy": actor.update_pass.num_failures, "critic": critic.update_pass.num_failures}
     print(json.dumps({"undisturbed": undisturbed, "forced": forced, "failures": failures}), flush=True)

@@ -59,14 +59,14 @@ def test_a_bound_of_ones_own_is_kept() -> None:
     assert "rollout.canary_bound: 0.5)" in judge.judge(1, seen(0.6)).warning
 
 
-def test_a_first_hand_over_that_is_far_off_teaches_no_bound_beyond_the_types() -> None:
+def test_a_far_off_first_sync_raises_no_bound() -> None:
     judge = canary()
     assert "every tensor is equal" in judge.judge(0, seen(3.0)).warning
     assert judge.bound == pytest.approx(NOISE_FACTOR * 0.1)
 
 
 @pytest.mark.parametrize("difference", [0.0, 0.03, 4.0])
-def test_a_tensor_that_is_not_the_one_sent_is_refused_whatever_the_noise(difference: float) -> None:
+def test_a_wrong_tensor_is_refused_whatever_the_noise(difference: float) -> None:
     judge = canary()
     judge.judge(0, seen(0.03))
     with pytest.raises(EngineError, match=r"Tensors that differ \(1\): layers\.7\.up_proj\. Nothing was sampled"):
@@ -74,7 +74,7 @@ def test_a_tensor_that_is_not_the_one_sent_is_refused_whatever_the_noise(differe
     assert judge.judge(2, seen(0.03)).warning == ""
 
 
-def test_it_is_refused_at_the_first_hand_over_too_where_the_answers_show_it() -> None:
+def test_a_wrong_first_weight_sync_is_refused() -> None:
     with pytest.raises(EngineError, match="Tensors that differ"):
         canary().judge(0, seen(2.0, "the head, tied to embed_tokens"))
 
@@ -116,9 +116,7 @@ def test_log_probabilities_that_are_no_numbers_are_refused() -> None:
     ("dtype", "first", "least"),
     [(torch.float32, 1e-3, 1e-4), (BF16, 0.1, 0.02), (torch.float16, 0.1, 0.02)],
 )
-def test_bounds_are_those_of_the_type_and_of_what_the_first_hand_over_showed(
-    dtype: torch.dtype, first: float, least: float
-) -> None:
+def test_bounds_follow_the_type_and_the_first_sync(dtype: torch.dtype, first: float, least: float) -> None:
     judge = canary(dtype=dtype)
     assert judge.bound == first
     assert judge.judge(0, seen(first)).warning == ""
@@ -168,7 +166,7 @@ class Told(NoEngine):
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(30, 8), (4, 4)])
-def test_the_probe_is_the_same_each_time_and_compares_what_was_written(limit: int, asked: int) -> None:
+def test_the_probe_repeats_and_compares_written_tokens(limit: int, asked: int) -> None:
     config = load_config(
         ["experiment=debug", "rollout.sampling.temperature=0.5", f"rollout.max_response_tokens={limit}",
          "filter.max_prompt_tokens=4", "trainer.max_tokens_per_micro_batch=44"]

@@ -48,7 +48,7 @@ def test_another_is_refused(capability, held):
     assert unsupported_gpu("GPU", capability, held, "2.13.0")
 
 
-def test_for_a_gpu_that_new_wheels_have_dropped_an_older_one_is_advised():
+def test_an_older_wheel_is_advised_for_a_dropped_gpu():
     message = unsupported_gpu("Tesla V100", (7, 0), CUDA_13, "2.13.0")
     assert message is not None
     assert "Install an older torch, or one built for an older CUDA" in message

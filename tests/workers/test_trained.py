@@ -8,7 +8,7 @@ from rlcore.errors import NonFiniteError
 from rlcore.types import TrainBatch
 from rlcore.workers.trained import MiniBatch, ModelUpdate, in_turn
 from tests.models.tiny import answers
-from tests.trainer.test_update import sums
+from tests.trainer.batches import sums
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2, None])

@@ -18,8 +18,8 @@ from rlcore.types import TrainBatch
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained import MiniBatch
 from rlcore.workers.worker import Worker
+from tests.helpers.passes import answers, needs
 from tests.small_run import SmallRun, prepare
-from tests.workers.test_budget import answers, needs
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_only_the_first_rank_has_the_gathered_weights(worker: Worker, monkeypatc
     assert worker.full_weights() == {}
 
 
-def test_passes_of_every_kind_that_were_done_again_are_counted_and_each_is_told_once(worker: Worker) -> None:
+def test_repeated_passes_of_every_kind_are_counted_once(worker: Worker) -> None:
     assert worker.memory_peak() == MemoryPeak(0.0, 0.0, 0)
     assert worker._critic is not None
     assert worker._reference is not None
@@ -93,7 +93,7 @@ def test_log_probabilities_come_with_the_entropy_where_it_is_asked_for(worker: W
     assert not values[~batch.loss_mask].any()
 
 
-def test_a_trace_is_written_under_its_step_and_rank_and_not_over_its_bound(worker: Worker, tmp_path: Path) -> None:
+def test_a_trace_is_named_by_step_and_rank_within_its_limit(worker: Worker, tmp_path: Path) -> None:
     worker.start_profile()
     worker.start_profile()  # what was being recorded is dropped
     torch.ones(3).sum()

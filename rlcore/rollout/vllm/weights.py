@@ -142,8 +142,9 @@ class SentWeights:
         for one in self._sent:
             module = self._modules[one.path]
             held, parameter = _rows(_held(module, one.kind), one), getattr(module, one.kind, None)
-            is_view = held is not None and isinstance(parameter, Tensor) and held._base is parameter
-            if not is_view or held is None or getattr(module, "tp_size", 1) > 1:
+            if held is None or not isinstance(parameter, Tensor) or getattr(module, "tp_size", 1) > 1:
+                return None
+            if held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 return None
             found[one.name] = held
         return found

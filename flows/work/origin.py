@@ -1,0 +1,109 @@
+"""Comparison of a run that has begun with the settings, code, data and models that are there now."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from data.tasks import input_digests, inputs_of
+from rlcore.checkpoint.catalog import scan
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import run_id
+from rlcore.errors import CheckpointError
+from rlcore.run.inputs import FILE_SHA256, RunInputs
+from rlcore.run.layout import RunLayout
+from rlcore.run.model_digests import content_digest, model_digests, model_paths
+from rlcore.storage.manifest import read_manifest
+from rlcore.tracking.lineage import Origin, read_origin
+from rlcore.user_code import code_of, difference, kept_code
+
+ABSENT = "absent"
+SHOWN_DIGITS = 16
+"""Hex digits of a digest in a message."""
+
+
+def require_same(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
+    """Require that a run that has begun resumes with the code, data and models of its record, and that it has no more
+    steps than `trainer.total_steps`. A run without checkpoints and validations has not begun.
+
+    `inputs`: compared as well once the stages of the rows are done; a later Millrace may filter otherwise.
+
+    Raises:
+        CheckpointError: lists what has changed, and the remedy.
+    """
+    steps = [info.step for info in scan(layout.checkpoints).checkpoints]
+    if not steps and not any(layout.validation.glob("*.json")):
+        return
+    total, this = config.trainer.total_steps, run_id(config)
+    if steps and steps[-1] > total:
+        start = max((step for step in steps if step <= total), default=steps[-1])
+        raise CheckpointError(
+            f"trainer.total_steps: must be at least {steps[-1]}, the steps that run {this} has already; got "
+            f"{total}. Set it to {steps[-1]} or more; or for fewer start another run, from these weights "
+            f"(--fork {this}@{start}) or from step 0, with another name or run_id."
+        )
+    origin = read_origin(layout.run_dir)
+    changes = _changed_code(config, layout)
+    if origin is not None:
+        then = RunInputs.of(origin)
+        changes += [] if then is None else _changed_files(config, then)
+        changes += _changed_models(config, origin)
+        changes += [] if then is None or inputs is None else _changed_rows(then, inputs)
+    if changes:
+        fork = f"from these weights (--fork {this}@{steps[-1]}) or from step 0" if steps else "from step 0"
+        raise CheckpointError(
+            f"{layout.run_dir}: has begun with other code, data or models, so going on would be another run:\n"
+            + "\n".join(changes)
+            + f"\nPut back what has changed (the run's code is in {layout.code}; data.revision names the commit of a "
+            f"hub dataset); or start another run by what is there now, {fork}, with a run_id of its own."
+        )
+
+
+def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
+    """A patch. A suite that has come or gone since brings or takes its scorer, which changes no number of the run."""
+    now, then = code_of(config), kept_code(layout.code)
+    if then is None:
+        return []
+    then, now = then.shared_with(now), now.shared_with(then)
+    return [difference(then, now)] if then.digests != now.digests else []
+
+
+def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
+    """Files that the run's dataset and its demonstrations were made of."""
+    then = {} if inputs.dataset_directory is None else inputs_of(inputs.dataset_directory)
+    now = input_digests(config.data) if then else {}
+    shown, file = inputs.demonstrations_directory, config.warm_start.demonstrations
+    manifest = None if shown is None or file is None else read_manifest(shown)
+    if manifest is not None and FILE_SHA256 in manifest.values:
+        name, path = "warm_start.demonstrations", Path(str(file)).expanduser()
+        then |= {name: manifest.values[FILE_SHA256]}
+        now |= {name: content_digest(path)} if path.is_file() else {}
+    return _differing("", then, now)
+
+
+def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
+    """Files of the models. One that is not on this machine, or was not when the run began, is not compared."""
+    changes, paths = [], model_paths(config)
+    for key, now in model_digests(config).items():
+        place = Path(str(paths[key])).expanduser().resolve()
+        changes += _differing(f"{key}, {place}: ", origin.models.get(key, now), now)
+    return changes
+
+
+def _changed_rows(then: RunInputs, now: RunInputs) -> list[str]:
+    from rlcore.run.pass_rates import row_digests
+
+    if then.filtered_directory.name == now.filtered_directory.name:
+        return []
+    files = [[*inputs.train_parquets, *inputs.validation_parquets] for inputs in (then, now)]
+    if not all(file.is_file() for file in files[0]):  # they were deleted: nothing to compare with
+        return []
+    before, after = ([row_digests(file) for file in each] for each in files)
+    return [] if before == after else [f"  rows: {then.filtered_directory} then, {now.filtered_directory} now"]
+
+
+def _differing(where: str, then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """A line for each name whose digest is another one."""
+    return [
+        f"  {where}{name}: {then.get(name, ABSENT)[:SHOWN_DIGITS]} then, {now.get(name, ABSENT)[:SHOWN_DIGITS]} now"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]

@@ -1,0 +1,124 @@
+"""The weights of a run's checkpoint as a transformers directory, and as the model of another run (`--fork`)."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flows.parameters import RunSettings, compose_settings
+from flows.work.runs import named_run
+from rlcore.checkpoint.catalog import find_checkpoint
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import RUN_FILE, fingerprint
+from rlcore.config.problems import override_value
+from rlcore.errors import CheckpointError, DataError
+from rlcore.models.hub import require_reachable
+from rlcore.run.inputs import RunInputs, planned_start_model
+from rlcore.run.layout import RunLayout
+from rlcore.storage.finished import finished_or_set_aside, finished_or_why
+from rlcore.user_code import working_by
+
+START = "start"
+"""In place of a checkpoint: the model that a run has started from."""
+
+
+def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
+    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory.
+
+    Raises:
+        CheckpointError: there is none of that name, or it is broken.
+        DataError: the run's start model is not there any more.
+    """
+    from rlcore.checkpoint.export import export_checkpoint
+
+    info = find_checkpoint(layout.checkpoints, checkpoint)
+    return export_checkpoint(info, config, start_model_of(config, layout), target)
+
+
+def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
+    """The model that the run has started from: a folder, or a hub id as a path.
+
+    Raises:
+        DataError: the folder is not there any more.
+        ModelError: the hub's model is neither in its cache nor to be had.
+    """
+    with working_by(layout.code):
+        start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
+    if not start.is_absolute():
+        require_reachable("model.path", str(start))
+    elif not start.is_dir():
+        raise DataError(
+            f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
+            "Restore it, or make it again by the run's own command."
+        )
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
+
+    config: RunConfig
+    layout: RunLayout
+    checkpoint: str
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        """`<run id>@<checkpoint>`."""
+        return f"{self.layout.run_dir.name}@{self.checkpoint}"
+
+    def ensure(self) -> Path:
+        """The folder, written unless it is there and whole.
+
+        Raises:
+            CheckpointError: the checkpoint is broken.
+        """
+        if self.checkpoint != START and finished_or_set_aside(self.folder, error=CheckpointError) is None:
+            export_to(self.config, self.layout, self.checkpoint, self.folder)
+        return self.folder
+
+
+def weights_of(source: str, root: Path | None) -> Weights:
+    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
+
+    Raises:
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint.
+    """
+    name, at, checkpoint = source.rpartition("@")
+    if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
+        name, checkpoint = source, ""
+    config, layout = named_run([name], root)
+    if checkpoint == START:
+        return Weights(config, layout, START, start_model_of(config, layout))
+    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
+    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
+    return Weights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
+
+
+def forked(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
+    """Compose settings whose model of step 0 has the weights that `source` names (`RUN[@CHECKPOINT]`, under `root`).
+
+    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
+    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
+    nothing: until the weights are there it plans by the model that the other run has started from.
+
+    Raises:
+        ConfigError: the settings are wrong.
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint, or that is broken.
+    """
+    weights = weights_of(source, root)
+    is_missing = dry_run and finished_or_why(weights.folder, error=CheckpointError)[0] is None
+    target = weights.folder if dry_run else weights.ensure()
+    model = start_model_of(weights.config, weights.layout) if is_missing else target
+    more = [
+        f"model.path={override_value(str(model))}",
+        "warm_start.enabled=false",
+        f"tags.forked_from={override_value(weights.label)}",
+    ]
+    composed = compose_settings([*settings, *more])
+    if not is_missing:
+        return composed
+    seen = composed.config
+    planned = seen.model_copy(update={"model": seen.model.model_copy(update={"path": str(target)})})
+    return replace(composed, config=planned, seen=seen)

@@ -1,0 +1,128 @@
+"""A prompt that ends with the assistant's words is continued, and one that ends with an answer refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from data.filter import check_continued, filter_dataset
+from data.stage import StageResult
+from data.tasks import build_dataset
+from rlcore.config import FilterConfig
+from rlcore.config.compose import load_config
+from rlcore.config.data import ParquetData
+from rlcore.errors import DataError
+from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
+from rlcore.run.inputs import RunInputs
+from rlcore.run.supervised import Lessons
+from tests.data.conftest import CHAT_TEMPLATE, saved
+from tests.helpers.tokenizer_kinds import KINDS
+
+PREFILL = "Let me solve this step by step.\n<think>"
+
+
+def row(index: int, *said: tuple[str, str], truth: object = "7", solution: str = "") -> dict[str, Any]:
+    return {
+        "data_source": "mine",
+        "prompt": [{"role": role, "content": content} for role, content in said],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": index, "difficulty": 0, "solution": solution, "distractor": ""},
+    }
+
+
+def filtered(folder: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> StageResult:
+    held_out = [row(0, ("user", "Held out?"), truth=rows[0]["reward_model"]["ground_truth"])]
+    for name, content in (("train", rows), ("validation", held_out)):
+        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet")
+    files = {f"{name}_file": str(folder / f"{name}.parquet") for name in ("train", "validation")}
+    dataset = build_dataset(ParquetData(**files), seed=1, root=folder)
+    return filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=folder)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_words_go_on_as_transformers_continues_them(name: str, tmp_path: Path) -> None:
+    """Also beside prompts that open a turn; and the solution follows them."""
+    folder = KINDS[name].saved(tmp_path / "tokenizer")
+    solution = " 3 + 4 = 7, so 7"
+    rows = [
+        row(0, ("user", "What is 3 + 4?"), ("assistant", PREFILL), truth="x", solution=solution),
+        row(1, ("user", "What is 4 + 4?"), ("assistant", "So: "), truth="x", solution=solution),
+        row(2, ("user", "What is 5 + 4?"), truth="x"),
+        row(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),
+    ]
+    made = filtered(tmp_path, folder, rows)
+    tokenizer, stops = load_tokenizer(folder), end_of_text_ids(folder)
+    for found in pq.read_table(made.directory / "train.parquet").to_pylist():
+        messages, goes_on = found["prompt"], found["prompt"][-1]["role"] == "assistant"
+        assert found["prompt_ids"] == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, return_dict=False
+        )
+        if found["solution_ids"]:
+            messages[-1]["content"] += solution
+            whole = tokenizer.apply_chat_template(messages, return_dict=False)
+            told = found["prompt_ids"] + found["solution_ids"]
+            assert (whole[: len(told)], told[-1] in stops) == (told, True)
+    assert sum(bool(ids) for ids in pq.read_table(made.directory / "train.parquet")["solution_ids"].to_pylist()) > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ([("user", "a"), ("assistant", "It is 7")], "must not end with the row's ground truth '7', got 'It is 7'"),
+        ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
+        ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
+        ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
+        ([("system", "a"), ("assistant", "So")], "must have a message of the user, got the roles system, assistant"),
+        ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
+    ],
+)
+def test_a_prompt_that_ends_with_an_answer_or_asks_nothing_is_refused_with_its_row(
+    chat_tokenizer: Path, tmp_path: Path, said: list[tuple[str, str]], told: str
+) -> None:
+    good = row(0, ("user", "x"), ("assistant", "17 or 7 or"), solution="<b>seven</b>")
+    match = rf"train\.parquet: row 1: .*{re.escape(told)}"
+    with pytest.raises(DataError, match=match):
+        filtered(tmp_path, chat_tokenizer, [good, row(1, *said, solution="<b>seven</b>")])
+    if "row's" in told:  # known before a tokenizer is there
+        with pytest.raises(DataError, match=match):
+            check_continued(tmp_path / "train.parquet")
+
+
+def test_prompts_with_the_number_among_the_words_are_counted_by_filter_and_dry_run(
+    chat_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["It is 7, as 3 + 4", r"\\boxed{7} or", "17 or -7 or 7.5 or x7,", "So:", "7 is it"]
+    rows = [row(n, ("user", f"{n}?"), ("assistant", said)) for n, said in enumerate(words)]
+    filtered(tmp_path, chat_tokenizer, [*rows, row(9, ("user", "It is 7, as"))])
+    told = "3 prompts that end with the assistant's words have their ground truth, a number, among them"
+    assert told in caplog.text
+    assert f"warning: {tmp_path}/train.parquet: {told}" in check_continued(tmp_path / "train.parquet")
+    assert check_continued(tmp_path / "validation.parquet") == ""
+
+
+def test_a_template_that_drops_the_words_is_told_with_the_row(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
+    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
+    rows = [row(0, ("user", "x")), row(1, ("user", "y"), ("assistant", "So"))]
+    with pytest.raises(DataError, match=r"train\.parquet: row 1: .* does not write the assistant's words .*: 'So'"):
+        filtered(tmp_path, folder, rows)
+
+
+def test_a_solution_that_the_template_does_not_write_is_told_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = KINDS["r1"].saved(tmp_path / "tokenizer")
+    rows = [row(index, ("user", f"What is {index} + 7?"), solution=f"<think> {index} </think> 9") for index in range(3)]
+    made = filtered(tmp_path, folder, rows)
+    assert pq.read_table(made.directory / "train.parquet")["solution_ids"].to_pylist() == [[], [], []]
+    assert "a warm start cannot show 3 solutions, such as '<think> 0 </think> 9'" in caplog.text
+    assert "does not write it behind '" in caplog.text
+    config = load_config(["experiment=debug", "warm_start.enabled=true"])
+    told = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
+    with pytest.raises(DataError, match=told):
+        Lessons.read(config, RunInputs(made.directory, folder))

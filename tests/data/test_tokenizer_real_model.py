@@ -1,0 +1,111 @@
+"""The tokenizer and the chat template of a real model: SmolLM2-135M-Instruct."""
+
+from itertools import islice
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from data.filter import filter_dataset
+from data.tasks import build_dataset
+from rlcore.config import FilterConfig, Gsm8kData
+from rlcore.models.tokenizer import load_tokenizer
+from rlcore.rollout.turns import TurnTokens
+
+TURNS = [
+    {"role": "system", "content": "Answer in one line."},
+    {"role": "user", "content": "Janet has 16 eggs; she eats 3 and bakes with 4. What is 16 - 3 - 4?"},
+    {"role": "assistant", "content": "She has 16 - 3 - 4 = <<16-3-4=9>>9 left.\n#### 9"},
+    {"role": "user", "content": "And  at $2 each?\n\n  Caf\u00e9 \u4e2d\u6587 \U0001f95a"},
+    {"role": "assistant", "content": "9 * 2 = 18 dollars.\n#### 18"},
+]
+NUM_ROWS = 400
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(smollm2)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    return ids
+
+
+def test_every_prefix_of_a_conversation_keeps_its_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    whole = ids_of(tokenizer, TURNS)
+    for length in range(1, len(TURNS) + 1):
+        prefix = ids_of(tokenizer, TURNS[:length])
+        assert whole[: len(prefix)] == prefix
+        if TURNS[length - 1]["role"] == "user":
+            asked = ids_of(tokenizer, TURNS[:length], prompt=True)
+            assert whole[: len(asked)] == asked
+
+
+def test_the_template_has_the_models_own_system_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = tokenizer.apply_chat_template(TURNS[1:2], tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        f"<|im_start|>user\n{TURNS[1]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+
+
+def test_digits_are_tokens_of_their_own_and_the_space_before_them_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As in the model's own tokenizer (Digits, then GPT-2's words). transformers' reading of the GGUF file gives two
+    tokens for the two spaces."""
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12")["input_ids"]) == ["a", "\u0120\u0120", "1", "2"]
+
+
+@given(st.text(st.characters(exclude_categories=("C",)), max_size=40))
+def test_any_text_comes_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Of assigned, visible characters: the vocabulary lacks some bytes of others."""
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_gsm8k_is_filtered_by_the_real_template(
+    gsm8k_folder: Path, smollm2: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "gsm8k"
+    source.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        with (gsm8k_folder / name).open(encoding="utf-8") as lines:
+            (source / name).write_text("".join(islice(lines, NUM_ROWS)), encoding="utf-8")
+    dataset = build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root)
+    settings = FilterConfig(max_prompt_tokens=160)
+    filtered = filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
+    rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
+    assert 0.8 * NUM_ROWS < len(rows) < NUM_ROWS
+    for row in rows[::4]:
+        asked = [dict(turn) for turn in row["prompt"]]
+        answered = [*asked, {"role": "assistant", "content": row["extra_info"]["solution"]}]
+        assert row["prompt_ids"] == ids_of(tokenizer, asked, prompt=True)
+        assert len(row["prompt_ids"]) <= settings.max_prompt_tokens
+        told = row["prompt_ids"] + row["solution_ids"]
+        assert ids_of(tokenizer, answered)[: len(told)] == told
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_turns_appended_one_by_one_are_the_tokens_of_the_whole_conversation(
+    tokenizer: PreTrainedTokenizerBase, cut: bool
+) -> None:
+    """Also where a turn was cut at its limit: the template's end of a turn then comes with the reply."""
+    between = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
+    ids = ids_of(tokenizer, TURNS[:2], prompt=True)
+    for written, reply in ((TURNS[2], TURNS[3]), (TURNS[4], {"role": "user", "content": "#### right"})):
+        ids += tokenizer(written["content"])["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
+        told, appended = between.between(ids[-1], reply["content"])
+        assert told == reply["content"]
+        ids += appended
+    assert ids == ids_of(tokenizer, [*TURNS, {"role": "user", "content": "#### right"}], prompt=True)
+
+
+def test_a_first_message_stands_between_the_prompt_and_the_models_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = ids_of(tokenizer, TURNS[:2], prompt=True)
+    told, kept, appended = TurnTokens(tokenizer, chat=True, max_reply_tokens=64).opening(prompt, "Go on.")
+    assert [*kept, *appended] == ids_of(tokenizer, [*TURNS[:2], {"role": "user", "content": told}], prompt=True)

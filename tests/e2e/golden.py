@@ -1,0 +1,49 @@
+"""The golden runs: what five steps give, written down. A refactor leaves them as they are.
+
+python -m tests.e2e.golden     # writes tests/e2e/golden.json anew: only where numbers are meant to change
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from rlcore.runtime.local import LocalGroup
+from tests.share_of_digits import LEARNING
+from tests.small_run import prepare, train
+
+FILE = Path(__file__).with_name("golden.json")
+STEPS = 5
+NAMES = (
+    "critic/score/mean",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "response_length/mean",
+)
+CASES = {
+    "grpo": ("algo=grpo", "trainer.total_steps=5"),
+    "ppo": ("algo=ppo", "trainer.total_steps=5", "trainer.mini_batch_size=4"),
+}
+
+
+def run(case: str, root: Path) -> list[dict[str, float]]:
+    """Step by step the golden metrics of a case."""
+    small = prepare(root, *LEARNING, *CASES[case])
+    group = LocalGroup(small.config, str(small.model_directory))
+    try:
+        steps = train(small, group, STEPS)
+    finally:
+        group.close()
+    return [{name: step[name] for name in NAMES if name in step} for step in steps]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = {case: run(case, Path(folder)) for case in CASES}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

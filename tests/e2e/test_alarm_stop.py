@@ -1,0 +1,33 @@
+"""What a run does about an alarm: it reports, or stops with its step saved."""
+
+from pathlib import Path
+
+import pytest
+
+from rlcore.run.faults import read_faults
+from rlcore.tracking.journal import load_journal
+from tests.helpers.running import WAIT_S, disturb, said, small, steps_of
+from tests.share_of_digits import LEARNING
+from tests.small_run import SmallRun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
+
+DRIFTS = (*LEARNING, "algo.kl.where=loss", "optim.lr=1e-2")
+"""A learning rate at which the policy leaves its reference: its KL is 0.085 nats in step 7."""
+
+
+def events(run: SmallRun, name: str) -> list[str]:
+    return [str(event.data["text"]) for event in load_journal(run.layout.journal).events if event.name == name]
+
+
+def test_an_alarm_that_stops_saves_its_step(tmp_path: Path) -> None:
+    run = small(tmp_path, *DRIFTS, "alarms.kl=stop", "alarms.kl_above=0.005", steps=4)
+    (stopped,) = disturb(run, None)
+    assert stopped["code"] == 1
+    assert "step 2: the KL divergence from the reference is 0.00659" in said(run)
+    assert stopped["checkpoints"] == ["step-000002"]
+    assert [str(fault.kind) for fault in read_faults(run.layout.run_dir)] == ["numbers"]
+    told = small(tmp_path, *DRIFTS, "alarms.kl=tell", "alarms.kl_above=0.005", steps=4)
+    assert disturb(told, None)[0]["code"] == 0, said(run)
+    assert len(events(told, "alarm")) == 2, "told once as it stopped, and once for the steps after it"
+    assert len(steps_of(told)) == 5

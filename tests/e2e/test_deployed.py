@@ -1,0 +1,228 @@
+"""Runs of deployments on a stack that is up: each stage, sweeps over the work pool, on Ray."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.stack.control import states_of
+from flows.stack.state import read_stack
+from tests.flows.conftest import HELD, ended, forked, numbers, wait_until
+from tests.helpers.stack import ENDS, Stack, stack_up
+from tests.helpers.sweeps import UNTRACKED, in_the_way, spec_of
+
+pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.lengthy, pytest.mark.timeout(1800)]
+
+TINY = ["trainer.total_steps=1", *UNTRACKED]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that is up, with one worker. Its trainers stay in their first update after `hold_the_next`."""
+    root = tmp_path_factory.mktemp("stack")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOLD_PHASE", "update_actor")
+        environment.setenv("HOLD_FILE", str(root / "held"))
+        environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
+        environment.setenv("PYTHONPATH", str(HELD))
+        (root / "held").touch()
+        with stack_up(root, ray=True) as stack:
+            yield stack
+
+
+def time_of(run: Mapping[str, Any], what: str) -> datetime:
+    """A time stamp of a flow run."""
+    return datetime.fromisoformat(str(run[what]).replace("Z", "+00:00"))
+
+
+def assert_in_turn(runs: list[dict[str, Any]]) -> None:
+    """None of them began before the one before had ended."""
+    order = sorted(runs, key=lambda run: time_of(run, "start_time"))
+    for one, after in pairwise(order):
+        assert time_of(one, "end_time") <= time_of(after, "start_time"), (one["name"], after["name"])
+
+
+def messages_of(stack: Stack, *runs: str) -> list[str]:
+    """Lines of the logs of flow runs."""
+    return [str(one["message"]) for one in stack.api.filter("logs", logs={"flow_run_id": {"any_": list(runs)}})]
+
+
+def test_each_stage_runs_alone(stack: Stack) -> None:
+    given = ["name=clock", *TINY]
+    for together in (["train"], ["dataset", "filter", "warm-start", "validate"], ["report"]):
+        for run in [stack.start(f"{stage}/local", overrides=given) for stage in together]:
+            stack.wait(run, "COMPLETED")
+    files = {path.name for path in stack.run_dir("clock").rglob("*")}
+    assert {"before.json", "after.json", "report.html"} <= files
+
+
+# ---------------------------------------------------------------------- sweeps on workers
+
+
+def start_sweep(stack: Stack, name: str) -> "subprocess.Popen[str]":
+    """`millrace sweep --on-workers` with the stack's server."""
+    environment = {**stack.environment, "PREFECT_HOME": str(stack.root / "prefect")}
+    words = [str(spec_of(stack.root, name)), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
+    return forked("flows.cli", ["sweep", *words], os.environ | environment)
+
+
+def points_of(stack: Stack, name: str) -> list[dict[str, Any]]:
+    """The points in the sweep's `sweep.json`, by number."""
+    (file,) = stack.root.glob(f"sweeps/{name}-*/sweep.json")
+    points: list[dict[str, Any]] = json.loads(file.read_text())["points"]
+    return sorted(points, key=lambda point: int(point["point"]))
+
+
+def children_of(stack: Stack, parent: str) -> list[dict[str, Any]]:
+    """Flow runs that a flow run has started."""
+    return stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [parent]}})
+
+
+def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
+    spec = spec_of(stack.root, "grid")
+    obstacle = in_the_way(spec, stack.root)
+
+    # As a deployment, on a queue of its own; its children wait for each other in the queue `training`.
+    run = stack.start("sweep/countdown-lr", spec=str(spec), overrides=list(UNTRACKED))
+    for number in range(1, 3):  # a deadline for each: two processes, one after the other
+
+        def has_ended(number: int = number) -> bool:
+            ended_ones = [child for child in children_of(stack, run) if child["state_type"] in ENDS]
+            return len(ended_ones) >= number or stack.run(run)["state_type"] in ENDS
+
+        wait_until(has_ended, f"child {number} has ended")
+    stack.wait(run, "COMPLETED")
+    children = children_of(stack, run)
+    assert sorted(child["state_type"] for child in children) == ["COMPLETED", "FAILED"]
+    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/local")["id"]}
+    assert {child["work_queue_name"] for child in children} == {"training"}
+    assert_in_turn(children)
+    points = points_of(stack, "grid")
+    assert [point["state"] for point in points] == ["failed", "finished"]
+    assert "validation" in points[0]["error"]
+
+    # Again, by the command: the one that had failed, and no other.
+    obstacle.unlink()
+    done = ended(start_sweep(stack, "grid"))
+    assert done.code == 0, done.err
+    assert "2 of 2 points finished, 1 runs worked on, 1 steps" in done.out
+    (child,) = children_of(stack, stack.newest("sweep")["id"])
+    assert child["name"] == "sweep-child/grid"
+    assert child["state_type"] == "COMPLETED"
+
+
+def hold_the_next(stack: Stack) -> None:
+    """Start something, and wait for it with `wait_until_held`: the first trainer to come to an update stays in it."""
+    (stack.root / "held").unlink()
+
+
+def wait_until_held(stack: Stack, run: str) -> None:
+    wait_until(
+        lambda: (stack.root / "held").exists() or stack.run(run)["state_type"] in ENDS, "a trainer in its update"
+    )
+    assert stack.run(run)["state_type"] == "RUNNING", stack.run(run)["state"]
+
+
+def states_below(stack: Stack, run: str) -> list[str]:
+    """States of a flow run's children."""
+    return sorted(child["state_type"] for child in children_of(stack, run))
+
+
+def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
+    # Interrupted at the command: the child in hand saves, the one that waits is not begun.
+    hold_the_next(stack)
+    process = start_sweep(stack, "on workers")
+    wait_until(lambda: (stack.root / "held").exists() or process.poll() is not None, "a trainer in its update")
+    run = stack.newest("sweep")["id"]
+    wait_until(lambda: len(children_of(stack, run)) == 2, "two points at once")
+    process.send_signal(signal.SIGINT)
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    assert states_below(stack, run) == ["CANCELLED", "CANCELLED"]
+    first, *others = stack.root.glob("runs/worked-*/checkpoints/step-*")
+    assert (first.name, others) == ("step-000001", [])
+
+    # As a deployment, cancelled in the page.
+    spec = str(spec_of(stack.root, "on workers"))
+    hold_the_next(stack)
+    run = stack.start("sweep/countdown-lr", spec=spec, overrides=list(UNTRACKED))
+    wait_until_held(stack, run)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: set(states_below(stack, run)) <= {"CANCELLED", "COMPLETED"}, "its children are over")
+    assert "CANCELLED" in states_below(stack, run)
+    begun = len(children_of(stack, run))
+
+    # Tried again in the page, it goes on with its study.
+    stack.retry_cancelled(run)
+    for number in range(begun, begun + 4):  # a deadline for each: four processes, one after the other
+
+        def has_ended(number: int = number) -> bool:
+            ended_ones = [child for child in children_of(stack, run) if child["state_type"] in ENDS]
+            return len(ended_ones) > number or stack.run(run)["state_type"] == "COMPLETED"
+
+        wait_until(has_ended, f"child {number + 1} has ended")
+    assert stack.wait(run, "COMPLETED")["run_count"] == 2
+    children = [child for child in children_of(stack, run) if child["start_time"]]
+    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/local")["id"]}
+    assert_in_turn(children)
+
+    points = points_of(stack, "on_workers")
+    assert [point["point"] for point in points] == [1, 2, 3, 4]
+    for point in points:
+        scores = {step: score_of(point["runs"][0], step) for step in (1, 2)}
+        is_pruned = point["state"] == "stopped early"
+        assert is_pruned or point["state"] == "finished"
+        assert (scores[2] is None) == is_pruned, "a poor one is trained no further"
+        assert point["score"] == scores[1 if is_pruned else 2]
+
+
+def score_of(run: Mapping[str, Any], step: int) -> float | None:
+    """A run's figure at a step, from its journal; None: it has not come so far."""
+    return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean@2")
+
+
+def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:
+    """The run that is worked on first after the retry is another one than at first."""
+    (stack.root / "hold.json").write_text(json.dumps({"HOLD_AFTER": "2"}))  # the two steps of the first point
+    hold_the_next(stack)
+    run = stack.start("sweep/debug", spec=str(spec_of(stack.root, "stopped")))
+    wait_until_held(stack, run)
+    (stack.root / "hold.json").unlink()
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    saved = sorted(path.name for path in stack.root.glob("runs/stopped-*/checkpoints/step-*"))
+    assert saved == ["step-000001", "step-000001", "step-000002"]
+
+    stack.retry_cancelled(run)
+    assert stack.wait(run, "COMPLETED")["run_count"] == 2
+    assert [point["state"] for point in points_of(stack, "stopped")] == ["finished", "finished"]
+
+
+# ---------------------------------------------------------------------- Ray
+
+
+def test_a_run_joins_the_ray_head_and_the_login_is_hidden(stack: Stack) -> None:
+    assert {state for _, state in states_of(stack.root)} == {"up"}
+    head = read_stack(stack.root).service("ray")
+    assert head is not None
+    joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]
+    stack.wait(stack.start("train/local", overrides=joins), "COMPLETED")
+    assert sorted(numbers(stack.run_dir("on_head"))) == [0, 1]
+    stack.assert_hidden(stack.login, stack.login.partition(":")[2])
+
+
+def test_the_log_of_ray_workers_is_in_prefect(stack: Stack) -> None:
+    loud = "algo.policy_loss=tests.flows.spoken:speaks"
+    run = stack.start("train/local", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
+    stack.wait(run, "COMPLETED")
+    lines = messages_of(stack, run)
+    assert any(re.search(r"pid=\d+.*a worker speaks", line) for line in lines), lines

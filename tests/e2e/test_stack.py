@@ -1,0 +1,291 @@
+"""The local stack: real servers, a real worker, runs started as deployments."""
+
+import json
+import shutil
+import signal
+import subprocess
+import urllib.error
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.types import SecretDict
+
+from flows.commands.runs import stop
+from flows.stack.control import states_of, up
+from flows.stack.deploy import notify
+from flows.stack.state import read_stack
+from rlcore.errors import MillraceError
+from tests.flows.conftest import numbers, wait_until
+from tests.helpers.attempts import Attempt, told_to_a_page
+from tests.helpers.serving import serving
+from tests.helpers.stack import RETRY, SUSPEND, Stack, stack_up
+from tests.report.chromium import open_tab
+from tests.small_run import prepare
+from tests.storage.small_disk import fill, mounted
+
+LONG = ("trainer.total_steps=60", "trainer.steps_per_chunk=20", "validation.every_steps=20")
+ENDLESS = ("trainer.total_steps=100000", "trainer.steps_per_chunk=10", "validation.every_steps=0")
+"""Longer than any test."""
+
+pytestmark = [pytest.mark.prefect, pytest.mark.slow]
+
+SECRET = "s3cret-token"
+RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x"}
+
+
+@dataclass
+class Hook:
+    """A server outside, as a notification block calls it; what it was told, and the status that it answers."""
+
+    url: str = ""
+    told: list[dict[str, str]] = field(default_factory=list)
+    answer: int = 200
+
+    def heard(self, title: str, words: str = "") -> bool:
+        return any(title in one["title"] and words in one["message"] for one in self.told)
+
+
+@pytest.fixture(scope="module")
+def hook() -> Iterator[Hook]:
+    hook = Hook()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == f"/{SECRET}"
+            hook.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(hook.answer)
+            self.end_headers()
+
+    with serving(Handler) as hook.url:
+        yield hook
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Path) -> Iterator[Stack]:
+    """A stack that is up and tells the hook, on a root with data, start model and an empty MLflow store."""
+    root = tmp_path_factory.mktemp("stack")
+    shutil.copy(empty_store, root / "mlflow.db")
+    prepare(root)
+    with stack_up(root) as stack:
+        with stack.client() as client:
+            CustomWebhookNotificationBlock(
+                name="hook",
+                url=f"{hook.url}/{{{{token}}}}",
+                json_data={"title": "{{subject}}", "message": "{{body}}"},
+                secrets=SecretDict({"token": SECRET}),
+            ).save("hook")
+            notify(client, "custom-webhook/hook")
+        yield stack
+
+
+def test_a_block_that_is_not_there_is_refused_with_those_that_are(stack: Stack) -> None:
+    with stack.client() as client, pytest.raises(MillraceError) as refused:
+        notify(client, "slack-webhook/nobody")
+    assert "as TYPE/NAME; got slack-webhook/nobody, and there is custom-webhook/hook" in str(refused.value)
+
+
+def test_a_second_up_leaves_processes_and_what_people_have_changed(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = read_stack(stack.root)
+    deployment = stack.deployment("sweep/countdown-lr")
+    added = {"active": True, "schedule": {"cron": "0 3 1 1 *", "timezone": "UTC"}}
+    (mine,) = stack.ask(f"deployments/{deployment['id']}/schedules", [added])
+    stack.ask(f"deployments/{stack.deployment('dataset/local')['id']}", {"paused": True}, "PATCH")
+    up(stack.root)
+    said = capsys.readouterr().out.splitlines()
+    assert stack.deployment("dataset/local")["paused"] is True
+    changed = stack.deployment("sweep/countdown-lr")
+    (kept,) = changed["schedules"]
+    assert (kept["id"], kept["active"], kept["schedule"]["cron"]) == (mine["id"], True, mine["schedule"]["cron"])
+    assert (changed["work_queue_name"], changed["concurrency_options"]["collision_strategy"]) == ("control", "ENQUEUE")
+    stack.ask(f"deployments/{changed['id']}/schedules/{mine['id']}", method="DELETE")
+    form = stack.deployment("pipeline/debug")["parameter_openapi_schema"]["properties"]
+    assert form["total_steps"]["type"] == "integer", "the form may be left empty"
+    assert read_stack(stack.root) == before
+    assert len([line for line in said if "is up already" in line]) == 3
+    assert [state for _, state in states_of(stack.root)] == ["up"] * 3
+    assert all(Path(service.log).stat().st_mode & 0o077 == 0 for service in before.services)
+
+    # The one line for a shell says no secret, and gives Prefect's own commands address and login.
+    (line,) = (line for line in said if line.startswith("export "))
+    assert stack.login not in "".join(said)
+    shell = f"{line}; printenv {' '.join(stack.environment)}"
+    assert subprocess.check_output(["sh", "-c", shell], text=True).splitlines() == [*stack.environment.values()]
+
+
+def test_a_notification_that_fails_is_logged_without_its_address(stack: Stack, hook: Hook) -> None:
+    hook.answer = 500
+    events = [
+        {"event": f"millrace.{word}", "resource": RESOURCE, "payload": {"text": "3 GB are missing"}}
+        for word in ("disk_room", "paused_for_disk")
+    ]
+    stack.ask("events", [{**one, "id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()} for one in events])
+    wait_until(lambda: "HTTPStatusError 500" in stack.log("prefect"), "the server's log names the failure")
+    hook.answer = 200
+    told = [(one["title"], one["message"]) for one in hook.told]
+    assert told == [("x: millrace.paused_for_disk", "3 GB are missing")], "of the other event there is no message"
+    stack.assert_hidden(SECRET)
+
+
+@pytest.mark.program("chromium")
+def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
+    """A page of a stranger, and one whose own name resolves to this machine meanwhile (DNS rebinding)."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    proof, runs = tmp_path / "ran", stack.api.filter("flow_runs")
+    command = f"touch {proof}"
+    resolves = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+    with serving(Page) as server, open_tab(tmp_path / "profile", resolves) as tab:
+        tab.call("Page.navigate", url=server.replace("127.0.0.1", "evil.example"))
+        tab.wait("location.hostname === 'evil.example' && document.readyState === 'complete'")
+        # Without CORS a browser hides the answer, which is "opaque 0" whatever it was.
+        assert set(told_to_a_page(tab, stack, command)) <= {"refused", "opaque 0"}
+
+        prefect = stack.url.removesuffix("/api").replace("127.0.0.1", "evil.example")
+        tab.call("Page.navigate", url=prefect)
+        tab.wait(f"location.origin === {json.dumps(prefect)} && document.readyState === 'complete'")
+        answers = told_to_a_page(tab, stack, command, through="evil.example")
+        assert set(answers) <= {"basic 403", "refused", "opaque 0"}, answers
+        assert "basic 403" in answers, "the browser takes it for the page's own server"
+    assert stack.api.filter("flow_runs") == runs
+    made = Attempt("GET", "/api/2.0/mlflow/experiments/get-by-name?experiment_name=evil", login=stack.login, status=404)
+    made.try_at(read_stack(stack.root).mlflow_url)
+    assert not proof.exists()
+    stack.assert_hidden(stack.login, stack.login.partition(":")[2])
+
+
+def test_a_wrong_override_fails_the_run_and_is_notified(stack: Stack, hook: Hook) -> None:
+    wrong = json.dumps(["trainer.totl_steps=5"])
+    watched = stack.prefect("deployment", "run", "pipeline/debug", "--watch", "-p", f"overrides={wrong}")
+    assert watched.returncode == 1
+    assert "Did you mean trainer.total_steps?" in watched.stdout, "the reason is in the log"
+    assert "Traceback" not in watched.stdout
+    failed = stack.newest()
+    assert "Did you mean trainer.total_steps?" in failed["state"]["message"]
+    assert failed["run_count"] == 1, "trying again would not help"
+    wait_until(lambda: hook.heard(": Failed", "trainer.totl_steps"), "the hook hears of the failure")
+
+
+def test_a_wrong_value_is_refused_before_there_is_a_run(stack: Stack) -> None:
+    for wrong, told in (({"learning_rate": -1}, "learning_rate"), ({"experiment": "debg"}, "countdown_demo")):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            stack.start("pipeline/debug", **wrong)
+        assert refused.value.code == 409
+        assert told in refused.value.read().decode()
+
+
+def test_a_cancelled_run_has_saved(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=cancelled"])
+    stack.wait_for_step("cancelled", 3)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    assert stack.steps_saved("cancelled")[-1] == max(numbers(stack.run_dir("cancelled"))) > 0
+    assert stack.mlflow_status("cancelled") == "KILLED"
+
+
+@pytest.mark.lengthy  # what stop says: test_run_commands.py; a cancellation: test_a_cancelled_run_has_saved
+def test_a_run_stopped_by_millrace_is_cancelled_and_resumes_by_retry(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=told"])
+    stack.wait_for_step("told", 3)
+    process = stack.process_of(run)
+    stop([str(stack.run_dir("told"))])
+    saved = stack.steps_saved("told")[-1]
+    assert f"step {saved} is saved; `prefect flow-run retry {run}` goes on" in capsys.readouterr().out
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert stack.mlflow_status("told") == "KILLED"
+    done = stack.prefect("flow-run", "retry", run)
+    assert done.returncode == 0, done.stderr
+    stack.wait_for_step("told", saved + 1)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+
+
+def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tmp_path: Path) -> None:
+    """Of an experiment's file, as the form sends it."""
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: [debug, _self_]\nname: again\n")
+    run = stack.start("pipeline/debug", experiment=str(own), total_steps=1, learning_rate=0.001)
+    assert stack.wait(run, "COMPLETED")["name"] == "pipeline/own"
+    with suppress(psutil.NoSuchProcess):
+        stack.process_of(run).wait()
+    stack.set_state(run, RETRY)
+    wait_until(lambda: stack.run(run)["run_count"] == 2, "it has begun again")
+    stack.wait(run, "COMPLETED")
+    assert sorted(numbers(stack.run_dir("again"))) == [0, 1], "no step was done again"
+
+
+@pytest.mark.lengthy
+@pytest.mark.timeout(900)
+def test_a_cancelled_run_resumes_by_retry_and_a_suspended_one_by_resume(stack: Stack, hook: Hook) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=story"])
+    stack.wait_for_step("story", 3)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    saved = stack.steps_saved("story")[-1]
+
+    # Tried again, it goes on; suspended, it ends its chunk and its process, and tells the hook.
+    stack.retry_cancelled(run)
+    stack.wait_for_step("story", saved + 1)
+    process, trainer = stack.process_of(run), stack.trainer("story")
+    stack.set_state(run, SUSPEND)
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert not trainer.is_running()
+    wait_until(lambda: hook.heard(": Suspended"), "the hook hears of the pause")
+    assert stack.run(run)["state_type"] == "PAUSED"
+    reached = max(numbers(stack.run_dir("story")))
+    assert reached >= 10
+    assert stack.steps_saved("story")[-1] == reached  # steps of the next chunk too
+
+    # Resumed, it goes on; cancelled a second time, it ends a second time.
+    stack.ask(f"flow_runs/{run}/resume", {})
+    stack.wait_for_step("story", reached + 1)
+    stack.set_state(run, {"type": "CANCELLING"})
+    assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
+    assert stack.steps_saved("story")[-1] > reached
+
+
+@pytest.mark.lengthy
+@pytest.mark.timeout(900)
+def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
+    before, runs = len(hook.told), stack.root / "runs"
+    with mounted(runs, size_mib=32):
+        run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
+        stack.wait_for_step("full", 2)
+        ballast = fill(runs, leave_bytes=1 << 20)
+        wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook hears of the pause")
+        stack.wait(run, "PAUSED")
+        ballast.unlink()
+        stack.wait(run, "COMPLETED")
+    assert [one["title"].rpartition(": ")[2] for one in hook.told[before:]] == ["millrace.paused_for_disk"]
+
+
+@pytest.mark.lengthy
+def test_the_next_up_resumes_a_run_without_worker_and_flow(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*LONG, "name=lost"])
+    stack.wait_for_step("lost", 22)
+    worker = read_stack(stack.root).service("worker-1")
+    assert worker is not None
+    process = worker.process()
+    assert process is not None
+    for member in [*process.children(), process]:
+        member.send_signal(signal.SIGKILL)
+    psutil.wait_procs([process])
+    assert ("worker-1", "gone") in [(service.name, state) for service, state in states_of(stack.root)]
+    up(stack.root)
+    assert stack.wait(run, "COMPLETED")["run_count"] == 2
+    assert sorted(numbers(stack.run_dir("lost"))) == list(range(61))

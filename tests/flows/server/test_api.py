@@ -1,0 +1,82 @@
+"""The Prefect server of a command ends with the command, whatever ends it; another one is checked first."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.flows.conftest import REPOSITORY, Millrace, wait_until
+from tests.helpers.serving import serving
+from tests.helpers.stack import prefect_home
+
+pytestmark = pytest.mark.prefect
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from flows.server.api import start_prefect, wait_for_prefect
+api = start_prefect(Path(sys.argv[1]))
+assert start_prefect(Path(sys.argv[1])) == api, "one server for a process"
+wait_for_prefect(api)
+print(api.url, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    root = tmp_path / "why? 50%41 #1"
+    prefect_home(root / "prefect")
+    (root / "uvicorn.py").write_text("raise SystemExit('somebody else\\'s uvicorn.py')\n")
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", STARTER, str(root)], cwd=root, stdout=subprocess.PIPE, text=True, env=environment
+    ) as starter:
+        assert starter.stdout is not None
+        url = starter.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:")
+        (server,) = psutil.Process(starter.pid).children()
+        assert {"prefect.db", "prefect.db-wal"} <= {file.name for file in (root / "prefect").iterdir()}
+        assert [folder.name for folder in tmp_path.iterdir()] == [root.name]
+        starter.send_signal(signal.SIGKILL)
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """A server that answers every question with `answers`, by path; 404 to others."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = ANSWERS.get((self.path.split("/")[1], self.path.partition("/api/")[2]))
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            self.wfile.write(answer or b"")
+
+    with serving(Handler) as server:
+        yield server
+
+
+ANSWERS = {
+    ("old", "health"): b"true",
+    ("old", "admin/version"): b'"2.20.1"',
+    ("other", "health"): b"<html>hello</html>",
+}
+"""Of an old Prefect, and of something else."""
+
+
+def test_a_server_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
+    for path, told in (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers")):
+        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{stranger}/{path}/api/"})
+        done = command("run", "experiment=debug")
+        assert done.code == 1
+        assert "PREFECT_API_URL: " in done.err
+        assert told in done.err, done.err
+        assert "Traceback" not in done.err
+        assert list(artifacts_root.iterdir()) == []

@@ -1,0 +1,91 @@
+"""Who may command a Prefect server of ours: not a web page, not a foreign name, nobody without its login."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin, Subprotocol
+
+from flows.server.api import LocalServer
+from flows.server.secret import SECRET_FILE, login_of, mlflow_client
+from rlcore.errors import MillraceError
+from tests.helpers.attempts import Attempt
+
+EVENTS = "/api/events/filter"
+EVIL = "http://evil.example"
+
+
+@pytest.mark.prefect
+def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server: LocalServer) -> None:
+    server, login = prefect_server.url.removesuffix("/api"), prefect_server.login
+    port = server.rpartition(":")[2]
+    for attempt in (
+        Attempt("POST", EVENTS, {}, status=401),
+        Attempt("POST", EVENTS, {}, login="millrace:guessed", status=401),
+        Attempt("GET", "/api/admin/settings", status=401),
+        Attempt("DELETE", "/api/admin/database/clear", status=401),
+        Attempt("POST", EVENTS, {}, login=login, host=f"evil.example:{port}"),
+        Attempt("GET", "/api/health", host=f"127.0.0.1.evil.example:{port}"),
+        Attempt("POST", EVENTS, {}, login=login, origin=EVIL),
+        Attempt("POST", EVENTS, {}, login=login, origin="null"),
+        Attempt("POST", EVENTS, {}, login=login, origin="http://127.0.0.1:9"),
+        Attempt("OPTIONS", EVENTS, origin=EVIL),
+        Attempt("GET", "/api/health", fetched_for="cross-site"),
+        Attempt("GET", "/api/health", status=200),
+        Attempt("POST", EVENTS, {}, login=login, status=200),
+        Attempt("POST", EVENTS, {}, login=login, origin=server, fetched_for="same-origin", status=200),
+        Attempt("POST", EVENTS, {}, login=login, host="localhost:8", origin="http://localhost:8", status=200),
+    ):
+        attempt.try_at(server)
+
+
+@pytest.mark.prefect
+def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
+    address = f"{prefect_server.url.replace('http', 'ws', 1)}/events/in"
+    prefect = [Subprotocol("prefect")]
+    for refused in ({"origin": Origin(EVIL)}, {"additional_headers": {"Host": "evil.example"}}):
+        with pytest.raises(InvalidStatus, match="403"), connect(address, subprotocols=prefect, **refused):
+            pass
+    for token, is_let_in in ((None, False), ("millrace:guessed", False), (prefect_server.login, True)):
+        with connect(address, subprotocols=prefect) as socket:
+            socket.send(json.dumps({"type": "auth", "token": token}))
+            if is_let_in:
+                assert json.loads(socket.recv()) == {"type": "auth_success"}
+            else:
+                with pytest.raises(ConnectionClosed):
+                    socket.recv()
+
+
+def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(100):
+            root = tmp_path / str(number)
+            assert len(set(pool.map(login_of, [root] * 4))) == 1
+            assert [file.name for file in root.iterdir()] == [SECRET_FILE]
+
+
+def test_the_login_is_one_file_that_nobody_else_may_read(tmp_path: Path) -> None:
+    login, file = login_of(tmp_path), tmp_path / SECRET_FILE
+    assert login == login_of(tmp_path) != login_of(tmp_path / "other")
+    assert file.read_text() == f"{login}\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(login) > 40
+    assert ":".join(mlflow_client(login).values()) == login
+    file.chmod(0o644)
+    with pytest.raises(MillraceError, match=rf"{SECRET_FILE}: must be a file of yours .*mode 0600.*delete the file"):
+        login_of(tmp_path)
+    with (
+        patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")),
+        pytest.raises(MillraceError, match=rf"{SECRET_FILE}: may not be read: another user .* under {tmp_path}"),
+    ):
+        login_of(tmp_path)
+    if os.geteuid() == 0:
+        file.chmod(0o600)
+        os.chown(file, 12_345, -1)
+        with pytest.raises(MillraceError, match="must be a file of yours"):
+            login_of(tmp_path)

@@ -1,0 +1,185 @@
+"""The page of kept answers in a real browser, with a hostile answer among them; and what the server refuses."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from flows.server.guard import Guard
+from flows.stack.answers import with_answers
+from rlcore.answers.store import SCHEMA, AnswerWriter
+from rlcore.config import AnswersConfig, RunConfig
+from rlcore.tracking.lineage import Origin, Stage
+from tests.answers.made import Made
+from tests.report.chromium import open_tab
+
+HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
+RUN = "made-s1"
+TOLD = "told-s2"
+"""A run whose tokenizer is there: token 3 is the hostile text."""
+
+
+async def elsewhere(scope, receive, send) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def hostile_tokens(table: pa.Table) -> pa.Table:
+    rows = [row | {"token_ids": [3, *row["token_ids"][1:]] if row["token_ids"] else []} for row in table.to_pylist()]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("root")
+    (root / "runs" / "bare").mkdir(parents=True)
+    words = {HOSTILE if token == 3 else f"w{token}": token for token in range(60)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(root / "tokenizer.json"))
+    told = AnswerWriter(root / "runs" / TOLD / "answers", AnswersConfig())
+    told.add(hostile_tokens(Made(1).of_step(1)))
+    told.begin_part()
+    told.settle()
+    Origin(RunConfig(), stages=(Stage("tokenizer", "t", str(root)),)).write(root / "runs" / TOLD)
+    writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
+    for step in range(1, 21):
+        writer.add(Made(step, turns=True).of_step(step))
+    row = Made(1).of_step(21).to_pylist()[0] | {"answer": HOSTILE, "prompt": HOSTILE, "score": 99.0}
+    writer.add(pa.Table.from_pylist([row], schema=SCHEMA))
+    writer.begin_part()
+    writer.settle()
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> TestClient:
+    return TestClient(Guard(with_answers(root, elsewhere)), base_url="http://127.0.0.1:5000")
+
+
+def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
+    assert client.get("/answers/runs").json() == [RUN, TOLD]
+    found = client.get("/answers/find", params={"run": RUN, "sort": "-score"}).json()
+    assert (found["total"], len(found["rows"])) == (161, 50)
+    assert found["rows"][0]["answer"] == HOSTILE
+    rest = client.get("/answers/find", params={"run": RUN, "sort": "-score", "offset": 150}).json()
+    assert len(rest["rows"]) == 11
+    each = client.get("/answers/find", params={"run": RUN, "each": "prompt"}).json()
+    assert sorted(row["prompt_id"] for row in each["rows"]) == [0, 1, 2, 3]
+    together = client.get("/answers/together", params={"run": RUN, "key": found["rows"][1]["key"]}).json()
+    wanted = (found["rows"][1]["step"], found["rows"][1]["prompt_id"])
+    assert [(one["step"], one["prompt_id"]) for one in together["answers"]] == [wanted] * 2
+    for one in together["answers"]:
+        assert len(one["token_ids"]) == len(one["behavior_logprobs"]) == one["num_tokens"]
+        assert one["pieces"] is None, "a run without a tokenizer's file"
+        assert one["ground_truth"] == "is 1"
+    assert {visit["step"] for visit in together["visits"]} >= set(range(1, 21))
+    told = client.get("/answers/find", params={"run": TOLD}).json()["rows"][0]
+    (answer, _) = client.get("/answers/together", params={"run": TOLD, "key": told["key"]}).json()["answers"]
+    assert answer["pieces"][0] == HOSTILE
+    assert [piece.strip() for piece in answer["pieces"][1:]] == [f"w{token}" for token in answer["token_ids"][1:]]
+    bare = client.get("/answers", follow_redirects=False)
+    assert bare.is_redirect
+    assert bare.headers["location"].endswith("/answers/")
+    assert client.get("/answersheet").status_code == client.get("/2.0/mlflow").status_code == 204, (
+        "the rest is the other application's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "words"),
+    [
+        ("find", {"run": "../../etc"}, "is none of this root"),
+        ("find", {"run": RUN, "step": "x"}, "step: must be a number"),
+        ("find", {"run": RUN, "offset": "-1"}, "offset: must be a whole number"),
+        ("find", {"run": RUN, "offset": "9" * 5_000}, "offset: must be a whole number of at most 19 digits"),
+        ("find", {"run": RUN, "prompt": "9" * 19}, "prompt: must be from 0 to"),
+        (
+            "find",
+            {"run": "bare"},
+            "run bare has no answers on record: none are there yet, or its settings keep none (answ",
+        ),
+        ("find", {"run": RUN, "each": "x"}, "each: must be answer or prompt"),
+        ("together", {"run": RUN, "key": "../../settings.json:0"}, "there is no such answer"),
+    ],
+)
+def test_a_wrong_request_is_told(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
+    answer = client.get(f"/answers/{path}", params=params)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """The page's server on a free port, in a thread."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(Guard(with_answers(root, elsewhere)), log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/answers/"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.mark.program("chromium")
+def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
+    with served(root) as url, open_tab(tmp_path / "profile") as tab:
+        tab.call("Page.navigate", url=url)
+        tab.wait("document.querySelectorAll('.item').length === 50 && document.querySelector('#answers') !== null")
+        assert tab.texts("#count") == ["161 answers"]
+        # The newest is the hostile one: its text is shown, and nothing of it is done.
+        assert tab.texts("#answers .verbatim") == [HOSTILE]
+        assert tab.value("document.title") == "Answers · Millrace"
+        assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
+
+        tab.press("ArrowDown")
+        tab.wait("document.querySelector('#detail h2').innerText.endsWith('step 20')")
+        prompt = tab.texts("#detail h2")[0].split(" · ")[0]
+        assert len(tab.texts("#answers .answer")) == 2, "both answers to the prompt"
+        steps = tab.value("[...document.querySelectorAll('.step')].map((each) => Number(each.dataset.step))")
+        assert steps[:20] == list(range(1, 21)), "the prompt across steps"
+        tab.press("ArrowLeft")
+        tab.wait("document.querySelector('#detail h2').innerText.endsWith('step 19')")
+        assert tab.texts("#detail h2")[0].startswith(prompt)
+
+        # An answer without a score says so in the list.
+        assert "no score" in tab.texts(".item .figure")
+
+        # Tokens are coloured by one of several values, each in its own element as text.
+        tab.choose("#run", TOLD)
+        tab.wait(
+            "document.querySelector('#count').innerText === '8 answers' && document.querySelector('#colour') !== null"
+        )
+        assert tab.texts("#answers .tokens span")[0] == HOSTILE
+        assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
+        assert tab.value("document.querySelector('#colour').value") == "log-probability"
+        tab.press("c")
+        assert tab.value("document.querySelector('#colour').value") == "trainer less engine"
+        assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer less engine ")
+        assert "color-mix" in tab.value("document.querySelector('#answers .tokens span').getAttribute('style')")
+        tab.choose("#run", RUN)
+        tab.wait("document.querySelector('#count').innerText === '161 answers'")
+
+        tab.click("#search")
+        tab.type("ONERROR")
+        tab.wait("document.querySelector('#count').innerText === '1 answer'")
+        tab.click("#step")
+        tab.type("many")
+        tab.wait("document.querySelector('#count').innerText.startsWith('step: must be a number')")
+        asked = [problem for problem in tab.problems if not problem.startswith(f"asks for {url}")]
+        assert [problem for problem in asked if "400 (Bad Request)" not in problem] == []
+        assert json.dumps(HOSTILE) not in tab.problems
+
+        tab.call("Page.navigate", url=url.replace("http://", "http://millrace:login@"))
+        tab.wait("document.querySelectorAll('.item').length === 50")

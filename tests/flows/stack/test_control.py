@@ -1,0 +1,195 @@
+"""Starting, looking at and ending a stack: what is refused, what is ended, what a record is good for."""
+
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.stack.control import down, states_of, status, up
+from flows.stack.services import end_flows, end_server, is_ready, kill, start_mlflow
+from flows.stack.state import PREFECT_DATABASE, Service, StackState, mlflow_file, read_stack, stack_store, write_stack
+from rlcore.errors import MillraceError
+from rlcore.storage.locks import birth_of
+from tests.helpers.serving import serving
+from tests.helpers.stack import prefect_home
+
+WAITING = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+REVISION_OF_A_NEWER_PREFECT = "ffffffffffff"
+
+
+def service(name: str, pid: int | None = None, port: int = 1, url: str = "http://here") -> Service:
+    """A recorded service whose process is this one, or another one that lives."""
+    process = psutil.Process(pid)
+    return Service(name, process.pid, birth_of(process), port, url, "", "", version(name))
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """A port on which another process listens."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+# ---------------------------------------------------------------------- the record
+
+
+def test_a_process_with_another_birth_is_another_process() -> None:
+    mine = service("prefect")
+    assert mine.process() is not None
+    assert replace(mine, born=mine.born - 100).process() is None
+
+
+@pytest.mark.parametrize("text", ['{"services": "x"}', '{"format_version": 1}', "{"])
+def test_another_record_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
+    (tmp_path / "stack.json").write_text(text)
+    with pytest.raises(MillraceError, match=r"stack\.json: is no record of a stack of this Millrace .*millrace down"):
+        read_stack(tmp_path)
+
+
+def test_a_copied_or_moved_root_has_no_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, copy, moved = (tmp_path / name for name in ("root", "copy", "moved"))
+    root.mkdir()
+    with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as server:
+        mlflow = service("mlflow", server.pid)
+        write_stack(root, StackState(mlflow_database=mlflow_file(root), services=(mlflow,)))
+        shutil.copytree(root, copy)
+        assert [one for one, _ in states_of(root)] == [mlflow]
+        assert (states_of(copy), stack_store(copy)) == ([], None)
+        down(copy)
+        assert "nothing is up under" in capsys.readouterr().out
+        assert server.poll() is None
+        link = tmp_path / "link"
+        link.symlink_to(root)
+        down(link)
+        assert server.wait() is not None
+    root.rename(moved)
+    assert (states_of(moved), stack_store(moved)) == ([], None)
+
+
+def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_stack(tmp_path, StackState(services=(service("prefect"),)))
+    with pytest.raises(SystemExit):
+        status(tmp_path)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (
+        f'export PREFECT_API_URL=http://here/api PREFECT_API_AUTH_STRING="$(cat {tmp_path.resolve()}/stack-secret)"'
+    )
+
+
+# ---------------------------------------------------------------------- up
+
+
+@pytest.mark.parametrize(
+    ("recorded", "port", "told"),
+    [
+        ("3.0.0", None, r"(?s)mlflow is up at http://here in version 3\.0\.0.*millrace down"),
+        (version("mlflow"), 5001, "--mlflow-port 5001: mlflow is up already at http://here"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, port: int | None, told: str) -> None:
+    write_stack(tmp_path, StackState(services=(replace(service("mlflow"), version=recorded),)))
+    with pytest.raises(MillraceError, match=told):
+        up(tmp_path, mlflow_port=port)
+
+
+def test_a_requested_port_in_use_is_refused(tmp_path: Path, busy_port: int) -> None:
+    with pytest.raises(MillraceError, match=rf"--prefect-port: port {busy_port} is in use"):
+        up(tmp_path, prefect_port=busy_port)
+    assert states_of(tmp_path) == []
+
+
+def test_a_recorded_port_in_use_is_replaced(tmp_path: Path, busy_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = replace(service("mlflow", port=busy_port), born=1.0)
+    started = start_mlflow(tmp_path, None, StackState(services=(gone,)))
+    process = started.process()
+    assert process is not None
+    kill([process, *process.children(recursive=True)])
+    assert started.port != busy_port
+    assert f"port {busy_port} is in use" in capsys.readouterr().out
+
+
+def test_another_process_at_its_port_is_not_the_service() -> None:
+    """Another user may be quicker: our login must not go there."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with serving(Page) as url, subprocess.Popen(WAITING, stdin=subprocess.PIPE) as other:
+        mine = replace(service("mlflow", port=int(url.rpartition(":")[2])), ready_url=url)
+        assert is_ready(mine)
+        assert not is_ready(replace(mine, pid=other.pid, born=birth_of(psutil.Process(other.pid))))
+
+
+@pytest.mark.prefect
+def test_an_up_that_fails_takes_down_what_it_has_started(
+    tmp_path: Path, busy_port: int, empty_store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefect_home(tmp_path / "prefect")
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    with pytest.raises(MillraceError, match=f"--mlflow-port: port {busy_port} is in use"):
+        up(tmp_path, mlflow_port=busy_port)
+    said = capsys.readouterr().out.splitlines()
+    assert [text.split()[0] for text in said if text.endswith("has ended")] == ["prefect"]
+    assert {state for _, state in states_of(tmp_path)} == {"gone"}
+
+
+@pytest.mark.prefect
+def test_an_unusable_database_is_told_without_its_password(
+    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefect").mkdir()
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
+        database.execute("create table alembic_version (version_num varchar(32) not null)")
+        database.execute("insert into alembic_version values (?)", (REVISION_OF_A_NEWER_PREFECT,))
+        database.commit()
+    with pytest.raises(MillraceError, match=r"(?s)has ended instead of starting.*written by a newer version"):
+        up(tmp_path)
+    monkeypatch.setenv(PREFECT_DATABASE, "postgresql+asyncpg://me:s3cret@127.0.0.1:9/prefect")
+    with pytest.raises(MillraceError, match=r"(?s)has ended instead of starting.*database does not answer") as caught:
+        up(tmp_path)
+    assert "s3cret" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- down
+
+
+def test_down_ends_flow_runs_of_killed_workers_of_its_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "prefect.engine"]
+    with ExitStack() as ends:
+        ours, other = (
+            ends.enter_context(
+                subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {"PREFECT_HOME": str(root / "prefect")})
+            )
+            for root in (tmp_path, tmp_path / "other")
+        )
+        down(tmp_path)
+        assert capsys.readouterr().out == f"a flow run (process {ours.pid}) has ended\n"
+        assert not psutil.pid_exists(ours.pid)
+        assert other.poll() is None
+        down(tmp_path)
+        assert "nothing is up under" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_by_itself_meanwhile_is_no_error() -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process = psutil.Process(ended.pid)
+    ended.wait()
+    end_server(process)
+    end_flows([process])
+    kill([process])

@@ -1,0 +1,296 @@
+"""A run that has begun is not gone on with by other code, on other data, from other weights, or to fewer steps."""
+
+import json
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from flows import chain
+from flows.plan.plan import make_plan
+from flows.stages.dataset import Dataset
+from flows.stages.stage import Stage
+from flows.stages.trainer import record_inputs
+from flows.stages.validate import Validate
+from flows.stages.warm_start import WarmStart
+from flows.sweep.points import committed
+from flows.work.checkpoints import committed_step
+from flows.work.open_run import OpenRun, open_run
+from flows.work.origin import require_same
+from flows.work.protocol import Note
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import CheckpointError, DataError
+from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunLayout
+from rlcore.run.supervised import build_model
+from rlcore.tracking.lineage import Origin, read_origin
+from rlcore.user_code import code_of
+
+TASK = """
+from pathlib import Path
+from data.multiplication import Message, Row, TaskRows
+from mine_helper import digits
+
+def build(settings, seed):
+    numbers = Path(settings.options[0]).read_text().split()
+    rows = [Row((Message("user", f"{n} * 1 ="),), {"product": int(n)}, 1, n) for n in numbers]
+    return TaskRows("mine", "math", "text", {"train": rows[2:], "validation": rows[:2]})
+
+def score(response, truth):
+    return digits(response)
+"""
+HELPER = "def digits(text):\n    return sum(letter.isdigit() for letter in text)\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    (tmp_path / "mine_task.py").write_text(TASK)
+    (tmp_path / "mine_helper.py").write_text(HELPER)
+    (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mine_task", "mine_helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    own = ["data=custom", "data.build=mine_task:build", "data.scorer=mine_task:score", "warm_start.enabled=false"]
+    own.append(f"data.options=[{tmp_path}/mine_numbers.txt]")
+    return load_config(["experiment=debug", *own, f"paths.root={artifacts_root}", "run_id=mine"])
+
+
+def begin(config: RunConfig) -> RunLayout:
+    """What a run has after two steps, without the training."""
+    layout = RunLayout.of(config)
+    with open_run(config) as run:
+        chain.make_rows(run, chain.run_quietly)
+        record_inputs(run)
+    state = TrainerState(
+        step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
+        settings_fingerprint=settings_fingerprint(config),
+    )  # fmt: skip
+    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+        (folder / "weights").write_text("x")
+    plan = make_plan(config)
+    assert plan.committed_step == 2
+    return layout
+
+
+def refused(config: RunConfig) -> str:
+    """What the plan and a start say; a sweep counts the run as not begun, and so starts it."""
+    told = set()
+    assert committed(config) == 0
+    for go_on in (make_plan, lambda config: open_run(config).__enter__()):
+        with pytest.raises(CheckpointError) as error:
+            go_on(config)
+        told.add(str(error.value))
+    (text,) = told
+    return text
+
+
+def test_an_edited_scorer_is_refused_with_a_patch(config: RunConfig, tmp_path: Path) -> None:
+    layout = begin(config)
+    assert sorted(file.name for file in layout.code.glob("*.py")) == ["mine_helper.py", "mine_task.py"]
+    (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
+    told = refused(config)
+    for words in (
+        f"{layout.run_dir}: has begun with other code",
+        "-    return sum(letter.isdigit() for letter in text)",
+        "+    return sum(letter.isalpha() for letter in text)",
+        f"the run's code is in {layout.code}",
+        "--fork mine@2",
+    ):
+        assert words in told
+    (tmp_path / "mine_helper.py").write_bytes((layout.code / "mine_helper.py").read_bytes())
+    with open_run(config):
+        (tmp_path / "mine_helper.py").write_text("an edit while the run goes on is for the next start")
+        assert committed(config) == committed_step(config) == 2
+    assert "for the next start" in refused(config)
+
+
+def test_other_data_of_an_own_build_are_refused(config: RunConfig, tmp_path: Path, artifacts_root: Path) -> None:
+    begin(config)
+    (dataset,) = [folder for folder in (artifacts_root / "datasets").iterdir() if folder.is_dir()]
+    (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
+    told = refused(config)
+    assert "mine_numbers.txt: " in told
+    assert "--fork mine@2" in told
+    again = Dataset().make(OpenRun(config.model_copy(update={"run_id": "another"})))
+    assert not again.cached
+    assert again.directory != dataset
+
+
+def test_fewer_steps_than_the_run_has_are_refused(config: RunConfig) -> None:
+    layout = begin(config)
+    kept = layout.run_json.read_bytes()
+    fewer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 1})})
+    told = refused(fewer)
+    for words in ("trainer.total_steps: must be at least 2", "run mine has already; got 1. Set it to 2", "mine@2"):
+        assert words in told
+    assert layout.run_json.read_bytes() == kept
+
+
+def test_before_its_first_checkpoint_a_run_takes_new_code(config: RunConfig, tmp_path: Path) -> None:
+    layout = RunLayout.of(config)
+    with open_run(config):
+        before = (layout.code / "mine_helper.py").read_text()
+    (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
+    with open_run(config):
+        assert (layout.code / "mine_helper.py").read_text() != before
+        assert code_of(config).sources["mine_helper.py"].content.decode().count("isalpha") == 1
+
+
+def test_a_run_of_before_its_code_was_kept_goes_on(config: RunConfig) -> None:
+    layout = begin(config)
+    for file in layout.code.iterdir():
+        file.unlink()
+    layout.code.rmdir()
+    with open_run(config):
+        assert committed(config) == 2
+    assert (layout.code / "mine_task.py").is_file()
+
+
+def test_another_model_under_the_same_path_is_refused(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seed in (("here", 1), ("there", 2)):
+        (tmp_path / name / "mm").mkdir(parents=True)
+        build_model(config.model_copy(update={"seed": seed}), tmp_path / name / "mm")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": "mm"})})
+    monkeypatch.chdir(tmp_path / "here")
+    layout = begin(config)
+    weights = tmp_path / "here" / "mm" / "model.safetensors"
+    whole, other = weights.read_bytes(), (tmp_path / "there" / "mm" / weights.name).read_bytes()
+    assert len(whole) == len(other)
+
+    weights.touch()
+    assert committed(config) == 2
+    weights.write_bytes(other)
+    told = refused(config)
+    assert f"model.path, {weights.parent}: {weights.name}: " in told
+    assert "--fork mine@2" in told
+    weights.write_bytes(whole)
+    with open_run(config):
+        assert committed(config) == 2
+
+    monkeypatch.chdir(tmp_path / "there")
+    assert str(tmp_path / "there" / "mm") in refused(config)
+    origin = read_origin(layout.run_dir)
+    assert origin is not None
+    replace(origin, models={}).write(layout.run_dir)  # as begun on a machine without the model
+    with open_run(config):
+        assert committed(config) == 2
+    monkeypatch.chdir(tmp_path / "here")
+    assert str(weights.parent) in refused(config)
+    layout.run_json.write_text("[]")
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .* use the version of Millrace"):
+        make_plan(config)
+
+
+def test_a_run_that_was_only_validated_has_begun(config: RunConfig, tmp_path: Path) -> None:
+    layout = RunLayout.of(config)
+    with open_run(config):
+        pass
+    layout.validation.mkdir()
+    (layout.validation / "before.json").touch()
+    require_same(config, layout)
+    (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
+    told = refused(config)
+    assert told.startswith(f"{layout.run_dir}: has begun with other code, data or models, so going on would be another")
+    assert told.endswith(
+        f"\nPut back what has changed (the run's code is in {layout.code}; data.revision names the commit of a hub "
+        "dataset); or start another run by what is there now, from step 0, with a run_id of its own."
+    )
+    (layout.validation / "before.json").rename(layout.validation / "before.txt")
+    require_same(config, layout)
+
+
+def test_changed_files_are_named_with_digests(config: RunConfig, tmp_path: Path) -> None:
+    layout = begin(config)
+    (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
+    now, then = (sha256(text.encode()).hexdigest()[:16] for text in ("7 6 5 4 3 2", "2 3 4 5 6 7"))
+    line = f"  mine_numbers.txt: {then} then, {now} now"
+    assert f"another run:\n{line}\nPut back what has changed" in refused(config)
+    Origin(config).write(layout.run_dir)
+    require_same(config, layout)
+
+
+def test_other_demonstrations_are_refused_before_another_start_model_is_made(config: RunConfig, tmp_path: Path) -> None:
+    """They were the reference of the KL from then on, without a word."""
+    file = tmp_path / "shown.jsonl"
+    lines = [json.dumps({"prompt": f"{n}?", "completion": str(n)}) + "\n" for n in range(20)]
+    file.write_text("".join(lines))
+    warm = config.warm_start.model_copy(update={"enabled": True, "demonstrations": str(file)})
+    layout = begin(config := config.model_copy(update={"warm_start": warm}))
+    require_same(config, layout)
+    before, now = (sha256("".join(text).encode()).hexdigest()[:16] for text in (lines, lines[1:]))
+    file.write_text("".join(lines[1:]))
+    line = f"  warm_start.demonstrations: {before} then, {now} now"
+    assert f"another run:\n{line}\nPut back what has changed" in refused(config)
+    file.unlink()
+    assert f"  warm_start.demonstrations: {before} then, absent now\n" in refused(config)
+    file.write_text("".join(lines))
+    assert committed(config) == 2
+
+
+def test_other_rows_are_refused_before_another_start_model_is_made(
+    config: RunConfig, artifacts_root: Path, tmp_path: Path
+) -> None:
+    """As a version of Millrace whose filter has changed makes them: in a folder of another name."""
+    (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6")
+    others = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory
+    (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
+    layout = begin(config)
+    now = RunInputs.read(layout)
+    replace(now, filtered_directory=others).write(config, layout)
+    stages: tuple[Stage[object], ...] = (Validate("last"), WarmStart())
+    for stage in stages:
+        with pytest.raises(CheckpointError) as error, open_run(config) as run:
+            stage.result(run)
+        told = str(error.value)
+        assert f"another run:\n  rows: {others} then, {now.filtered_directory} now\nPut back what" in told
+        assert "--fork mine@2" in told
+
+    same = artifacts_root / "filtered" / "same-rows"
+    shutil.copytree(now.filtered_directory, same)
+    for known in (now.filtered_directory, same, artifacts_root / "filtered" / "deleted"):
+        replace(now, filtered_directory=known).write(config, layout)
+        require_same(config, layout, now)
+    shutil.rmtree(layout.checkpoints)
+    replace(now, filtered_directory=others).write(config, layout)
+    require_same(config, layout, now)
+
+
+def test_events_are_passed_on_inside_the_block(config: RunConfig) -> None:
+    heard: list[object] = []
+    with open_run(config, ["millrace", "run"], "a title") as run:
+        assert (run.command, run.title, run.run_id) == (("millrace", "run"), "a title", "mine")
+        before = run.trainer.on_event, run.trainer.on_line, run.trainer.on_wait
+        with suppress(KeyError), run.heard_by(heard.append, heard.append, lambda: heard.append("waits")):
+            run.trainer.on_event(Note("a"))
+            run.trainer.on_line("b")
+            run.trainer.on_wait()
+            raise KeyError
+        assert (run.trainer.on_event, run.trainer.on_line, run.trainer.on_wait) == before
+    assert heard == [Note("a"), "b", "waits"]
+    with open_run(config) as run:
+        assert run.title == config.name
+
+
+def test_an_early_fault_is_noted_once(config: RunConfig) -> None:
+    layout = RunLayout.of(config)
+    with suppress(DataError), open_run(config):
+        note_fault(layout.run_dir, fault_of(DataError("of the trainer"), "gen", 0))
+        raise DataError("of the trainer")
+    assert [fault.phase for fault in read_faults(layout.run_dir)] == ["gen"]
+    with pytest.raises(DataError), open_run(config):
+        raise DataError("of the flow")
+    assert [(fault.phase, fault.message, fault.step) for fault in read_faults(layout.run_dir)] == [
+        ("gen", "of the trainer", 0),
+        ("", "of the flow", 0),
+    ]

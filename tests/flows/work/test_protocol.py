@@ -1,0 +1,63 @@
+"""What a flow and its trainer process say to each other: each line is one object."""
+
+import pytest
+
+from flows.work.protocol import (
+    CheckpointSaved,
+    Done,
+    Failed,
+    Happening,
+    Note,
+    Progress,
+    Reply,
+    Validated,
+    command_line,
+    parse_reply,
+)
+from rlcore.errors import DataError, MillraceError
+
+
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        (b'{"event": "note", "text": "hello"}', Note("hello")),
+        (b'{"event": "checkpoint", "step": 20, "path": "/x"}', CheckpointSaved(20, "/x")),
+        (b'{"event": "validated", "name": "a", "step": 1, "summary": {"x": 1.5}}', Validated("a", 1, {"x": 1.5})),
+        (b'{"event": "done", "command": "train", "result": {"step": 2}}', Done("train", {"step": 2})),
+        (b'{"event": "error", "command": "c", "type": "T", "message": "m"}', Failed("c", "T", "m")),
+        (b'{"event": "alarm", "step": 3, "text": "x"}', Happening("alarm", {"step": 3, "text": "x"})),
+        (
+            b'{"event": "progress", "stage": "train", "step": 1, "total_steps": 9, "metrics": {}}',
+            Progress("train", 1, 9, {}, to_step=None, eta_s=None, tokens_per_s=None),
+        ),
+        (
+            b'{"event": "progress", "stage": "s", "step": 1, "total_steps": 9, "metrics": {"a": 1}, "to_step": 5, '
+            b'"eta_s": 2.5, "tokens_per_s": 7.5}',
+            Progress("s", 1, 9, {"a": 1.0}, to_step=5, eta_s=2.5, tokens_per_s=7.5),
+        ),
+        (
+            b'{"event": "progress", "stage": "s", "step": 1, "total_steps": 9, "metrics": {}, "eta_s": NaN}',
+            Progress("s", 1, 9, {}),
+        ),
+    ],
+)
+def test_each_line_is_a_reply_of_its_kind(line: bytes, reply: Reply) -> None:
+    assert parse_reply(line) == reply
+
+
+@pytest.mark.parametrize("line", [b"hello", b"[1]", b"{}", b'{"event": 1}', b'{"event": "note"}'])
+def test_a_line_that_is_no_reply_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not a reply|Expecting value|Field required|Missing required"):
+        parse_reply(line)
+
+
+def test_an_error_keeps_its_class() -> None:
+    for kind, expected in (("DataError", DataError), ("KeyError", MillraceError), ("annotations", MillraceError)):
+        error = Failed("train", kind, "row 7").error()
+        assert (type(error), str(error)) == (expected, "row 7")
+    assert type(Failed("train", "EXIT_RESUMABLE", "x").error()) is MillraceError
+    assert type(Failed("train", "Any", "x").error()) is MillraceError
+
+
+def test_a_command_is_one_line_of_json() -> None:
+    assert command_line("train", to_step=5, name="a\nb") == b'{"command": "train", "to_step": 5, "name": "a\\nb"}\n'

@@ -1,0 +1,189 @@
+"""The status of a run by its files: the journal's end, its checkpoints, and who has worked on it."""
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from flows.stack.state import WORKERS_COMMAND
+from flows.work.open_run import STOP_FILE, anchored, note_told
+from flows.work.status import SAME_COMMAND, failure_of, how_it_goes_on, size_of, status_of, was_told, worker_of
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import DataError
+from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.faults import fault_of, note_fault
+from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import READ_BLOCK_BYTES
+from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination
+from rlcore.tracking.cost import GPU_SECONDS
+from rlcore.tracking.journal import Journal
+from rlcore.tracking.lineage import Origin
+
+REWARD = "critic/score/mean"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
+
+
+@pytest.fixture
+def layout(config: RunConfig) -> RunLayout:
+    """A run's folder as it is before its trainer begins."""
+    layout = RunLayout.of(config)
+    layout.run_dir.mkdir(parents=True)
+    Origin(anchored(config, layout)).write(layout.run_dir)
+    return layout
+
+
+def begin(layout: RunLayout) -> None:
+    """Note that a trainer has begun."""
+    with AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
+        attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
+
+
+def test_the_status_of_a_new_run(layout: RunLayout, config: RunConfig) -> None:
+    os.utime(layout.run_json, (1_000.5, 1_000.5))
+    found = status_of(layout.run_dir)
+    size = layout.run_json.stat().st_size
+    assert asdict(found) == {
+        "run_id": layout.run_dir.name,
+        "run_dir": str(layout.run_dir),
+        "name": config.name,
+        "state": "not begun",
+        "step": 0,
+        "total_steps": 50,
+        "score": None,
+        "reward": None,
+        "changed": 1_000.5,
+        "size_bytes": size,
+        "note": "",
+        "gpu_seconds": None,
+    }
+    told = replace(found, changed=time.time() - 90).to_json()
+    assert 90 <= told.pop("age_s") < 3_600
+    assert told == asdict(replace(found, changed=told["changed"]))
+
+
+def test_the_newest_figures_of_a_run(layout: RunLayout) -> None:
+    with Journal(layout.journal) as journal:
+        journal.append_step(1, {"sft/reward": 0.125})
+        assert (status_of(layout.run_dir).step, status_of(layout.run_dir).reward) == (1, 0.125)
+        journal.append_step(2, {REWARD: 0.25, "sft/reward": 0.5, GPU_SECONDS: 7.5})
+        journal.append_step(3, {"loss": 1.0})
+        found = status_of(layout.run_dir)
+        assert (found.step, found.reward, found.gpu_seconds) == (3, 0.25, 7.5)
+        assert found.changed == json.loads(layout.journal.read_bytes().splitlines()[-1])["time"]
+        journal.append_step(4, {GPU_SECONDS: 9.0})
+    assert (status_of(layout.run_dir).reward, status_of(layout.run_dir).gpu_seconds) == (0.25, 9.0)
+
+
+def test_a_long_journal_is_read_from_its_end(layout: RunLayout) -> None:
+    with Journal(layout.journal) as journal:
+        journal.append_step(1, {REWARD: 0.5})
+        journal.append_event("note", 1, {"text": "x" * 2 * READ_BLOCK_BYTES})
+        journal.append_step(2, {"loss": 1.0})
+    found = status_of(layout.run_dir)
+    assert (found.step, found.reward) == (2, None)
+
+
+def test_a_pause_ends_by_an_event_or_a_step(layout: RunLayout) -> None:
+    with Journal(layout.journal) as journal, HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
+
+        def note() -> str:
+            return status_of(layout.run_dir).note
+
+        running = f"process {os.getpid()} on {Holder.me().host}"
+        journal.append_event("alarm", 1, {"text": "entropy"})
+        assert note() == running
+        journal.append_event(PAUSED, 1, {"text": "no room"})
+        journal.append_event("alarm", 1, {"text": "entropy"})
+        assert note() == "no room"
+        journal.append_step(2, {})
+        assert note() == running
+        journal.append_event(PAUSED, 2, {"text": "no room"})
+        journal.append_event(GOES_ON, 2, {"text": "room"})
+        assert note() == running
+
+
+def test_the_score_of_a_run(layout: RunLayout, config: RunConfig) -> None:
+    store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
+    scores = {1: 0.5, 2: 0.25, 3: None}
+    for step, score in scores.items():
+        state = TrainerState(
+            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
+            settings_fingerprint=settings_fingerprint(config),
+        )  # fmt: skip
+        figures = {} if score is None else {"val-core/countdown/reward/mean@4": score}
+        with store.writing(state, figures) as folder:
+            (folder / "weights").write_text("x")
+    assert status_of(layout.run_dir).score == 0.25
+
+
+def test_who_works_on_a_run_holds_its_lock(layout: RunLayout) -> None:
+    run_dir = layout.run_dir
+    assert worker_of(run_dir) is None
+    assert not was_told(run_dir, None)
+    note_told(run_dir, Holder.me())
+    with RunLock(run_dir):
+        worker = worker_of(run_dir)
+        assert worker is not None
+        assert (worker.pid, was_told(run_dir, worker)) == (os.getpid(), True)
+        assert not was_told(run_dir, replace(worker, pid=1))
+        assert not was_told(run_dir, replace(worker, born=worker.born + 1))
+    (run_dir / STOP_FILE).write_text("[]")
+    assert not was_told(run_dir, Holder.me())
+
+
+def test_how_a_run_goes_on_says_whose_it_was(layout: RunLayout) -> None:
+    run_dir, me = layout.run_dir, Holder.me()
+    assert how_it_goes_on(run_dir) == SAME_COMMAND == "the same command goes on"
+    (run_dir / RUN_LOCK).write_text(json.dumps(asdict(me)))
+    assert how_it_goes_on(run_dir) == SAME_COMMAND
+    (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {WORKERS_COMMAND}"))))
+    assert how_it_goes_on(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
+    told = {"process": [me.pid, me.born], "time": 1.0, "flow_run": "7f"}
+    (run_dir / STOP_FILE).write_text(json.dumps(told))
+    assert how_it_goes_on(run_dir) == "`prefect flow-run retry 7f` goes on, or Retry on its page"
+    (run_dir / STOP_FILE).write_text(json.dumps(told | {"process": [1, 1.0]}))
+    assert how_it_goes_on(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
+
+
+def test_the_later_of_stop_and_fault_counts(layout: RunLayout) -> None:
+    def state() -> str:
+        return status_of(layout.run_dir).state
+
+    (layout.run_dir / STOP_FILE).write_text('{"time": 5.0}')
+    assert (state(), failure_of(layout.run_dir)) == ("stopped", "")
+    note_fault(layout.run_dir, replace(fault_of(DataError("old"), "", 0), time=4.0))
+    assert state() == "stopped"
+    note_fault(layout.run_dir, replace(fault_of(DataError("row 7\nmore"), "", 0), time=5.0))
+    assert (state(), failure_of(layout.run_dir)) == ("failed", "failed: data after step 0: row 7")
+    begin(layout)
+    note_fault(layout.run_dir, fault_of(DataError("row 8"), "gen", 2))
+    assert failure_of(layout.run_dir) == "lost: data in gen after step 2: row 8"
+
+
+def test_a_lost_run_without_a_fault(layout: RunLayout) -> None:
+    begin(layout)
+    assert failure_of(layout.run_dir) == f"lost: its process is gone; {SAME_COMMAND}"
+    with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
+        assert failure_of(layout.run_dir) == ""
+
+
+def test_the_size_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "run" / "deep").mkdir(parents=True)
+    (tmp_path / "run" / "a").write_bytes(b"x" * 10)
+    (tmp_path / "run" / "deep" / "b").write_bytes(b"x" * 5)
+    (tmp_path / "large").write_bytes(b"x" * 4_000)
+    link = tmp_path / "run" / "link"
+    link.symlink_to(tmp_path / "large")
+    assert size_of(tmp_path / "run") == 15 + link.lstat().st_size

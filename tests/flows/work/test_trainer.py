@@ -1,0 +1,426 @@
+"""The trainer's client against a real process that speaks the protocol."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.work.protocol import Event, Happening, Note, Progress
+from flows.work.slots import Slots, Wish
+from flows.work.trainer import WAITS, TrainerProcess
+from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
+from rlcore.run.faults import read_faults
+from tests.helpers import small_trainer
+
+WAIT_S = 60.0
+"""On a machine that others keep busy too."""
+SMALL_TRAINER = str(Path(small_trainer.__file__))
+
+
+@dataclass
+class Heard:
+    events: list[Event] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, Progress)]
+
+
+def wish(run_id: str = "a", priority: int = 0) -> Wish:
+    return Wish(run_id, 1, priority, time.time(), os.getpid())
+
+
+Start = Callable[..., TrainerProcess]
+Later = Callable[[int, signal.Signals], None]
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+def client_of(
+    run_dir: Path,
+    behaviour: str,
+    on_event: Callable[[Event], None],
+    *,
+    on_line: Callable[[str], None] = print,
+    stop_wait_s: float = WAIT_S,
+) -> TrainerProcess:
+    """A client of the small trainer, with slots of its own folder."""
+    return TrainerProcess(
+        run_dir,
+        on_event=on_event,
+        on_line=on_line,
+        stop_wait_s=stop_wait_s,
+        slots=Slots(run_dir),
+        wish=wish(),
+        command=(sys.executable, SMALL_TRAINER, behaviour),
+    )
+
+
+@pytest.fixture
+def start(tmp_path: Path, heard: Heard) -> Iterator[Start]:
+    started: list[TrainerProcess] = []
+
+    def start(behaviour: str, *, stop_wait_s: float = 20.0) -> TrainerProcess:
+        client = client_of(
+            tmp_path, behaviour, heard.events.append, on_line=heard.lines.append, stop_wait_s=stop_wait_s
+        )
+        started.append(client)
+        return client
+
+    yield start
+    for client in started:
+        client.close()
+
+
+@pytest.fixture
+def signal_soon() -> Iterator[Later]:
+    """Sends a signal to a process from another one, in a moment."""
+    senders: list[subprocess.Popen[bytes]] = []
+
+    def soon(pid: int, number: signal.Signals) -> None:
+        code = f"import os, time; time.sleep(.3); os.kill({pid}, {int(number)})"
+        senders.append(subprocess.Popen([sys.executable, "-S", "-c", code]))
+
+    yield soon
+    for sender in senders:
+        assert sender.wait(WAIT_S) == 0
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {WAIT_S:.0f} s in vain"
+        time.sleep(0.02)
+
+
+def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Heard, tmp_path: Path) -> None:
+    with start("well") as client:
+        assert client.pid is None
+        assert client.call("train", to_step=2) == {"step": 2}
+        first = client.pid
+        assert client.call("train", to_step=4) == {"step": 4}
+        assert client.pid == first
+    assert heard.steps == [1, 2, 3, 4]
+    assert heard.lines == ["ready", "closed"]
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["trainer-1.log"]
+    assert first is not None
+    assert not is_running(first)
+
+
+def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("trainer-3.log", "trainer-1-copy.log"):
+        (tmp_path / "logs" / name).touch()
+    with start("well") as client:
+        client.call("train", to_step=1)
+    assert (tmp_path / "logs" / "trainer-4.log").exists()
+
+
+def test_a_released_process_ends_and_a_call_starts_another(start: Start, heard: Heard) -> None:
+    with start("well") as client:
+        client.let_go()  # there is none yet
+        client.call("train", to_step=2)
+        first = client.pid
+        assert first is not None
+        client.let_go()
+        client.let_go()
+        wait_until(lambda: not is_running(first))
+        assert client.call("train", to_step=4) == {"step": 4}
+        assert client.pid != first
+        client.let_go()
+    assert heard.steps == [1, 2, 3, 4]
+    assert heard.lines == ["ready", "closed"] * 2
+
+
+def test_the_process_has_its_own_session(start: Start) -> None:
+    with start("well") as client:
+        who = client.call("who")
+        assert who["session"] == who["pid"] == client.pid
+        streams = {str(Path(f"/proc/{client.pid}/fd/{number}").readlink()) for number in (0, 1, 2)}
+    assert "/dev/null" in streams
+    assert all("pipe" not in stream and "pts" not in stream for stream in streams)
+
+
+def test_a_call_after_a_kill_resumes(start: Start, heard: Heard, tmp_path: Path) -> None:
+    with start("killed") as client:
+        with pytest.raises(WorkerLostError, match=r"(?s)signal SIGKILL.*trainer-1\.log.*about to be killed"):
+            client.call("train", to_step=5)
+        assert client.call("train", to_step=5) == {"step": 5}
+    assert heard.steps == [1, 2, 3, 3, 4, 5]
+    assert [(fault.kind, fault.step) for fault in read_faults(tmp_path)] == [("lost worker", 3)]
+
+
+def test_a_dead_process_whose_pipe_is_held(start: Start, tmp_path: Path) -> None:
+    with start("orphans") as client:
+        with pytest.raises(WorkerLostError):
+            client.call("train", to_step=5)
+        helper = int((tmp_path / "helper").read_text())
+        wait_until(lambda: not is_running(helper))
+
+
+def test_an_error_comes_back_as_its_own_class(start: Start) -> None:
+    with start("nonfinite") as client, pytest.raises(NonFiniteError, match="loss is nan"):
+        client.call("train", to_step=5)
+
+
+def test_a_bug_is_not_cured_by_trying_again(start: Start) -> None:
+    with start("bug") as client, pytest.raises(MillraceError, match="KeyError: 'x'") as caught:
+        client.call("train", to_step=9)
+    assert not isinstance(caught.value, WorkerLostError)
+
+
+def test_a_process_that_speaks_nonsense_is_given_up(start: Start) -> None:
+    with start("babble") as client, pytest.raises(WorkerLostError, match="hello"):
+        client.call("train", to_step=5)
+
+
+def test_a_process_that_was_told_to_stop_is_no_loss(start: Start, signal_soon: Later) -> None:
+    with start("slow") as client:
+        client.call("who")
+        pid = client.pid
+        assert pid is not None
+        signal_soon(pid, signal.SIGTERM)
+        with pytest.raises(StopRequestedError, match="saved step"):
+            client.call("train", to_step=100_000)
+    assert not is_running(pid)
+
+
+CALLER = """
+import json, signal, sys
+from pathlib import Path
+from flows.work.protocol import Note, Progress
+from flows.work.slots import Slots, Wish
+from flows.work.trainer import TrainerProcess
+run_dir, behaviour, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
+notes, steps = [], []
+def heard(event):
+    if isinstance(event, Progress):
+        steps.append(event.step)
+        (run_dir / "under-way").touch()
+    elif isinstance(event, Note):
+        notes.append(event.text)
+client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
+                        slots=Slots(run_dir), wish=Wish("a", 1, 0, 0.0, 0),
+                        command=(sys.executable, sys.argv[2], behaviour))
+client.call("who")
+pid = client.pid
+try:
+    client.call("train", to_step=100_000)
+except KeyboardInterrupt:
+    print(json.dumps({"pid": pid, "pid_after": client.pid, "notes": notes, "steps": steps}))
+"""
+
+
+def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
+    """SIGINT to a process in the middle of a call; what it has heard. Not to our own: that would end the tests."""
+    stop_wait_s = "1" if behaviour == "deaf" else "60"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(tmp_path), SMALL_TRAINER, behaviour, stop_wait_s],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: (tmp_path / "under-way").exists() or caller.poll() is not None)
+    caller.send_signal(signal.SIGINT)
+    out, _ = caller.communicate(timeout=WAIT_S)
+    told: dict[str, Any] = json.loads(out)
+    assert told["pid_after"] is None
+    assert not is_running(told["pid"])
+    return told
+
+
+def test_an_interrupt_lets_the_process_save(tmp_path: Path) -> None:
+    told = interrupt_a_call("slow", tmp_path)
+    saved = int((tmp_path / "step").read_text())
+    assert f"saved step {saved}" in told["notes"]
+    assert told["steps"][-1] == saved
+
+
+def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
+    with client:
+        client.call("train", to_step=2)
+        raise error
+
+
+def test_an_interrupt_between_two_calls_lets_the_process_save(start: Start, heard: Heard) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_and_raise(start("good"), KeyboardInterrupt())
+    assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
+
+
+def test_neither_a_call_nor_a_stop_polls_by_popen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt inside `Popen.poll` left its lock taken: the stop after it never ended."""
+
+    def poll(process: "subprocess.Popen[bytes]") -> None:
+        raise AssertionError("an interrupt here may leave the lock taken")
+
+    client = start("good")
+    monkeypatch.setattr(subprocess.Popen, "poll", poll)
+    with pytest.raises(KeyboardInterrupt):
+        train_and_raise(client, KeyboardInterrupt())
+    assert client.pid is None
+
+
+def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
+    def on_event(event: Event) -> None:
+        for log in (tmp_path / "logs").iterdir():
+            log.unlink()
+
+    with client_of(tmp_path, "well", on_event) as client:
+        assert client.call("train", to_step=5) == {"step": 5}
+
+
+def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
+    def on_event(event: Event) -> None:
+        raise OSError("the disk of the log is full")
+
+    client = client_of(tmp_path, "slow", on_event)
+    with client, pytest.raises(OSError, match="the disk of the log is full"):
+        client.call("train", to_step=1_000)
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "signal 15" in log.read_text(), "it has ended by itself: what it prints is in no log before"
+
+
+def test_after_an_error_of_ours_the_process_is_closed(start: Start, heard: Heard) -> None:
+    with pytest.raises(KeyError):
+        train_and_raise(start("good"), KeyError())
+    assert heard.lines[-1] == "closed"
+
+
+def test_an_interrupt_ends_even_a_process_that_does_not_listen(tmp_path: Path) -> None:
+    interrupt_a_call("deaf", tmp_path)
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from flows.work.slots import Slots, Wish
+from flows.work.trainer import TrainerProcess
+run_dir = Path(sys.argv[1])
+client = TrainerProcess(run_dir, on_event=lambda event: None, on_line=lambda line: None, stop_wait_s=5.0,
+                        slots=Slots(run_dir), wish=Wish("a", 1, 0, 0.0, 0),
+                        command=(sys.executable, sys.argv[2], "slow"))
+client.call("who")
+(run_dir / "pid").write_text(str(client.pid))
+client.call("train", to_step=1000)
+"""
+
+
+def test_the_process_saves_and_ends_when_its_flow_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
+    wait_until(lambda: (tmp_path / "step").exists())
+    parent.send_signal(signal.SIGKILL)
+    assert parent.wait() == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid))
+    assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()
+
+
+class Run:
+    """A run of a root with one slot, whose trainer takes 0.2 s a step."""
+
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        to_steps: tuple[int, ...],
+        priority: int = 0,
+        behaviour: str = "slow",
+    ) -> None:
+        self.to_steps = to_steps
+        self.folder = root / name
+        self.folder.mkdir()
+        self.events: list[Event] = []
+        self.client = TrainerProcess(
+            self.folder,
+            on_event=self.events.append,
+            stop_wait_s=WAIT_S,
+            slots=Slots(root),
+            wish=wish(name, priority),
+            command=(sys.executable, SMALL_TRAINER, behaviour),
+        )
+        self.thread = Thread(target=self._train)
+
+    def _train(self) -> None:
+        with self.client:
+            for to_step in self.to_steps:
+                self.client.call("train", to_step=to_step)
+
+    @property
+    def step(self) -> int:
+        file = self.folder / "step"
+        return int(file.read_text() or 0) if file.exists() else 0
+
+    @property
+    def waits(self) -> list[str]:
+        return [event.data["text"] for event in self.events if isinstance(event, Happening) and event.name == WAITS]
+
+
+def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
+    Slots(tmp_path).set_devices([""])
+    low, urgent = Run(tmp_path, "low", (20, 21)), Run(tmp_path, "urgent", (2,), 5)
+    low.thread.start()
+    wait_until(lambda: low.step == 1)
+    urgent.thread.start()
+    wait_until(lambda: urgent.step == 1)
+    assert low.step == 20
+    low.thread.join(WAIT_S)
+    assert (low.step, urgent.step) == (21, 2)
+    assert "waits for 1 of 1 slots with priority 5: 0 free, held by low (priority 0)" in urgent.waits[0]
+    assert "held by urgent (priority 5)" in low.waits[-1]
+    assert Slots(tmp_path).look().holders == {}
+
+
+def test_a_damaged_list_of_slots_ends_no_trainer(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices([""])
+    low = Run(tmp_path, "low", (8, 9))
+    low.thread.start()
+    wait_until(lambda: low.step == 1)
+    (slots.folder / "slots.json").write_text("{")
+    low.thread.join(WAIT_S)
+    assert low.step == 9
+
+
+def test_an_error_in_a_step_lets_the_process_save(tmp_path: Path) -> None:
+    def on_wait() -> None:
+        if low.step:
+            raise MillraceError("the flow run was cancelled")
+
+    low = Run(tmp_path, "low", ())
+    low.client.on_wait = on_wait
+    with low.client, pytest.raises(MillraceError, match="the flow run was cancelled"):
+        low.client.call("train", to_step=1_000)
+    assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
+
+
+def test_a_killed_flow_keeps_its_slot(tmp_path: Path) -> None:
+    Slots(tmp_path).set_devices([""])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
+    wait_until(lambda: (tmp_path / "step").exists())
+    trainer = psutil.Process(int((tmp_path / "pid").read_text()))
+    trainer.suspend()  # it must not end before it was looked at
+    parent.send_signal(signal.SIGKILL)
+    assert parent.wait() == -signal.SIGKILL
+    assert Slots(tmp_path).look().num_free == 0
+    trainer.resume()
+    wait_until(lambda: Slots(tmp_path).look().num_free == 1)
+    assert not is_running(trainer.pid)

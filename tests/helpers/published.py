@@ -1,0 +1,38 @@
+"""Published directories for tests, and ways to damage them."""
+
+import json
+import os
+from pathlib import Path
+
+from rlcore.storage.manifest import manifest_digest
+from rlcore.storage.publish import published_directory
+
+
+def publish(target: Path, content: str = "abc", *, replace: bool = False, **values: object) -> Path:
+    """Publish two files, `a.txt` and `sub/b.bin`; `values` of the manifest."""
+    with published_directory(target, dict(values), replace=replace) as folder:
+        (folder / "a.txt").write_text(content)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b.bin").write_bytes(bytes(range(256)))
+    return target
+
+
+def edit_manifest(folder: Path, *, without: str = "", **changes: object) -> None:
+    """Change entries of a manifest, or leave one out; it fits its own digest."""
+    document = json.loads((folder / "manifest.json").read_text()) | changes
+    document.pop(without, None)
+    document["manifest_sha256"] = manifest_digest(document)
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """Change one bit; size and modification time stay."""
+    times, content = path.stat(), bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def num_open() -> int:
+    """Open descriptors of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -1,0 +1,85 @@
+"""A small run's trainer as a process: settings on disk, starts with disturbances, what came of it."""
+
+import json
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from safetensors.torch import load_file
+
+from rlcore.answers.store import parts_of
+from rlcore.tracking.journal import read_journal
+from tests.forked import fork_module, run_module
+from tests.repeatable import repeatable
+from tests.small_run import SmallRun, prepare
+
+OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")
+DEADLINE_S = 240
+"""For one start."""
+WAIT_S = 560
+"""For a whole chain of starts, on a machine that others keep busy too."""
+Plan = dict[str, Any] | None
+
+
+def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") -> SmallRun:
+    """A run of a few steps with a validation and a checkpoint every two, and time to save where a disk is busy."""
+    given = any(word.startswith("runtime.stop_deadline_s=") for word in overrides)
+    patience = () if given else ("runtime.stop_deadline_s=200",)
+    words = (*OVERRIDES, *patience, f"trainer.total_steps={steps}", *overrides)
+    return prepare(root, *words, experiment=experiment)
+
+
+def write_record(run: SmallRun) -> Path:
+    """The record that the trainer process reads; its folder."""
+    run.inputs.write(run.config, run.layout)
+    return run.layout.run_dir
+
+
+def start(run_dir: Path, log: Path) -> BaseProcess:
+    """The trainer process in a session of its own, its output in a file."""
+    return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
+
+
+def finish(run_dir: Path, log: Path) -> None:
+    """Run the trainer process to its end."""
+    arguments = ["--run", str(run_dir)]
+    assert run_module("tests.helpers.whole_run", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
+
+
+def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
+    """What each start came to, see `tests.helpers.disturbed`."""
+    run_dir = write_record(run)
+    file, out, log = (run.layout.run_dir / name for name in ("plan.json", "out.json", "out.log"))
+    file.write_text(json.dumps(plan))
+    code = run_module("tests.helpers.disturbed", [str(run_dir), str(file), str(out)], output=log, timeout_s=WAIT_S)
+    assert code == 0, log.read_text()
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def said(run: SmallRun) -> str:
+    """The log of all starts."""
+    return (run.layout.run_dir / "out.log").read_text()
+
+
+def steps_of(run: SmallRun) -> dict[int, dict[str, float]]:
+    """The journal's metrics by step, without those of the machine; each step stands there once."""
+    records = read_journal(run.layout.journal)
+    assert [record.step for record in records] == list(range(len(records)))
+    return {record.step: repeatable(dict(record.metrics)) for record in records}
+
+
+def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
+    """The kept answers: those of training in their order, and of each validation; all that is known of each."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part in parts_of(run.layout.answers):
+        name = "train" if part.name.startswith("train-") else part.stem
+        found.setdefault(name, []).extend(pq.read_table(part).to_pylist())
+    return found
+
+
+def weights_of(run: SmallRun) -> dict[str, bytes]:
+    """The final weights, byte for byte."""
+    tensors = load_file(run.layout.exported_model / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

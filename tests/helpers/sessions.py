@@ -1,0 +1,70 @@
+"""Sessions in this process: the same as the trainer process runs, with the test as the one that hears and stops."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rlcore.checkpoint.catalog import list_checkpoints
+from rlcore.errors import MillraceError
+from rlcore.run.session import Session
+from tests.helpers.running import write_record
+from tests.small_run import NoSignals, SmallRun, prepare
+
+Event = Mapping[str, object]
+
+
+class Asked(NoSignals):
+    """Asked to stop by the test."""
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def __call__(self) -> bool:
+        return self._asked()
+
+    def asked_s(self) -> float | None:
+        """None: the test's stop has no deadline, and the watch does not ask for it."""
+
+
+def give_up(error: MillraceError) -> None:
+    """The trainer process would end here."""
+    raise error
+
+
+def session_of(
+    run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
+) -> Session:
+    write_record(run)
+    return Session(run.config, run.layout, report=report, stop=Asked(stop), give_up=give_up)
+
+
+def run_to_the_end(
+    run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Chunk after chunk, then the weights for others."""
+    trainer = run.config.trainer
+    with session_of(run, report, stop) as session:
+        train_in_chunks(session, *range(trainer.steps_per_chunk, trainer.total_steps + 1, trainer.steps_per_chunk))
+        session.export("last")
+
+
+def train_in_chunks(session: Session, *ends: int) -> None:
+    for step in ends:
+        session.train(step)
+
+
+def elsewhere(run: SmallRun, root: Path, *overrides: str) -> SmallRun:
+    """The same run from the start under another root: what the stages before it made is copied."""
+    for name in ("datasets", "filtered", "tokenizers", "models"):
+        source = Path(run.config.paths.root) / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, dirs_exist_ok=True)
+    return prepare(root, *overrides)
+
+
+def verified_steps(run: SmallRun) -> list[int]:
+    """Steps of the checkpoints on disk; every byte of each is as its manifest says."""
+    rows = list_checkpoints(run.layout.checkpoints, verify_hashes=True)
+    assert [row.reason for row in rows if row.verdict != "verified"] == []
+    return [row.step for row in rows]

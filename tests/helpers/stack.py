@@ -1,0 +1,218 @@
+"""A stack that is up, and ways to talk to it: Prefect's command line, its API, files on disk."""
+
+import fcntl
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+from flows.server.api import LocalServer
+from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
+from flows.stack.control import down, up
+from flows.stack.state import read_stack
+from rlcore.storage.locks import read_holder
+from tests import SHARED_STAGES
+from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
+
+ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
+"""What the page's button sends, and `prefect flow-run retry`."""
+SUSPEND = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
+"""What the page's button sends."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A root with its servers."""
+
+    root: Path
+
+    @property
+    def url(self) -> str:
+        """Prefect's API."""
+        return read_stack(self.root).prefect_api_url
+
+    @property
+    def login(self) -> str:
+        """Of its servers."""
+        return login_of(self.root)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `millrace up` prints for a shell."""
+        return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
+
+    @property
+    def api(self) -> Api:
+        """Prefect's filters."""
+        return Api(self.url, self.login)
+
+    @contextmanager
+    def client(self) -> Iterator[SyncPrefectClient]:
+        """Prefect's own client, and its server for what is called inside the block."""
+        with (
+            temporary_settings({PREFECT_API_URL: self.url, PREFECT_API_AUTH_STRING: self.login}),
+            get_client(sync_client=True) as client,
+        ):
+            yield client
+
+    def prefect(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Prefect's own command line."""
+        environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect"), "PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", *words],
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None) -> Any:
+        """A request to Prefect's API."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Authorization": basic(self.login)}
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
+        request.method = method or request.get_method()
+        for last in (False,) * 9 + (True,):
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    return json.loads(answer.read() or b"null")
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or last:  # sqlite is busy; Prefect's own client asks again too
+                    raise
+                time.sleep(1)
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        """A deployment by `flow/name`."""
+        found: dict[str, Any] = self.ask(f"deployments/name/{name}")
+        return found
+
+    def start(self, name: str, **parameters: Any) -> str:
+        """A run of a deployment; its id."""
+        made = self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", {"parameters": parameters})
+        return str(made["id"])
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """A flow run."""
+        found: dict[str, Any] = self.ask(f"flow_runs/{run_id}")
+        return found
+
+    def set_state(self, run_id: str, state: Mapping[str, Any]) -> None:
+        """Ask for a state, as a button in the page does."""
+        answer = self.ask(f"flow_runs/{run_id}/set_state", {"state": state})
+        assert answer["status"] == "ACCEPT", answer
+
+    def retry_cancelled(self, run_id: str) -> None:
+        """Ask for another try once Prefect's worker has done with the cancelled process: it takes that one's slot back,
+        and on a busy machine does so after a new process has it."""
+        logs = {"flow_run_id": {"any_": [run_id]}}
+        is_over = "Cancelled flow run"
+        wait_until(
+            lambda: any(one["message"].startswith(is_over) for one in self.api.filter("logs", logs=logs)), is_over
+        )
+        self.set_state(run_id, RETRY)
+
+    def wait(self, run_id: str, *states: str) -> dict[str, Any]:
+        """Until it is in one of these states; any other end is a failure."""
+        wait_until(lambda: self.run(run_id)["state_type"] in (*states, *ENDS), f"{run_id} is {states}")
+        found = self.run(run_id)
+        assert found["state_type"] in states, (found["state"]["type"], found["state"]["message"])
+        return found
+
+    def newest(self, flow: str = "pipeline") -> dict[str, Any]:
+        """The flow run that began last."""
+        return self.api.filter("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_DESC", limit=1)[0]
+
+    def run_dir(self, name: str) -> Path:
+        """The folder of the only run of that name."""
+        (found,) = self.root.glob(f"runs/{name}-*")
+        return found
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Until the run's journal has that step."""
+
+        def is_there() -> bool:
+            found = list(self.root.glob(f"runs/{name}-*/metrics.jsonl"))
+            return bool(found) and any(record["step"] >= step for record in journal(found[0].parent))
+
+        wait_until(is_there, f"step {step} of {name}")
+
+    def trainer(self, name: str) -> psutil.Process:
+        """Who trains it now."""
+        holder = read_holder(self.run_dir(name) / "run.lock")
+        assert holder is not None
+        return psutil.Process(holder.pid)
+
+    def process_of(self, run_id: str) -> psutil.Process:
+        """The flow run's process. Prefect's worker notes `<host>:<pid>`."""
+        return psutil.Process(int(self.run(run_id)["infrastructure_pid"].rpartition(":")[2]))
+
+    def steps_saved(self, name: str) -> list[int]:
+        """Steps of the run's checkpoints."""
+        return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
+
+    def mlflow_status(self, name: str) -> str:
+        """What MLflow says of the run."""
+        query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
+        with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
+            ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
+        return str(found)
+
+    def assert_hidden(self, *secrets: str) -> None:
+        """None of them is in a command line of a service or in a file, but for the file of the login."""
+        services = [service.process() for service in read_stack(self.root).services]
+        family = [one for found in services if found for one in (found, *found.children(recursive=True))]
+        lines = str([member.cmdline() for member in family])
+        files = [file for file in self.root.rglob("*") if file.is_file() and file.name != SECRET_FILE]
+        for secret in secrets:
+            assert secret not in lines
+            for file in files:
+                assert secret.encode() not in file.read_bytes(), f"{file} says a secret"
+
+    def log(self, service: str = "flow-runs") -> str:
+        """What a service has written, or all flow runs."""
+        return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
+
+
+def prefect_home(home: Path) -> Path:
+    """Put an empty database of Prefect into a server's home; it is made once for all tests, in seconds of a core."""
+    shared = Path(os.environ[SHARED_STAGES])
+    made = shared / "prefect.db"
+    with (shared / "prefect.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            server = LocalServer(shared / "prefect")
+            server.wait()
+            server.stop()
+            with closing(sqlite3.connect(shared / "prefect" / "prefect.db")) as database:
+                database.execute("vacuum into ?", (str(made),))
+    home.mkdir(parents=True, exist_ok=True)
+    shutil.copy(made, home / "prefect.db")
+    return home
+
+
+@contextmanager
+def stack_up(root: Path, **options: Any) -> Iterator[Stack]:
+    """A stack that is up inside the block. `options`: of `up`."""
+    prefect_home(root / "prefect")
+    try:
+        up(root, **options)
+        yield Stack(root)
+    finally:
+        down(root)

@@ -1,0 +1,83 @@
+"""Results that a vLLM must not give, which the real one does not give on demand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.errors import EngineError
+from rlcore.rollout.engine import SamplingRequest
+from rlcore.rollout.vllm import engine as vllm_engine
+from rlcore.rollout.vllm.engine import Span, VllmEngine, _Answer
+from rlcore.types import Prompt
+
+REQUESTS = [SamplingRequest(Prompt(4, (3, index), "countdown", "{}"), index, 1) for index in range(3)]
+
+
+def output(token_ids: list[int], logprobs: list[float] | None) -> Any:
+    values = None if logprobs is None else SimpleNamespace(logprobs=np.array(logprobs)[:, None])
+    return SimpleNamespace(new_token_ids=token_ids, new_logprobs=values)
+
+
+@pytest.fixture
+def engine() -> Any:
+    """An engine whose vLLM was not started."""
+    engine: Any = object.__new__(VllmEngine)
+    engine.policy_version, engine._sleep_level, engine._asleep = 7, 0, False
+    engine._engine, engine._span = None, Span(1)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("reason", "logprobs", "told"),
+    [
+        ("abort", [-0.5, -0.25], "'abort' with 2 tokens and 2 log-probabilities"),
+        ("stop", [-0.5], "'stop' with 2 tokens and 1 log-probabilities"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_refused(engine: Any, reason: str, logprobs: list[float], told: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        engine._rollout(REQUESTS[0], _Answer(0, [5, 6], logprobs), reason)
+    assert str(caught.value) == f"vLLM's answer to prompt 4 ended by {told}"
+
+
+class Core:
+    """vLLM's core: gives these outputs, step by step, and then none."""
+
+    def __init__(self, *steps: list[Any]) -> None:
+        self.steps, self.num_steps = list(steps), 0
+        self.added, self.aborted = list[str](), list[str]()
+
+    def add_request(self, request: Any) -> None:
+        self.added.append(request.request_id)
+
+    def get_output(self) -> Any:
+        self.num_steps += 1
+        return SimpleNamespace(outputs=self.steps.pop(0) if self.steps else [])
+
+    def abort_requests(self, names: list[str]) -> None:
+        self.aborted += names
+
+
+def said(name: str, token_ids: list[int], reason: str | None = None) -> Any:
+    found = output(token_ids, [-1.0] * len(token_ids))
+    found.request_id, found.finish_reason = name, reason
+    return found
+
+
+def writing(engine: Any, core: Core) -> Any:
+    """The stream of the three requests, which vLLM knows as `r0` to `r2`."""
+    engine._engine = SimpleNamespace(engine_core=core)
+    engine._prepared = lambda requests, *_: (SimpleNamespace(request_id=f"r{at}") for at in range(len(requests)))
+    return engine.stream(REQUESTS, None, 2)
+
+
+def test_a_vllm_that_gives_nothing_for_too_long_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "_MOST_IDLE_STEPS", 3)
+    core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
+    with pytest.raises(EngineError) as caught:
+        list(writing(engine, core))
+    assert str(caught.value) == "vLLM ended without an answer to 2 requests"
+    assert core.num_steps == 1 + 5 + 1 + 6, "3 steps and one for each token of the limit may give nothing"
+    assert core.aborted == ["r0", "r2"]

@@ -1,0 +1,240 @@
+"""A hand-over after the first copies each tensor straight to its place, on a model laid out as vLLM lays it out."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlcore.errors import EngineError
+from rlcore.rollout.engine import TakenWeights
+from rlcore.rollout.vllm.weights import SentWeights, _held, _part, load, tied_head
+
+PARTS = {  # a matrix of vLLM's: the transformers matrices in its rows, and how many each has
+    "model.layers.0.self_attn.qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2},
+    "model.layers.0.mlp.gate_up_proj": {"gate_proj": 6, "up_proj": 6},
+    "model.layers.0.mlp.down_proj": {"down_proj": 4},
+    "model.embed_tokens": {"embed_tokens": 5},
+}
+
+
+def merged() -> nn.Module:
+    """Modules under vLLM's names, in bfloat16; the embedding has more rows than the vocabulary, as vLLM pads it."""
+    model = nn.Module()
+    for path, parts in PARTS.items():
+        *above, leaf = path.split(".")
+        parent = model
+        for name in above:
+            if not hasattr(parent, name):
+                parent.add_module(name, nn.Module())
+            parent = getattr(parent, name)
+        rows = sum(parts.values()) + 3 * (leaf == "embed_tokens")
+        parent.add_module(leaf, nn.Linear(4, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False))
+    return model
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """Float32 tensors under transformers' names, that bfloat16 cannot hold."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"{path.rpartition('.')[0]}.{name}.weight": torch.randn(rows, 4, generator=generator)
+        for path, parts in PARTS.items()
+        for name, rows in parts.items()
+    }
+
+
+def by_hand(model: nn.Module, sent: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What vLLM's matrices must be."""
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for path, parts in PARTS.items():
+        whole = torch.cat([sent[f"{path.rpartition('.')[0]}.{name}.weight"] for name in parts]).bfloat16()
+        expected[f"{path}.weight"][: len(whole)] = whole
+    return expected
+
+
+def first(model: nn.Module) -> SentWeights:
+    """A hand-over that vLLM's own code has carried out."""
+    sent, given = SentWeights(model), weights(0)
+    model.load_state_dict(by_hand(model, given))
+    list(sent.noted(given.items()))
+    assert sent.compare() == TakenWeights()
+    return sent
+
+
+def test_later_weight_syncs_copy_to_the_known_places() -> None:
+    model = merged()
+    places, later = first(model).places(), weights(1)
+    assert places is not None
+    expected, addresses = by_hand(model, later), {name: one.data_ptr() for name, one in model.named_parameters()}
+    sent = SentWeights(model)
+    load(model, None, sent.noted(later.items()), frozenset(later), places)
+    assert sent.compare() == TakenWeights()
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.data_ptr() == addresses[name], "a graph reads it there"
+
+
+def test_a_tensor_that_gets_lost_on_the_way_is_found() -> None:
+    model = merged()
+    places, later = first(model).places(), weights(1)
+    sent, lost = SentWeights(model), "model.layers.0.self_attn.k_proj.weight"
+    on_the_way = ((name, tensor * (name != lost)) for name, tensor in sent.noted(later.items()))
+    load(model, None, on_the_way, frozenset(later), places)
+    assert sent.compare() == TakenWeights((lost,), ())
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_a_missing_and_an_unknown_tensor_are_refused(change: str) -> None:
+    model = merged()
+    places, later = first(model).places(), weights(1)
+    expected = frozenset(later)
+    tensor = later.pop("model.embed_tokens.weight")
+    if change == "unknown":
+        later["model.embed_tokens.weights"] = tensor
+    with pytest.raises(EngineError, match=r"model\.embed_tokens\.weight"):
+        load(model, None, iter(later.items()), expected, places)
+
+
+def test_what_is_held_in_parts_or_another_form_has_no_places() -> None:
+    model = merged()
+    sent = first(model)
+    model.get_submodule("model.layers.0.mlp.down_proj").tp_size = 2
+    assert sent.places() is None
+    model = merged()
+    sent = first(model)
+    model.get_submodule("model.embed_tokens").params_dtype = torch.float32
+    assert sent.places() is None
+
+
+class Rank:
+    """A matrix of vLLM's of which a rank holds a part: its columns, or its rows."""
+
+    def __init__(self, rank: int, size: int, *, columns: bool = False, replicas: int = 1) -> None:
+        self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, size, replicas
+        self.input_size, self.input_size_per_partition = 4, 4 // size if columns else 4
+
+
+WHOLE = torch.arange(16.0).reshape(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "leaf", "rows", "columns"),
+    [
+        (Rank(0, 1), "q_proj", slice(0, 4), slice(0, 4)),
+        (Rank(1, 2), "q_proj", slice(2, 4), slice(0, 4)),
+        (Rank(1, 2, columns=True), "o_proj", slice(0, 4), slice(2, 4)),
+        (Rank(3, 4, replicas=2), "q_proj", slice(3, 4), slice(0, 4)),
+        (Rank(3, 4, replicas=2), "k_proj", slice(2, 4), slice(0, 4)),
+        (Rank(1, 4, replicas=2), "v_proj", slice(0, 2), slice(0, 4)),
+        (Rank(3, 4, replicas=4), "k_proj", slice(0, 4), slice(0, 4)),
+    ],
+)
+def test_a_rank_holds_its_rows_columns_and_key_heads(module: Rank, leaf: str, rows: slice, columns: slice) -> None:
+    assert torch.equal(_part(module, leaf, WHOLE), WHOLE[rows, columns])
+
+
+def test_a_bias_beside_columns_is_whole_and_one_beside_rows_is_not() -> None:
+    bias = torch.arange(4.0)
+    assert torch.equal(_part(Rank(1, 2, columns=True), "o_proj", bias), bias)
+    assert torch.equal(_part(Rank(1, 2), "q_proj", bias), bias[2:])
+
+
+def test_a_rank_holds_its_words_of_the_vocabulary() -> None:
+    words = SimpleNamespace(
+        shard_indices=SimpleNamespace(org_vocab_start_index=1, org_vocab_end_index=3), tp_size=2, tp_rank=1
+    )
+    assert torch.equal(_part(words, "embed_tokens", WHOLE), WHOLE[1:3])
+
+
+def test_a_head_is_tied_where_it_has_the_embeddings_weights() -> None:
+    model = merged()
+    assert tied_head(model) == (None, None)
+    model.lm_head = nn.Linear(4, 8, bias=False)
+    assert tied_head(model) == (None, None)
+    embedding = model.get_submodule("model.embed_tokens")
+    model.lm_head.weight = embedding.weight
+    assert tied_head(model) == (model.lm_head, embedding)
+    assert tied_head(nn.Module()) == (None, None)
+
+
+def test_a_tied_head_is_compared_with_what_was_sent_as_the_embedding() -> None:
+    model, given = merged(), weights(0)
+    model.lm_head = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    model.load_state_dict(by_hand(model, given))
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.get_submodule("model.embed_tokens").weight)
+    sent = SentWeights(model)
+    list(sent.noted(given.items()))
+    assert sent.compare() == TakenWeights()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert sent.compare() == TakenWeights(("the head, tied to model.embed_tokens.weight",), ())
+
+
+def test_what_was_changed_and_what_is_not_there_are_told_apart() -> None:
+    model, given = merged(), weights(0)
+    model.load_state_dict(by_hand(model, given))
+    sent = SentWeights(model)
+    unknown = {"model.layers.0.mlp.nothing.weight": torch.zeros(1)}
+    wide = {"model.layers.0.mlp.down_proj.weight": torch.zeros(9, 4)}
+    given["model.layers.0.mlp.up_proj.weight"] += 1
+    list(sent.noted([*(given | wide).items(), *unknown.items()]))
+    assert sent.compare() == TakenWeights(("model.layers.0.mlp.up_proj.weight",), (*unknown, *wide))
+    nothing = SentWeights(model)
+    list(nothing.noted(unknown.items()))
+    assert nothing.compare() == TakenWeights((), tuple(unknown))
+
+
+def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
+    class Loading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, device="meta"))  # not on a CPU
+            self.loaded: list[str] = []
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            self.loaded += [name for name, _ in weights]
+
+    model = Loading()
+    load(model, None, iter([("a", WHOLE), ("b", WHOLE)]), frozenset({"a", "b"}))
+    assert model.loaded == ["a", "b"]
+    with pytest.raises(EngineError, match="1 parameters were not sent, first 'b'"):
+        load(model, None, iter([("a", WHOLE)]), frozenset({"a", "b"}))
+
+
+class Packed:
+    """A way of vLLM's to multiply by a matrix that it holds in a form of its own: here with its sign turned."""
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return x.float() @ -layer.weight.float().T
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Of vLLM's name; its weight is as it was sent."""
+
+
+def test_a_packed_matrix_is_read_by_multiplying() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.bfloat16)
+    layer.quant_method, layer.input_size_per_partition = Packed(), 4
+    assert torch.equal(_held(layer, "weight"), -layer.weight.float())
+    layer.params_dtype = torch.bfloat16
+    held = _held(layer, "weight")
+    assert held.dtype == torch.bfloat16
+    assert torch.equal(held, -layer.weight)
+    assert torch.equal(_held(layer, "bias"), layer.bias), "no method is asked for a bias"
+    away = nn.Linear(4, 3, device="meta")
+    away.quant_method, away.input_size_per_partition = Packed(), 4
+    assert _held(away, "weight") is not None
+    assert _held(away, "weight").device.type == "meta", "a GPU holds matrices as they are"
+
+
+def test_an_embedding_and_what_is_not_there_are_not_multiplied() -> None:
+    embedding = VocabParallelEmbedding(5, 4)
+    embedding.quant_method = Packed()
+    assert _held(embedding, "weight") is embedding.weight
+    assert _held(embedding, "bias") is None
+    plain = nn.Linear(4, 3)
+    assert torch.equal(_held(plain, "weight"), plain.weight)
+    plain.params_dtype = torch.bfloat16
+    assert _held(plain, "bias").dtype == torch.bfloat16, "the type in which it was sent"

@@ -1,0 +1,151 @@
+"""What the watch compares and says, on a clock of the test."""
+
+import faulthandler
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlcore.checkpoint.save import UnderWay
+from rlcore.config import RunConfig
+from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
+from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.run import watchdog
+from rlcore.run.faults import read_faults
+from rlcore.run.layout import RunLayout
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
+
+
+class Asked(StopFlag):
+    """Asked to stop so many seconds ago."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        super().__init__(lambda: None)
+        self.seconds = seconds
+
+    def asked_s(self) -> float | None:
+        return self.seconds
+
+
+class Watch(Watchdog):
+    """A watch that is not entered, with what it has told and whom it gave up with."""
+
+    def __init__(self, folder: Path, stop: StopFlag | None = None, **runtime: Any) -> None:
+        self.told: list[Mapping[str, object]] = []
+        self.given_up: list[MillraceError] = []
+        layout = RunLayout(folder, folder / "run")
+        layout.run_dir.mkdir(exist_ok=True)
+        config = RunConfig(runtime=RuntimeConfig(**runtime))
+        super().__init__(
+            config,
+            layout,
+            stop=stop or Asked(),
+            report=self.told.append,
+            give_up=self.given_up.append,
+            step=lambda: 7,
+        )
+
+
+def test_each_phase_has_the_deadline_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, armed = [100.0], list[float | None]()
+
+    def arm(seconds: float, *, exit: bool, file: object) -> None:
+        assert exit
+        armed.append(seconds)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
+    keys = sorted(set(DEADLINE_OF.values()))
+    limits = {key: 1000.0 + place for place, key in enumerate(keys)}
+    watch = Watch(tmp_path, deadlines=DeadlineConfig(**limits))
+    for phase, key in DEADLINE_OF.items():
+        armed.clear()
+        with watch.phase(phase):
+            assert armed == [None, limits[key] + 60]
+        assert armed == [None, limits[key] + 60, None], "no timer is left"
+    with watch.phase("testing"):
+        now[0] += 400.0
+        with watch.phase("gen"):
+            now[0] += 100.0
+        assert armed[-1] == limits["validate_s"] - 500 + 60, "the outer phase has what is left of its time"
+        with watch.phase("gen"):
+            now[0] += 5000.0
+        assert armed[-1] == 60
+
+
+@pytest.mark.parametrize(
+    ("phase", "asked_s", "is_given_up"),
+    [("gen", 50.5, True), ("gen", 50.0, False), ("gen", None, False), ("update_actor", 99.0, False)],
+)
+def test_a_slow_step_is_abandoned_before_its_update(
+    tmp_path: Path, phase: str, asked_s: float | None, is_given_up: bool
+) -> None:
+    watch = Watch(tmp_path, Asked(asked_s), stop_deadline_s=100.0)
+    if not is_given_up:
+        with watch.phase(phase):
+            return
+    with pytest.raises(StepAbandonedError) as told, watch.phase(phase):
+        pytest.fail("it was begun")
+    assert str(told.value) == "the step was given up before gen: a stop was asked for 50 s ago"
+
+
+def test_a_hang_names_the_state_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(tmp_path)
+    watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
+    watch._hangs("commit", 61.4)
+    (fault,) = read_faults(tmp_path / "run")
+    message = (
+        "runtime.deadlines.save_s: hang in commit after step 7: no end after 61 s; checkpoint of step 3: renaming x"
+    )
+    assert (fault.kind, fault.phase, fault.step, fault.message) == ("hang", "commit", 7, message)
+    assert str(fault.stacks).startswith(f"{tmp_path}/run/failures/stacks-20")
+    assert Path(str(fault.stacks)).read_text().startswith(f"hang in commit after step 7\n{message}\n\n")
+    (error,) = watch.given_up
+    assert isinstance(error, HangError)
+    assert str(error) == f"{message}. What every process was doing: {fault.stacks}"
+    text = f"hang in commit after step 7; stacks: {fault.stacks}"
+    assert watch.told == [{"event": "fault", "text": text, "kind": "hang", "phase": "commit", "step": 7}]
+    assert f"fault: hang in commit after step 7: {message}" in caplog.text
+    watch.fault(WorkerLostError("its rank was ended"))
+    assert len(read_faults(tmp_path / "run")) == 1, "what is ended after a hang is no fault of its own"
+
+
+def test_a_fault_names_its_phase(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    with watch.phase("gen"):
+        pass
+    error = DataError("no row")
+    assert watch.fault(error) is error
+    assert watch.told == [
+        {"event": "fault", "text": "data in gen after step 7", "kind": "data", "phase": "gen", "step": 7}
+    ]
+    watch.fault(WorkerLostError("rank 1"))
+    first, second = read_faults(tmp_path / "run")
+    assert (first.kind, first.stacks) == ("data", None)
+    assert second.kind == "lost worker"
+    assert Path(str(second.stacks)).is_file()
+    host = watch.fault(MemoryError("no"))
+    assert str(host).startswith("host out of memory in gen: MemoryError: no\n")
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+def test_a_stop_that_takes_too_long_says_where(tmp_path: Path, is_saving: bool) -> None:
+    watch = Watch(tmp_path, stop_deadline_s=30.0)
+    where = "its end"
+    if is_saving:
+        watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
+        where = "gen; checkpoint of step 3: renaming x"
+        with watch.phase("testing"), watch.phase("gen"):
+            watch._stop_takes_too_long()
+    else:
+        watch._stop_takes_too_long()
+    (error,) = watch.given_up
+    assert isinstance(error, StopRequestedError)
+    assert str(error) == (
+        f"runtime.stop_deadline_s: told to stop, the run had not ended after 30 s (in {where}), and was ended. Start "
+        "again to go on from the last checkpoint"
+    )

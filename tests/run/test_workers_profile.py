@@ -1,0 +1,64 @@
+"""The steps that are profiled."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from rlcore.config.compose import load_config
+from rlcore.run.layout import RunLayout
+from rlcore.run.workers import ProfileWindow
+from rlcore.workers.worker import Worker
+
+
+class Ranks:
+    """Two ranks whose traces are so large."""
+
+    def __init__(self, *sizes: float) -> None:
+        self.sizes = sizes
+        self.called: list[tuple[object, ...]] = []
+
+    def each(self, verb: Any, *arguments: Any) -> list[float]:
+        self.called.append((verb, *arguments))
+        return list(self.sizes)
+
+
+def window(folder: Path, ranks: Ranks, told: list[Mapping[str, object]], *words: str) -> ProfileWindow:
+    config = load_config(["experiment=debug", *words])
+    guard = SimpleNamespace(phase=lambda name: nullcontext(), report=told.append)
+    record = SimpleNamespace(config=config, layout=RunLayout(folder, folder), guard=guard)
+    return ProfileWindow(cast(Any, record), cast(Any, ranks))
+
+
+def profiled(window: ProfileWindow, ranks: Ranks, num_steps: int) -> list[int]:
+    found = []
+    for step in range(num_steps):
+        before = len(ranks.called)
+        with window.around(step):
+            assert ranks.called[before:] in ([], [(Worker.start_profile,)])
+        if len(ranks.called) > before:
+            found.append(step)
+    return found
+
+
+def test_the_steps_of_the_window_are_profiled_and_told(tmp_path: Path) -> None:
+    ranks, told = Ranks(1.25, 3.0), list[Mapping[str, object]]()
+    words = ("runtime.profile.first_step=3", "runtime.profile.num_steps=2", "runtime.profile.max_mb=3")
+    assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3, 4]
+    folder = str(tmp_path / "profile")
+    assert ranks.called[:2] == [(Worker.start_profile,), (Worker.stop_profile, folder, 3, 3.0)]
+    texts = [f"profile of step {step}: 3.0 MB a rank, in {folder}" for step in (3, 4)]
+    assert told == [{"event": "note", "text": text} for text in texts]
+    assert profiled(window(tmp_path, ranks, told), ranks, 7) == []
+
+
+def test_a_trace_that_is_too_large_ends_the_window(tmp_path: Path) -> None:
+    ranks, told = Ranks(1.25, 3.01), list[Mapping[str, object]]()
+    words = ("runtime.profile.first_step=3", "runtime.profile.num_steps=2", "runtime.profile.max_mb=3")
+    assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3]
+    (event,) = told
+    assert event["text"] == (
+        "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is not kept and no further step is "
+        "profiled. Raise it, or profile a run with fewer or shorter answers"
+    )

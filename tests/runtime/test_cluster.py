@@ -1,0 +1,128 @@
+"""Ray's folder: nobody else's, and what killed clusters have left in it goes with the next one."""
+
+import os
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlcore.errors import ConfigError
+from rlcore.runtime import cluster
+
+
+def test_only_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as raylet:
+        monkeypatch.setattr(cluster, "ray_folder", lambda: Path(short))
+        dead, alive, young = (Path(short) / f"session_2026_{name}" for name in ("1", "2", "3"))
+        for session in (dead, alive, young):
+            (session / "sockets").mkdir(parents=True)
+            (session / "sockets" / "plasma_store").touch()
+        (Path(short) / "session_latest").symlink_to(dead)
+        gone = Path(short) / "session_2026_4"  # another run removes it at this moment: listed, and no more there
+        gone.symlink_to(Path(short) / "nowhere")
+        raylet.bind(str(alive / "sockets" / "raylet"))
+        raylet.listen()
+        for session in (dead, alive):
+            os.utime(session, (0, 0))
+        cluster.remove_dead_sessions()
+        assert sorted(Path(short).iterdir()) == [alive, young, gone]
+
+
+@pytest.fixture
+def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this user's folder would be, in a temporary folder whose path is short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield cluster.private_folder()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_the_folder_and_its_secret_are_this_users_alone(private: Path) -> None:
+    environment = cluster.loopback_environment()
+    secret = Path(environment["RAY_AUTH_TOKEN_PATH"])
+    assert (mode(private), mode(secret)) == (0o700, 0o600)
+    assert len(secret.read_text()) == 64
+    assert cluster.loopback_environment() == environment
+    assert secret.read_text() == Path(cluster.token_file()).read_text(), "one for all clusters of a user"
+    assert sorted(private.iterdir()) == [secret]
+
+
+def test_a_folder_that_others_could_write_to_is_closed(private: Path) -> None:
+    private.mkdir()
+    private.chmod(0o777)
+    cluster.loopback_environment()
+    assert mode(private) == 0o700
+
+
+def linked(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+def a_file(path: Path) -> None:
+    path.touch()
+
+
+@pytest.mark.parametrize("prepare", [linked, a_file])
+def test_a_folder_that_somebody_has_prepared_is_refused(private: Path, prepare: Callable[[Path], None]) -> None:
+    prepare(private)
+    before = private.lstat()
+    with pytest.raises(ConfigError, match=rf"{private}: must be a folder of this user .* Set TMPDIR"):
+        cluster.loopback_environment()
+    assert private.lstat() == before, "it is left as it is"
+
+
+def test_what_somebody_has_put_into_it_is_refused(private: Path) -> None:
+    private.mkdir()
+    cluster.token_file().symlink_to("/etc/hostname")  # a secret that others know
+    assert str(cluster.token_file()) in str(cluster.folder_problem())
+    cluster.token_file().unlink()
+    cluster.ray_folder().symlink_to("/tmp")
+    assert str(cluster.ray_folder()) in str(cluster.folder_problem())
+
+
+def test_a_folder_of_somebody_else_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private.mkdir()
+    stranger = os.geteuid() + 1
+    monkeypatch.setattr(cluster, "private_folder", lambda: private)
+    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    with pytest.raises(ConfigError, match=rf"of this user \(uid {stranger}\).* got drwx.* of uid {stranger - 1}"):
+        cluster.loopback_environment()
+
+
+def test_a_temporary_folder_too_long_for_a_socket_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 50 * "a")
+    assert "may not pass 107 bytes" in str(cluster.folder_problem())
+
+
+def test_auto_is_the_own_head_while_it_runs(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert cluster.address_of("auto") == "auto"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        cluster.ray_folder().mkdir(parents=True)
+        (cluster.ray_folder() / "ray_current_cluster").write_text(address)
+        assert cluster.address_of("auto") == address
+        assert cluster.is_own_head(address)
+        assert not cluster.is_own_head("auto")
+        monkeypatch.setenv("RAY_ADDRESS", "head.example:6379")
+        assert cluster.address_of("auto") == "head.example:6379"
+        monkeypatch.delenv("RAY_ADDRESS")
+    assert cluster.address_of("auto") == "auto", "nothing listens there any more"
+
+
+def test_a_process_that_has_imported_ray_already_is_refused(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    for name in cluster.loopback_environment():
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"ray must not be imported before .*RAY_AUTH_MODE=token"):
+        cluster.restrict_ray(None)
+    cluster.restrict_ray("ray-head:6379")  # a cluster of others has a configuration of its own
+    assert "RAY_AUTH_MODE" not in os.environ

@@ -1,0 +1,169 @@
+"""Batches, responses and updates written down by hand, for the tests of a step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
+from rlcore.batching.loader import PromptStream
+from rlcore.batching.pack import pack
+from rlcore.config import RunConfig
+from rlcore.config.rollout import SamplingConfig
+from rlcore.errors import NonFiniteError
+from rlcore.rollout.engine import SamplingRequest
+from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.estimate import Estimate
+from rlcore.trainer.experience import (
+    Answerer,
+    Experience,
+    ScoredAnswer,
+)
+from rlcore.trainer.update import (
+    Steps,
+    Update,
+)
+from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.workers.group import Answered
+from rlcore.workers.trained import ModelUpdate, ModelUpdates
+from rlcore.workers.worker import Worker
+
+PROMPTS = [Prompt(index, (5,) * (1 + index), "countdown", "{}") for index in range(12)]
+
+
+class Written(Answerer):
+    """Answers a prompt of id i with scores `totals[i]`, None for one that the scorer fails on, and `1 + i` tokens."""
+
+    def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
+        self.config = config
+        self.totals = totals
+        self.asked: list[list[SamplingRequest]] = []
+        self.temperatures: list[float] = []
+
+    def answer(
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        policy_version: int,
+        clock: PhaseClock | None = None,
+        shares: Sequence[Sequence[int]] | None = None,
+    ) -> list[ScoredAnswer]:
+        assert policy_version == 4
+        self.asked.append(list(requests))
+        self.temperatures.append(sampling.temperature)
+        return [self._written(request) for request in requests]
+
+    def _written(self, request: SamplingRequest) -> ScoredAnswer:
+        prompt = request.prompt
+        total = self.totals[prompt.prompt_id][request.sample_index]
+        length = 1 + prompt.prompt_id
+        rollout = Rollout(prompt, request.sample_index, np.full(length, 7), np.zeros(length, np.float32), "stop", 4)
+        score = Score(total or 0.0, {"correct": total or 0.0}, failure="no scorer" if total is None else None)
+        return rollout, score, f"{prompt.prompt_id}.{request.sample_index}"
+
+
+class InOrder(PromptStream[Prompt]):
+    """The prompts as they stand."""
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return np.arange(len(self))
+
+
+LENGTHS = ((2, 3), (2, 1), (3, 3), (3, 2))
+"""Tokens of prompt and answer."""
+
+
+SCORES = (
+    Score(1.0, {"correct": 1.0, "format": 0.5}),
+    Score(0.0, {"correct": 0.0}),
+    Score(9.0, {}, failure="lost"),
+    Score(0.5, {"correct": 0.5}),
+)
+
+
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+
+
+def experience() -> Experience:
+    rollouts = []
+    for index, ((prompt, answer), end) in enumerate(zip(LENGTHS, ("length", "length", "stop", "length"), strict=True)):
+        of = Prompt(index // 2, (5,) * prompt, "countdown", "{}")
+        behavior = np.full(answer, HALF, np.float32)
+        rollouts.append(Rollout(of, index % 2, np.full(answer, 7), behavior, end, 0))  # type: ignore[arg-type]
+    return Experience(
+        tuple(rollouts), SCORES, (0, 0, 1, 1), ("",) * 4, num_prompts_drawn=5, num_groups_dropped=3, greedy_scores=None,
+        num_tokens_dropped=3, pass_metrics={"pass_rates/mean": 0.25},
+    )  # fmt: skip
+
+
+def packed_of(found: Experience) -> PackedBatch:
+    return pack(found.rollouts, found.scores, found.group_ids)
+
+
+def estimated(packed: PackedBatch) -> Estimate:
+    """Advantages 0, 1, 2 ..., returns and values by places."""
+    places = torch.arange(packed.num_tokens, dtype=torch.float32)
+    batch = TrainBatch(packed, None, None, None, places, None, places / 2)
+    return Estimate(batch, packed.scores - 0.5, 2 * places, None, None, packed.loss_mask)
+
+
+def sums(kind: type[Statistics], **given: float) -> Any:
+    return kind(*(torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(kind)))
+
+
+POLICY = sums(
+    PolicyStatistics, num_tokens=4, pg_loss=3, entropy=6, kl_loss=9, ppo_kl=2, ref_kl=1, entropy_sum=10, num_clipped=3,
+    num_clipped_lower=1,
+)  # fmt: skip
+
+
+VALUE = sums(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
+
+
+UPDATE = Update(
+    Steps(POLICY, num_steps=3, grad_norm=0.5, largest_grad_norm=0.75, lr=1e-3),
+    Steps(VALUE, num_steps=2, grad_norm=0.25, largest_grad_norm=0.3, lr=1e-4),
+    kl_coef=0.125,
+    entropy_coef=0.01,
+)
+
+
+def rank_updates(
+    kind: type[Statistics], applied: list[bool], *, failed: bool = False, **more: Any
+) -> ModelUpdates[Any]:
+    """What one rank answers: so many steps of 1 token each, with norms 1, 2 ..."""
+    steps = [
+        ModelUpdate(sums(kind, num_tokens=1), float(number), is_applied, **more)
+        for number, is_applied in enumerate(applied, start=1)
+    ]
+    return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)
+
+
+class Ranks:
+    """Two ranks whose answers to the updates are written down; remembers what they are asked."""
+
+    world_size = 2
+
+    def __init__(self, policy: list[ModelUpdates[Any]], critic: list[ModelUpdates[Any]]) -> None:
+        self._answers: dict[Any, list[ModelUpdates[Any]]] = {Worker.update_policy: policy, Worker.update_critic: critic}
+        self.asked: list[tuple[Any, list[tuple[Any, ...]]]] = []
+
+    def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError("an update asks ranks with arguments of their own")
+
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Answered[Any]:
+        self.asked.append((verb, list(arguments)))
+        return Answered(self._answers[verb])
+
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
+        raise AssertionError("the parts are sent before")
+
+    def stream(self, *_: Any) -> None:
+        raise AssertionError("an update writes no answer")
+
+    def close(self) -> None:
+        """Nothing is held."""

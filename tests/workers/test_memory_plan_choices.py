@@ -1,0 +1,220 @@
+"""What is chosen by memory plans, and the messages about them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlcore.errors import ConfigError
+from rlcore.workers import memory_plan as planning
+from rlcore.workers.memory_plan import (
+    CONTEXT_BYTES,
+    ENGINE_FIXED_BYTES,
+    POLICY_UPDATE,
+    Device,
+    MemoryPlan,
+    plan_memory,
+    require_fit,
+    suggestion,
+    too_much,
+)
+from tests.helpers.memory_plans import CACHED, CARD, HF, LONGEST, NO_CRITIC, POLICY, SHAPE, UNKNOWN, settings
+
+
+def test_the_bounds_of_a_device_are_its_own_bytes_less_its_context() -> None:
+    def of(total: int | None, peak: int, floor: int) -> MemoryPlan:
+        return MemoryPlan(Device("a card", 2, total), {"small": {"x": 1}, "large": {"y": peak - 1, "z": 1}}, floor)
+
+    total = 5 * CONTEXT_BYTES
+    exact = of(total, 4 * CONTEXT_BYTES, 4 * CONTEXT_BYTES)
+    assert (exact.usable_bytes, exact.fits, exact.cannot_fit) == (4 * CONTEXT_BYTES, True, False)
+    over = of(total, 4 * CONTEXT_BYTES + 1, 4 * CONTEXT_BYTES + 1)
+    assert (over.fits, over.cannot_fit, over.peak_phase) == (False, True, "large")
+    assert of(CONTEXT_BYTES - 1, 2, 1).usable_bytes == 0
+
+
+def over_its_card() -> MemoryPlan:
+    parts = {"a": 1_000_000_000, "b": 5_250_000_000, "c": 4_000_000_000, "d": 2_000_000_000}
+    return MemoryPlan(
+        Device("a card", 2, 9_000_000_000), {"policy update": parts, "hand-over": {"a": 1}}, 9_500_000_000
+    )
+
+
+@pytest.mark.parametrize("fit", ["check", "auto"])
+def test_a_refusal_has_needed_present_and_largest_parts(fit: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_fit(settings(f"runtime.fit_memory={fit}"), over_its_card())
+    hint = "runtime.fit_memory=auto chooses by the plan. " if fit == "check" else ""
+    assert str(caught.value) == (
+        "runtime.fit_memory: the run cannot fit a card: 9.5 GB are needed with one longest answer in each micro-batch, "
+        "8.0 GB are there (1.5 GB missing, most of it in: policy update, b 5.2 GB, c 4.0 GB, d 2.0 GB). "
+        f"{suggestion(settings())} {hint}runtime.fit_memory=off tries it anyway."
+    )
+    assert too_much(over_its_card()).startswith(", of which 8.0 GB are there: ")
+    require_fit(settings("runtime.fit_memory=off"), over_its_card())
+    fits = plan_memory(settings(), SHAPE, UNKNOWN)
+    require_fit(settings(), fits)
+    assert too_much(fits) == ""
+
+
+REFERENCE, CHECKPOINTING = "algo.kl.offload=true", "model.gradient_checkpointing=true"
+BOTH = "optim.offload=true critic.optim.offload=true"
+SHARE, WORKERS = "a rollout.memory_share below 0.4", "more workers (runtime.num_workers)"
+LORA = f"{WORKERS}, LoRA (model.lora.rank=32) or a smaller model"
+ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.estimator=auto")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), [REFERENCE, BOTH, CHECKPOINTING, SHARE, LORA]),
+        (("rollout.sleep_level=0",), ["rollout.sleep_level=2", REFERENCE, BOTH, CHECKPOINTING, SHARE, LORA]),
+        ((REFERENCE, CHECKPOINTING, *BOTH.split()), [SHARE, LORA]),
+        ((REFERENCE, CHECKPOINTING, "optim.offload=true"), [BOTH, SHARE, LORA]),
+        ((HF, REFERENCE, *NO_CRITIC), ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", LORA]),
+        ((*NO_CRITIC, "optim.offload=true"), [REFERENCE, CHECKPOINTING, SHARE, LORA]),
+        (
+            (*ADAPTERS, "rollout.sleep_level=0"),
+            ["model.lora.offload=true rollout.sleep_level=1", "optim.offload=true", CHECKPOINTING, SHARE,
+             f"{WORKERS}, a base in 4 bits (model.lora.base=nf4) or a smaller model"],
+        ),
+        (
+            (*ADAPTERS, "model.lora.base=nf4", "model.lora.offload=true", "rollout.sleep_level=1"),
+            ["optim.offload=true", CHECKPOINTING, SHARE, f"{WORKERS}, or a smaller model"],
+        ),
+        (
+            (HF, *ADAPTERS, "model.lora.base=nf4"),
+            ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", f"{WORKERS}, or a smaller model"],
+        ),
+    ],
+)  # fmt: skip
+def test_suggestions_name_settings_that_are_not_set(overrides: tuple[str, ...], told: list[str]) -> None:
+    assert suggestion(settings(*overrides)) == f"Set {', '.join(told)}."
+
+
+SLEEPS, AWAKE = "rollout.sleep_level=2", "rollout.sleep_level=0"
+MOMENTS = "optim.offload=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen"),
+    [
+        ((SLEEPS,), [AWAKE, "", REFERENCE, f"{REFERENCE} {BOTH}", f"{CHECKPOINTING} {REFERENCE} {BOTH}"]),
+        ((HF, *NO_CRITIC), ["", REFERENCE, f"{REFERENCE} {MOMENTS}", f"{CHECKPOINTING} {REFERENCE} {MOMENTS}"]),
+        (
+            ADAPTERS,
+            [AWAKE, "", *(f"{more}model.lora.offload=true{last} rollout.sleep_level=1" for more, last in (
+                ("", ""), ("", f" {MOMENTS}"), (f"{CHECKPOINTING} ", f" {MOMENTS}")))],
+        ),
+        ((HF, *ADAPTERS), ["", "", MOMENTS, f"{CHECKPOINTING} {MOMENTS}"]),
+    ],
+)  # fmt: skip
+def test_variants_go_from_the_fastest_to_the_one_that_needs_least(
+    overrides: tuple[str, ...], chosen: list[str]
+) -> None:
+    config = settings(*overrides)
+    variants = [*planning._variants(config)]
+    words = [set(planning.chosen_settings(config, variant).split()) for variant, _ in variants]
+    assert words == [set(text.split()) for text in chosen]
+    has_vllm = config.rollout.engine == "vllm"
+    assert [least for _, least in variants] == [16_384] * has_vllm + [1_024] * (len(variants) - has_vllm)
+    offloaded = settings(REFERENCE, CHECKPOINTING, *BOTH.split())
+    first = next(planning._variants(offloaded))[0]
+    on_the_device = {f"{word.partition('=')[0]}=false" for word in (REFERENCE, CHECKPOINTING, *BOTH.split())}
+    assert set(planning.chosen_settings(offloaded, first).split()) == {AWAKE, *on_the_device}
+
+
+def test_a_budget_that_is_worth_a_variant_holds_several_longest_answers() -> None:
+    config = settings("rollout.max_response_tokens=4994", "trainer.max_tokens_per_micro_batch=5000")
+    assert [least for _, least in planning._variants(config)] == [20_000] * 5
+
+
+def test_the_engines_share_follows_its_answers() -> None:
+    wanted = 2 * POLICY + 16 * LONGEST * CACHED + ENGINE_FIXED_BYTES
+    for total, share, passes in (
+        (10_000_000_000, 0.15, 32_768),
+        (2_500_000_000, 0.519, 8_192),  # of 1.3 GB that are left beside the context and what is kept free
+        (60_000_000_000, 0.05, 32_768),
+    ):
+        device = Device("a card", 2, total)
+        config = settings("rollout.max_batched_tokens=32768")
+        found = planning._with_share(config, SHAPE, device).rollout
+        assert (found.memory_share, found.max_batched_tokens) == (share, passes)
+        assert wanted == planning.wanted_engine_bytes(config, SHAPE, 2, config.answers_together)
+        many = settings("rollout.max_batched_tokens=32768", "rollout.max_num_seqs=10000")
+        assert planning._with_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
+    without = settings(HF)
+    assert planning._with_share(without, SHAPE, CARD) is without
+
+
+LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
+
+
+def with_room(size: int) -> Device:
+    """A device that leaves `size` bytes to what is chosen: of all less the context the share that is not kept free."""
+    total = round((size + CONTEXT_BYTES) / (1 - planning.KEPT_FREE))
+    return next(
+        Device("a card", 2, near)
+        for near in range(total - 2, total + 3)
+        if planning._room(Device("a card", 2, near)) == size
+    )
+
+
+def test_the_largest_budget_that_fits_is_taken_and_none_below_the_least() -> None:
+    config = planning._with(settings(HF, *LARGE), {"rollout.max_num_seqs": 1})
+    budget = planning.MAX_MICRO_BATCH_TOKENS - 20 * 1_024
+    peak = plan_memory(config, SHAPE, UNKNOWN, tokens=budget).peak_bytes
+    for size, least, expected in (
+        (peak, budget, budget),
+        (peak - 1, budget, None),
+        (peak - 1, budget - 1_024, budget - 1_024),
+        (10 * peak, 10, planning.MAX_MICRO_BATCH_TOKENS),
+        (10 * peak, 70_000, 70_000),
+    ):
+        found = planning._with_budget(config, SHAPE, with_room(size), least=least)
+        assert (found and found.trainer.max_tokens_per_micro_batch) == expected
+
+
+def test_the_last_variant_is_taken_where_none_fits() -> None:
+    config = settings(HF, *LARGE, "runtime.fit_memory=auto")
+    chosen, plan = planning.fitted(config, SHAPE, Device("a card", 2, 1_050_000_000))
+    assert chosen.trainer.max_tokens_per_micro_batch == LONGEST
+    assert plan == plan_memory(chosen, SHAPE, plan.device)
+    words = planning.chosen_settings(config, chosen).split()
+    assert {*words} == {REFERENCE, CHECKPOINTING, *BOTH.split(), f"trainer.max_tokens_per_micro_batch={LONGEST}"}
+    roomy, _ = planning.fitted(config, SHAPE, CARD)
+    assert planning.chosen_settings(config, roomy) == "trainer.max_tokens_per_micro_batch=65536"
+    assert planning.fitted(config, SHAPE, UNKNOWN)[0] is config
+
+
+def test_a_run_on_a_gpu_keeps_its_plan_and_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings("model.path=Qwen/Qwen2.5-0.5B", "runtime.fit_memory=off")
+    told: list[dict[str, object]] = []
+    for gpu in (None, ("a card", None)):
+        monkeypatch.setattr(planning, "first_gpu", lambda gpu=gpu: gpu)
+        assert planning.fit_run(config, tmp_path, told.append) is config
+    assert not told
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(planning, "first_gpu", lambda: ("a card", 6_000_000_000))
+    assert planning.fit_run(config, tmp_path, told.append) == config
+    shape = planning.shape_of(config.model)
+    assert shape is not None
+    plan = plan_memory(config, shape, Device("a card", 2, 6_000_000_000))
+    kept_plan = json.loads((tmp_path / "memory_plan.json").read_text())
+    assert kept_plan == {
+        "parts": plan.phases[POLICY_UPDATE],
+        "notes": ["The phase that holds most is policy update."],
+        "capacity_bytes": 6_000_000_000,
+        "device": "a card",
+    }
+    most = f"memory plan: policy update holds most, {plan.peak_bytes / 1e9:.1f} GB{too_much(plan)}"
+    assert told == [{"event": "note", "text": most}]
+    with pytest.raises(ConfigError, match="the run cannot fit a card"):
+        planning.fit_run(settings("model.path=Qwen/Qwen2.5-0.5B"), tmp_path, told.append)
+    auto = settings("model.path=Qwen/Qwen2.5-0.5B", "runtime.fit_memory=auto")
+    monkeypatch.setattr(planning, "first_gpu", lambda: ("a card", 85_000_000_000))
+    chosen = planning.chosen_settings(auto, planning.fit_run(auto, tmp_path, told.append))
+    assert "rollout.sleep_level=0" in chosen.split()
+    assert str(told[1]["text"]).endswith(f" GB; chosen: {chosen}")
+    notes = json.loads((tmp_path / "memory_plan.json").read_text())["notes"]
+    assert notes[1:] == [f"Chosen: {chosen}"]
