@@ -55,6 +55,7 @@ def _rows(folder: str, name: str, most: int) -> Iterator[Row]:
             prompt=(Message("user", f"{record.text('question')}\n\n{_INSTRUCTION}"),),
             ground_truth={"tests": json.dumps(_tests_of(record))},
             solution=f"```python\n{solution}\n```" if solution else "",
+            where=record.where,
         )
 
 

@@ -108,7 +108,11 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
         found = _from_whole_space(settings, seed)
     else:
         found = _Dealer(settings, seed).deal(draw_chunk(settings, seed, chunk) for chunk in count())
-    return {split: _shuffled(problems, seed, split) for split, problems in found.items()}
+    shuffled = {}
+    for split, problems in found.items():
+        order = np.random.default_rng((seed, 2, split == _TRAIN)).permutation(len(problems))
+        shuffled[split] = [problems[index] for index in order.tolist()]
+    return shuffled
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
@@ -167,11 +171,6 @@ def _require_sound(settings: CountdownData) -> None:
         problems.append("data.operations must name at least one operation")
     if problems:
         raise DataError("; ".join(problems))
-
-
-def _shuffled(problems: list[Problem], seed: int, split: str) -> list[Problem]:
-    order = np.random.default_rng((seed, 2, split == _TRAIN)).permutation(len(problems))
-    return [problems[index] for index in order.tolist()]
 
 
 def _sizes(settings: CountdownData) -> Mapping[str, int]:
@@ -286,15 +285,13 @@ def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rationa
                 for right, b in reached[mask ^ part].items():
                     for operation in operations:
                         value = _apply(left, operation, right)
-                        if value is not None:
-                            _keep_shorter(reached[mask], value, join(a, operation, b))
+                        if value is None:
+                            continue
+                        found, term = reached[mask].get(value), join(a, operation, b)
+                        if found is None or len(term.text) < len(found.text):
+                            reached[mask][value] = term
             part = (part - 1) & mask
     return reached[-1]
-
-
-def _keep_shorter(found: dict[Rational, Term], value: Rational, term: Term) -> None:
-    if value not in found or len(term.text) < len(found[value].text):
-        found[value] = term
 
 
 def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
@@ -437,21 +434,22 @@ def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
         counts = range(settings.min_numbers, settings.max_numbers + 1)
         found = [problem for n in counts for problem in _with_uniform_targets(settings, rng, n)]
         return [found[index] for index in rng.permutation(len(found)).tolist()]
-    numbers = _random_numbers(settings, rng, settings.min_numbers + chunk % _num_counts(settings))
+    num_counts = settings.max_numbers - settings.min_numbers + 1
+    numbers = _random_numbers(settings, rng, settings.min_numbers + chunk % num_counts)
     drawn = _random_equations(rng, numbers, settings.operations)
     target, good = _whole_values(drawn, settings)
     return _problems(settings, rng, numbers[good], target[good], drawn.plan[good])
 
 
 def _with_uniform_targets(settings: CountdownData, rng: np.random.Generator, n: int) -> list[Problem]:
+    """Problems of n numbers and independent targets. Several targets are tried with each draw of numbers, since of
+    those to 1,000 one in twenty is reached by four numbers; each pair of numbers and target is as likely as with one.
+    """
     numbers = _random_numbers(settings, rng, n)
-    targets = rng.integers(settings.target_low, settings.target_high + 1, size=(CHUNK, _targets_for_one(settings)))
+    num_targets = min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)
+    targets = rng.integers(settings.target_low, settings.target_high + 1, size=(CHUNK, num_targets))
     plan, solved = equations_for(numbers, targets, settings.operations)
     return _problems(settings, rng, numbers[np.nonzero(solved)[0]], targets[solved], plan[solved])
-
-
-def _num_counts(settings: CountdownData) -> int:
-    return settings.max_numbers - settings.min_numbers + 1
 
 
 def _random_numbers(settings: CountdownData, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
@@ -474,12 +472,6 @@ def _problems(
         Problem(tuple(seen), goal, _equation(row, steps), "" if none else _equation(row, wrong), value).proved()
         for seen, row, goal, steps, wrong, value, none in zip(*(c.tolist() for c in columns), strict=True)
     ]
-
-
-def _targets_for_one(settings: CountdownData) -> int:
-    """Targets that are tried with each draw of numbers: several, since of targets to 1,000 one in twenty is reached by
-    four numbers and one in a hundred by three. Each pair of numbers and target is as likely as with one."""
-    return min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)
 
 
 class _Dealer:

@@ -63,6 +63,7 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
             prompt=(Message("user", prompt_of(question)),),
             ground_truth=reference_number(answer, record.where),
             solution=answer,
+            where=record.where,
         )
 
 

@@ -45,4 +45,5 @@ def _rows(settings: MappedData, split: str) -> Iterator[Row]:
             prompt=(Message("user", f"{question} {settings.instruction}".strip()),),
             ground_truth=answer,
             solution=record.text(settings.solution) if settings.solution else "",
+            where=record.where,
         )

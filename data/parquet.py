@@ -120,4 +120,5 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
         distractor=extra.get("distractor") or "",
         data_source=values["data_source"] or "",
         ability=values.get("ability") or "",
+        where=where,
     )

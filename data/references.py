@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from data.records import is_on_hub
 from data.schema import open_parquet, read_batches
 from data.stage import SPLITS
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
-from data.trial import places_of
 from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import (
     BY_ROW,
+    JUDGE,
+    PROGRAMS,
     CountdownData,
     Gsm8kData,
     MappedData,
@@ -42,7 +43,6 @@ from rlcore.config.data import (
     scorers_of,
 )
 from rlcore.config.fingerprint import fingerprint
-from rlcore.config.rules.data import JUDGE, PROGRAMS
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import wrong_weights
@@ -82,10 +82,11 @@ USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """What is checked of one row. `number`: its place in the split; `truth_json`: its ground truth."""
+    """What is checked of row `number` of a split. `where`: its file and line; `truth_json`: its ground truth."""
 
     split: str
     number: int
+    where: str
     data_source: str
     truth_json: str
     solution: str
@@ -97,11 +98,11 @@ class Unmet:
 
     split: str
     number: int
+    where: str
     reference: str
     answer: str
     score: float
-    failure: str = ""
-    where: str = ""
+    failure: str
 
     def __str__(self) -> str:
         what = f"fails: {self.failure[:200]}" if self.failure else f"scores {self.score:g}"
@@ -196,7 +197,7 @@ def check_references(
         rows = _rows(data, seed, root, dataset, splits)
         if rows is None:
             return ""
-        found = _place_rows(data, _check(data, reward, list(rows), is_taught=is_taught))
+        found = _check(data, reward, list(rows), is_taught=is_taught)
     KNOWN[kept] = found
     if keep and not kept.is_file():
         write_json_atomically(kept, asdict(found))
@@ -232,18 +233,23 @@ def _kept_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig,
 
 
 def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> Iterator[RowReference] | None:
-    """The rows of the dataset, or of local files; None where neither is here."""
+    """The rows of local files, or of the dataset; None where neither is here."""
+    if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
+        made = task_of(data).build(data, seed)
+        return (
+            RowReference(
+                split,
+                number,
+                row.where,
+                row.data_source or made.data_source,
+                json.dumps(row.ground_truth),
+                row.solution,
+            )
+            for split in splits
+            for number, row in enumerate(made.splits[split])
+        )
     directory = dataset_directory(dataset, root)
-    if read_manifest(directory) is not None:
-        return _published(directory, splits)
-    if not isinstance(data, ParquetData | Gsm8kData | MappedData) or is_on_hub(data):
-        return None
-    made = task_of(data).build(data, seed)
-    return (
-        RowReference(split, number, row.data_source or made.data_source, json.dumps(row.ground_truth), row.solution)
-        for split in splits
-        for number, row in enumerate(made.splits[split])
-    )
+    return None if read_manifest(directory) is None else _published(directory, splits)
 
 
 def _published(dataset: Path, splits: Sequence[str]) -> Iterator[RowReference]:
@@ -253,7 +259,8 @@ def _published(dataset: Path, splits: Sequence[str]) -> Iterator[RowReference]:
             for values in batch.select(["data_source", "reward_model", "extra_info"]).to_pylist():
                 truth = json.dumps(values["reward_model"]["ground_truth"])
                 solution = values["extra_info"].get("solution") or ""
-                yield RowReference(split, number, values["data_source"], truth, solution)
+                where = f"{path}: row {number}"
+                yield RowReference(split, number, where, values["data_source"], truth, solution)
                 number += 1
 
 
@@ -270,9 +277,8 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
     for row in rows:
         scorer = scorer_of_row(data, row.data_source)
         if scorer is None:
-            (place,) = places_of(data, row.split, [row.number]).values()
             raise DataError(
-                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} ({place}). "
+                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} ({row.where}). "
                 "Such as data.scorer=data.math:score"
             )
         by_scorer.setdefault(scorer, []).append(row)
@@ -346,7 +352,8 @@ class _Checker:
             # A scorer that never gives 1 has full marks of its own, which are not known.
             earns = _earns_all(score) if self._has_full_marks else score.total > 0
             if score.failure is not None or (is_right and not earns):
-                unmet = Unmet(row.split, row.number, row.truth_json, answer, score.total, score.failure or "")
+                failure = score.failure or ""
+                unmet = Unmet(row.split, row.number, row.where, row.truth_json, answer, score.total, failure)
                 found.setdefault((row.split, row.number), unmet)
         return list(found.values())
 
@@ -372,18 +379,6 @@ def _reference(row: RowReference) -> str | None:
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]
     return str(truth) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
-
-
-# ---------------------------------------------------------------------- files and lines
-
-
-def _place_rows(data: TaskData, found: Checked) -> Checked:
-    """The result with file and line of the rows that it keeps."""
-    places = {
-        split: places_of(data, split, [row.number for row in found.shown if row.split == split])
-        for split in found.unmet
-    }
-    return replace(found, shown=tuple(replace(row, where=places[row.split][row.number]) for row in found.shown))
 
 
 def _read(path: Path) -> Checked | None:

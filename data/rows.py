@@ -25,7 +25,7 @@ class Row:
 
     `solution` is a whole answer that the scorer gives full marks, `distractor` a whole answer of the same form that
     reaches something else; '' where there is none. `difficulty` is the task's own measure, 0 where it has none.
-    `data_source` and `ability` are the task's where they are ''.
+    `data_source` and `ability` are the task's where they are ''. `where`: its file and line, for messages.
     """
 
     prompt: tuple[Message, ...]
@@ -35,6 +35,7 @@ class Row:
     distractor: str = ""
     data_source: str = ""
     ability: str = ""
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)

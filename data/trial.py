@@ -8,14 +8,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from data.parquet import require_scorers
-from data.records import is_on_hub, records
+from data.records import is_on_hub
 from data.rows import PromptForm
 from data.schema import ground_truth_json, open_parquet, provenance
 from data.stage import SPLITS
@@ -89,43 +89,26 @@ def require_sound_rows(
     made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, splits), root))
     if made is not None:
         return int(made.values["counts"][splits[0]])
-    rows, counts = task_of(config).build(config, seed), dict.fromkeys(splits, 0)
-    seen: dict[int, tuple[str, int]] = {}  # hash of a prompt -> split and number
+    rows, counts = task_of(config).build(config, seed), Counter[str]()
+    seen: dict[int, tuple[str, str]] = {}  # hash of a prompt -> split and place
     for split in splits:
-        for number, row in enumerate(rows.splits[split]):
+        for row in rows.splits[split]:
             counts[split] += 1
-            first = seen.setdefault(hash(row.prompt), (split, number))
-            if first[0] != split or (each_once and first[1] != number):
-                places = [places_of(config, where, [at])[at] for where, at in ((split, number), first)]
-                raise _again(split, places[0], first[0], places[1])
+            if (key := hash(row.prompt)) not in seen:
+                seen[key] = split, row.where
+                continue
+            first_split, first = seen[key]
+            if first_split != split:
+                raise DataError(
+                    f"{row.where}: the same prompt as {first}, so {split} would not measure what is new to the model. "
+                    "Remove it from one of the two files"
+                )
+            if each_once:
+                raise DataError(
+                    f"{row.where}: the same prompt as {first}. Remove one of them, or set filter.duplicates to drop or "
+                    "keep"
+                )
     return counts[splits[0]]
-
-
-def places_of(config: TaskData, split: str, numbers: Collection[int]) -> dict[int, str]:
-    """File and line of some rows by their number, or that number where a row is no record of a file."""
-    file = getattr(config, f"{split}_split", {"validation": "test"}.get(split, split))
-    match config:
-        case ParquetData():
-            path = config.train_file if split == "train" else config.validation_file
-            return {number: f"{path}: row {number}" for number in numbers}
-        case Gsm8kData() | MappedData():
-            found = records(config.source, file, getattr(config, "subset", "main"), config.revision)
-        case CustomData(build="data.code:build"):
-            found = records(config.options[0], file)
-        case _:
-            return {number: f"row {number} of {split}" for number in numbers}
-    first = islice(found, max(numbers, default=-1) + 1)
-    return {number: record.where for number, record in enumerate(first) if number in numbers}
-
-
-def _again(split: str, place: str, first_split: str, first: str) -> DataError:
-    if split == first_split:
-        remedy = "Remove one of them, or set filter.duplicates to drop or keep"
-        return DataError(f"{place}: the same prompt as {first}. {remedy}")
-    return DataError(
-        f"{place}: the same prompt as {first}, so {split} would not measure what is new to the model. Remove it from "
-        "one of the two files"
-    )
 
 
 def _of_dataset(config: TaskData, parquet: Path) -> FirstRow:

@@ -4,7 +4,7 @@
 a plan asks each for its status (`flows.plan`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,12 +83,16 @@ class Results(list[tuple[Stage[Any], Any]]):
         return result
 
 
+def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
+    """The stages up to the last one of this name; see `stages_of`."""
+    stages = stages_of(config, to_step)
+    names = [stage.name for stage in stages]
+    return stages[: len(names) - names[::-1].index(last)]
+
+
 def run_stages(run: OpenRun, do: RunStage, last: str, to_step: int | None = None) -> Results:
     """Run the stages up to those of this name; those that are done give their results."""
-    stages = stages_of(run.config, to_step)
-    names = [stage.name for stage in stages]
-    end = len(names) - names[::-1].index(last)
-    return Results((stage, do(stage, run)) for stage in stages[:end])
+    return Results((stage, do(stage, run)) for stage in stages_until(run.config, last, to_step))
 
 
 def make_rows(run: OpenRun, do: RunStage) -> RunInputs:
@@ -103,13 +107,13 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
     for stage in stages:
         if not stage.in_trainer:  # before the first stages there is no process, after the last ones it may end
-            run.trainer.let_go()
+            run.trainer.close()
         made.append((stage, do(stage, run)))
         if stage == Filter():
             record.start(made.of(Dataset()), made.of(Filter()))
             if with_report and Report().known(run) is None:
                 load_ahead()
-    run.trainer.let_go()
+    run.trainer.close()
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None
     recorded = record.finish(report, last, best)
@@ -122,9 +126,7 @@ def run_evaluation(run: OpenRun, do: RunStage) -> list[ValidationResult]:
     """Validate the run's model on its suites: an evaluation has no other stages."""
     for suite in run.config.validation.suites:
         do(Suite(suite), run)
-    found = do(Evaluate(), run)
-    run.trainer.let_go()
-    return found
+    return do(Evaluate(), run)
 
 
 def finished(run: OpenRun) -> PipelineResult | None:
@@ -166,16 +168,19 @@ def run_quietly(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_here(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without Prefect. A lost trainer is started again, from what is on disk."""
-    retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
-    for attempt in range(retries + 1):
-        try:
-            result = stage.result(run)
-            break
-        except WorkerLostError as error:
-            if attempt == retries:
-                raise
-            display().line(f"{error}\ntrying again from the last checkpoint ({attempt + 1} of {retries})")
+    """Run a stage without Prefect, and show its result in a line."""
+    result = result_of(stage, run, display().line)
     if line := stage.describe(result):
         display().line(line)
     return result
+
+
+def result_of(stage: Stage[R], run: OpenRun, say: Callable[[str], None]) -> R:
+    """The result of a stage. One that has lost its trainer is run again, at most `runtime.max_chunk_retries` times."""
+    retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
+    for attempt in range(1, retries + 1):
+        try:
+            return stage.result(run)
+        except WorkerLostError as error:
+            say(f"{error}\ntrying again from the last checkpoint ({attempt} of {retries})")
+    return stage.result(run)

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from shlex import join
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
 from prefect.events import emit_event
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Paused, Running
-from prefect.tasks import Task, exponential_backoff
+from prefect.tasks import Task
 
-from flows import artifacts
+from flows import artifacts, chain
 from flows.parameters import RunSettings, experiment_name
 from flows.progress import describe, display
 from flows.server import watch
@@ -28,22 +27,24 @@ from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 from flows.work.status import was_told, worker_of
 from flows.work.trainer import WAITS
-from rlcore.errors import WorkerLostError
 from rlcore.run.disk import PAUSED
 from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 
-RETRY_BACKOFF_S = 2
-"""Seconds before the first retry, doubled for each further one: a dead process's memory is free by then."""
+WHOLE: Final = "report"
+"""The last stage of a whole run."""
 
 
 def flow_run_name() -> str:
-    """`train/countdown_demo seed=2`: the flow, the experiment, and the seed where one was given."""
+    """`train/countdown_demo seed=2`: flow or last stage, the experiment, and the seed where one was given."""
     given = flow_run.parameters
+    until = given.get("until", WHOLE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
-    return " ".join([f"{flow_run.flow_name}/{experiment_name(given.get('experiment'))}", *seed[:1]])
+    return " ".join(
+        [f"{flow_run.flow_name if until == WHOLE else until}/{experiment_name(given.get('experiment'))}", *seed[:1]]
+    )
 
 
 CHECKED: ContextVar[Any] = ContextVar("checked", default=None)
@@ -96,7 +97,7 @@ def say_settings(settings: RunSettings, verb: str) -> None:
 
 
 def as_task(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage of a run as a task. It is tried again where it has lost a worker, from what is on disk.
+    """Run a stage of a run as a task.
 
     Raises:
         Pause: the flow run was suspended before it.
@@ -107,7 +108,7 @@ def as_task(stage: Stage[R], run: OpenRun) -> R:
 
     def work() -> R:
         with reported(run):
-            return stage.result(run)
+            return chain.result_of(stage, run, tell)
 
     def describe(result: R) -> str:
         if isinstance(result, Judgement):
@@ -116,10 +117,10 @@ def as_task(stage: Stage[R], run: OpenRun) -> R:
             show_start_model(run, result)
         return stage.describe(result)
 
-    return task_of(stage.name, stage.title(run), work, describe, retries=run.config.runtime.max_chunk_retries)
+    return task_of(stage.name, stage.title(run), work, describe)
 
 
-def task_of(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str], retries: int = 0) -> R:
+def task_of(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
     """Do work as a task. `describe` gives its result as a line, '' for none.
 
     Raises:
@@ -135,26 +136,8 @@ def task_of(name: str, title: str, work: Callable[[], R], describe: Callable[[R]
             tell(line)
         return result
 
-    task = Task(
-        do,
-        name=name,
-        task_run_name=lambda: title,
-        cache_policy=NO_CACHE,
-        retries=retries,
-        retry_delay_seconds=exponential_backoff(RETRY_BACKOFF_S),
-        retry_condition_fn=is_worth_a_retry,
-    )
     with signals:
-        return task()
-
-
-def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A lost process is; wrong settings, a full disk, a loss that is not finite are not."""
-    if not isinstance(state.data, WorkerLostError):
-        return False
-    if task_run.run_count <= task.retries:
-        tell(f"{state.data}\ntrying again from the last checkpoint ({task_run.run_count} of {task.retries})")
-    return True
+        return Task(do, name=name, task_run_name=lambda: title, cache_policy=NO_CACHE)()
 
 
 WARM_START = "warm-start"
@@ -170,7 +153,7 @@ _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING",
 
 def show_start_model(run: OpenRun, model: StartModel) -> None:
     """The bar of a warm start is full at its end, which may come before its last step."""
-    if model.is_over and f"progress-{WARM_START}" in run.shown.artifacts:
+    if f"progress-{WARM_START}" in run.shown.artifacts:
         artifacts.show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 

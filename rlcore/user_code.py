@@ -33,7 +33,7 @@ FOLDER_VARIABLE = "MILLRACE_CODE"
 """Environment variable of a run's processes: the folder of its code."""
 OWN_PACKAGES = ("conf", "data", "flows", "rlcore")
 """Millrace's own packages are never imported from a copy: running processes have them loaded already."""
-OWN_FOLDER = "of-millrace"
+OWN_FOLDER = "millrace-source"
 """Folder of their files in a copy: no name that can be imported."""
 INSTALLED = ("site-packages", "dist-packages")
 SHOWN_LINES = 40

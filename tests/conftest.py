@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
-REFERENCE = ("test_pipeline.py", "test_tracking_commands.py")
+REFERENCE = ("test_pipeline.py", "commands/test_tracking.py")
 SERVER = (
     "server/test_guard.py", "stack/test_deploy.py", "stack/test_own.py", "sweep/test_flow.py",
     "sweep/test_flow_workers.py", "test_tasks.py",

@@ -98,8 +98,8 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 
-def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None) -> StartModel:
-    """The model of step 0, or the warm start as far as `to_step`, in this process."""
+def warm_start(config: RunConfig, inputs: RunInputs) -> StartModel:
+    """The model of step 0, made in this process."""
 
     def report(event: Mapping[str, object]) -> None:
         pass
@@ -116,7 +116,7 @@ def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None)
         watched.enter_context(guard)
         stage = WarmStart(config, inputs, guard)
         try:
-            return stage.to(to_step)
+            return stage.make()
         finally:
             stage.close(failed=False)
 

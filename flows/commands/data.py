@@ -18,14 +18,16 @@ def make(settings: Settings = None, root: RootOfRun = None) -> None:
     """
     composed = compose_words(settings, root)
     from flows import chain
-    from flows.plan.checks import check_before_plan, check_rows
+    from flows.plan.checks import check_before_plan, check_stages
     from flows.progress import display_for_console, shown_on
+    from flows.stages.filter import Filter
     from flows.work.open_run import OpenRun
 
     check_before_plan(composed.config)
-    check_rows(composed.config)
+    run = OpenRun(composed.config)
+    check_stages(run, [stage for stage in chain.stages_until(run.config, Filter.name) if not stage.status(run).cached])
     with shown_on(display_for_console()):
-        chain.make_rows(OpenRun(composed.config), chain.run_here)
+        chain.make_rows(run, chain.run_here)
 
 
 def pass_rates(settings: Settings = None, root: RootOfRun = None, verbose: Verbose = False) -> None:

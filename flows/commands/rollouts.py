@@ -99,7 +99,7 @@ def rescore(
         ConfigError: an option or the weights cannot be read, or the weights name what is no part of the score.
         DataError: the scorer failed on all answers.
     """
-    from flows.plan.checks import of_the_judge
+    from flows.stages.trials import of_the_judge
     from rlcore.answers.judge import rescore as rescore_answers
     from rlcore.answers.query import Query, finite
     from rlcore.rollout.scoring_worker import wrong_weights
@@ -156,7 +156,7 @@ def audit(
     Raises:
         DataError: the scorer failed on some answers, and none of the others scored.
     """
-    from flows.plan.checks import of_the_judge
+    from flows.stages.trials import of_the_judge
     from rlcore.answers.judge import audit_reward, cases_of
 
     config, layout, _ = _kept(run, root)

@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,6 @@ from rlcore.errors import ConfigError, DataError, RunInUseError
 
 if TYPE_CHECKING:
     from flows.work.slots import State, Wish
-    from flows.work.status import RunStatus
     from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
@@ -59,8 +57,13 @@ def runs(
     Raises:
         ConfigError: no run can be in that state.
     """
+    from rich.table import Table
+
+    from flows.progress import console_for_tables
+    from flows.work.open_run import EVALUATION
     from flows.work.runs import all_runs
     from flows.work.status import STATES, status_of
+    from rlcore.storage.disk import size
 
     for state in states or ():
         if state not in STATES:
@@ -71,19 +74,10 @@ def runs(
     found = [one for one in found if not states or one.state in states]
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=2))
-    elif found:
-        _show(found)
-    else:
+        return
+    if not found:
         print(f"{root / 'runs'}: no {'such ' if names or states else ''}run; --root names another root")
-
-
-def _show(found: "Sequence[RunStatus]") -> None:
-    from rich.table import Table
-
-    from flows.progress import console_for_tables
-    from flows.work.open_run import EVALUATION
-    from rlcore.storage.disk import size
-
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "state"):
         table.add_column(name, no_wrap=True)
@@ -95,8 +89,8 @@ def _show(found: "Sequence[RunStatus]") -> None:
         if one.name == EVALUATION and not one.step:
             steps = "-"  # it has none
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
-        age, held = age_of(time.time() - one.changed), size(one.size_bytes)
-        table.add_row(one.run_id, one.state, steps, *figures, age, held, one.note)
+        age = age_of(time.time() - one.changed)
+        table.add_row(one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note)
     console_for_tables().print(table, soft_wrap=False)
 
 
@@ -126,33 +120,32 @@ def logs(
     """
     from flows.work.runs import named_run
     from flows.work.status import worker_of
-    from flows.work.trainer import LogTail
+    from flows.work.trainer import LogTail, trainer_logs
 
     _, layout = named_run(run, root)
-    newest = _newest_log(layout.logs)
-    if newest is None:
+    if not (known := trainer_logs(layout.logs)):
         raise DataError(
             f"{layout.logs}: holds no trainer's log: none was started for run {layout.run_dir.name} yet. What the "
             "stages before it say stands where the run was started; millrace runs says whether it goes on."
         )
-    tail = LogTail(newest)
-    print(f"{newest}:")
+    tail = LogTail(known[max(known)])
+    print(f"{tail.path}:")
     last = deque[str](maxlen=num_lines)
-    while not tail.is_at_end:
+    while not tail.is_at_end():
         last.extend(tail.new_lines())
     for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
         _print_line(line)
     with suppress(KeyboardInterrupt):  # the usual end of looking on
         while follow:
             is_over = worker_of(layout.run_dir) is None  # asked first, as the newest log: the rest is read after that
-            newest = _newest_log(layout.logs)
-            is_newer = newest is not None and newest != tail.path
-            while not tail.is_at_end:
+            known = trainer_logs(layout.logs)
+            newest = known[max(known)] if known else tail.path
+            while not tail.is_at_end():
                 for line in tail.new_lines():
                     _print_line(line)
-            if tail.rest and (is_newer or is_over):
+            if tail.rest and (newest != tail.path or is_over):
                 _print_line(tail.rest)
-            if newest is not None and is_newer:
+            if newest != tail.path:
                 tail = LogTail(newest)
                 print(f"{newest}:", flush=True)
             elif is_over:
@@ -166,13 +159,6 @@ def _print_line(line: str) -> None:
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)
-
-
-def _newest_log(folder: Path) -> Path | None:
-    from flows.work.trainer import trainer_logs
-
-    found = trainer_logs(folder)
-    return found[max(found)] if found else None
 
 
 def stop(run: Run, root: RootOfRun = None) -> None:
@@ -285,7 +271,12 @@ def slots(
             raise ConfigError(f"--gpus: must give {MOST_SLOTS:,} slots at most; got {len(devices):,}. Name fewer")
         found.set_devices(devices)
     state = found.look()
-    print(json.dumps(_slots_as_json(state)) if as_json else "\n".join(_slot_lines(state, root)))
+    if not as_json:
+        print("\n".join(_slot_lines(state, root)))
+        return
+    holders = {str(number): asdict(wish) for number, wish in state.holders.items()}
+    waiting = [asdict(wish) | {"reason": state.reason(wish)} for wish in state.waiting]
+    print(json.dumps({"devices": state.devices, "holders": holders, "waiting": waiting}))
 
 
 def _indices(gpus: str) -> list[str]:
@@ -297,25 +288,18 @@ def _indices(gpus: str) -> list[str]:
     return parts
 
 
-def _slots_as_json(state: "State") -> dict[str, object]:
-    holders = {str(number): asdict(wish) for number, wish in state.holders.items()}
-    waiting = [asdict(wish) | {"reason": state.reason(wish)} for wish in state.waiting]
-    return {"devices": state.devices, "holders": holders, "waiting": waiting}
-
-
 def _slot_lines(state: "State", root: Path) -> list[str]:
     if not state.devices:
         return [f"{root}: no slots, so any number of runs train at a time; --set N or --gpus I,J gives it some"]
+    from flows.progress import duration
+
+    def ago(wish: "Wish") -> str:
+        return f"{duration(max(0.0, time.time() - wish.since))} ago"
+
     lines = []
     for number, device in enumerate(state.devices):
         name = f"slot {number}" + (f", GPU {device}" if device else "")
         holder = state.holders.get(number)
-        lines.append(f"{name}: {'free' if holder is None else f'{holder}, asked {_ago(holder)}'}")
-    lines += [f"waiting: {wish.run_id} {state.reason(wish)}, since {_ago(wish)}" for wish in state.waiting]
+        lines.append(f"{name}: {'free' if holder is None else f'{holder}, asked {ago(holder)}'}")
+    lines += [f"waiting: {wish.run_id} {state.reason(wish)}, since {ago(wish)}" for wish in state.waiting]
     return lines
-
-
-def _ago(wish: "Wish") -> str:
-    from flows.progress import duration
-
-    return f"{duration(max(0.0, time.time() - wish.since))} ago"

@@ -1,4 +1,4 @@
-"""Settings on the command line: words and options, `--root`, and settings that are only shown (`--cfg`, `--info`)."""
+"""Settings on the command line: words and options, `--root`, and settings that are only shown (`--cfg job`)."""
 
 import inspect
 import os
@@ -193,26 +193,13 @@ def warn(lines: Iterable[str]) -> None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def show_settings(settings: "RunSettings", *, cfg: str | None) -> None:
-    """Print the composed settings as YAML (`--cfg job`, no other part), or what they are composed of (`--info`)."""
-    from rlcore.config.compose import CONF_DIR
+def show_settings(settings: "RunSettings", part: str) -> None:
+    """Print the composed settings as YAML. `part`: `job`, as of Hydra's `--cfg`; there is no other."""
     from rlcore.config.documents import to_yaml
-    from rlcore.config.fingerprint import run_id
-    from rlcore.config.problems import masked
 
-    if cfg == "job":
-        print(to_yaml(settings.config), end="")
-        return
-    if cfg is not None:
-        raise ConfigError(
-            f"--cfg: must be job, the composed settings; got {cfg}. --info says what they are composed of"
-        )
-    assert settings.composed is not None
-    print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
-    print(f"conf       {CONF_DIR}")
-    print(f"experiment {', '.join(settings.composed.files) or 'none: the defaults'}")
-    print(f"groups     {' '.join(f'{group}={member}' for group, member in settings.composed.members.items())}")
-    print(f"overrides  {' '.join(map(masked, settings.overrides)) or 'none'}")
+    if part != "job":
+        raise ConfigError(f"--cfg: must be job, the composed settings; got {part}. Write --cfg job")
+    print(to_yaml(settings.config), end="")
 
 
 def beside_python(command: str) -> str:

@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,13 +17,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flows import SOURCE_FOLDER
-from flows.plan.checks import GPU_FILES, require_root
+from flows.plan.checks import GPU_FILES
 from flows.progress import console_for_tables
-from rlcore import sandbox
-from rlcore.config import SandboxConfig
-from rlcore.errors import MillraceError
 from rlcore.models.shape import has_code_for
-from rlcore.runtime.cluster import folder_problem
 from rlcore.runtime.devices import Devices, all_reduce, find_devices, output_of
 from rlcore.storage.disk import free_bytes, size
 from rlcore.user_code import OWN_PACKAGES
@@ -34,7 +30,6 @@ LEAST_MEMORY_BYTES = 8e9
 """Of the host: a trainer with torch and Ray takes half of it before a model is loaded."""
 LEAST_SHARED_BYTES = 1 << 30
 """Of /dev/shm: NCCL and vLLM's processes talk through it; a container has 64 MB by default."""
-LEAST_FREE_BYTES = 10e9
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
 INSTALL = "In a checkout: make install (pip install -c constraints.txt -e .)"
@@ -56,12 +51,9 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
     return Line(name, "ok", found) if is_ok else Line(name, level, found, remedy)
 
 
-def check_machine(root: Path) -> list[Line]:
-    """Check everything that a run needs, concurrently."""
-    checks: tuple[Callable[[], Iterator[Line]], ...] = (
-        _python, _names, _packages, _devices, _memory, _shared_memory, lambda: _disk(root), _vllm, _prefect,
-        lambda: _mlflow(root), _ray, _ports, _hub, _sandbox,
-    )  # fmt: skip
+def check_machine() -> list[Line]:
+    """Check concurrently what a run needs and its start does not check."""
+    checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, port_lines)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
 
@@ -99,7 +91,7 @@ def _names() -> Iterator[Line]:
 def _packages() -> Iterator[Line]:
     tested = tested_versions(SOURCE_FOLDER / "constraints.txt")
     wanted = [Requirement(text) for text in metadata.requires("millrace") or ()]
-    lines = [_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    lines = [package_line(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     as_tested = sum(line.level == "ok" for line in lines)
     if as_tested:
         what = "are as tested" if tested else "are in their ranges"
@@ -115,7 +107,8 @@ def tested_versions(constraints: Path) -> dict[str, str]:
     return {canonicalize_name(name): version.split()[0] for name, _, version in pins}
 
 
-def _package(wanted: Requirement, tested: Mapping[str, str]) -> Line:
+def package_line(wanted: Requirement, tested: Mapping[str, str]) -> Line:
+    """The line of a package: its version, against its range and the tested one."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -192,17 +185,6 @@ def _shared_memory() -> Iterator[Line]:
     yield _line(free >= LEAST_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
 
 
-def _disk(root: Path) -> Iterator[Line]:
-    try:
-        require_root(root)
-    except MillraceError as error:
-        yield Line("root", "error", str(error).rstrip("."), "Name another one by --root")
-        return
-    free = free_bytes(root)
-    remedy = "--dry-run says what a run will write; --root names another disk"
-    yield _line(free >= LEAST_FREE_BYTES, "disk", f"{size(free)} free for {root}", remedy)
-
-
 def _vllm() -> Iterator[Line]:
     if find_spec("vllm") is None:
         text = "none: rollout=hf alone, which is many times slower on a GPU"
@@ -229,25 +211,6 @@ def _prefect() -> Iterator[Line]:
         yield _line(is_there, "Prefect server", text, remedy, "error")
 
 
-def _mlflow(root: Path) -> Iterator[Line]:
-    version = metadata.version("mlflow")
-    if not (root / "mlflow.db").is_file():
-        yield Line("MLflow", "ok", f"{version}; the first run makes the store under {root}")
-        return
-    from rlcore.config import TrackingConfig
-    from rlcore.tracking.connection import explain
-    from rlcore.tracking.mlflow_store import MlflowStore
-
-    store = MlflowStore(TrackingConfig(), root)
-    try:
-        num = len(store.client.search_experiments())
-    except Exception as error:
-        remedy = "Look whether another MLflow version has changed it; runs go on without it (tracking.enabled=false)"
-        yield Line("MLflow", "error", f"{version}; {explain(error, store.uri)}", remedy)
-        return
-    yield Line("MLflow", "ok", f"{version}; {root / 'mlflow.db'} answers, {num} experiments")
-
-
 def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
     try:
         output_of([sys.executable, "-P", "-c", statement])
@@ -256,13 +219,8 @@ def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
     return Line(name, "ok", version)
 
 
-def _ray() -> Iterator[Line]:
-    problem = folder_problem()
-    text = problem or f"{metadata.version('ray')}; its folder can be used"
-    yield _line(problem is None, "Ray", text, "runtime=local needs no Ray")
-
-
-def _ports() -> Iterator[Line]:
+def port_lines() -> Iterator[Line]:
+    """Whether servers on loopback can be reached, and no proxy stands before them."""
     try:
         with socket.create_server((LOCAL_NAMES[0], 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -277,27 +235,3 @@ def _ports() -> Iterator[Line]:
         yield Line("ports", "warning", f"{proxies[0]} is set, and no_proxy leaves 127.0.0.1 to it", remedy)
         return
     yield Line("ports", "ok", "servers on 127.0.0.1 can be reached; each takes a free port")
-
-
-def _hub() -> Iterator[Line]:
-    from huggingface_hub import constants
-
-    from rlcore.models.hub import hub_answers
-
-    if constants.HF_HUB_OFFLINE:
-        yield Line("hub", "ok", "HF_HUB_OFFLINE is set: models and data come from folders and the cache")
-        return
-    remedy = "Fetch models where there is a network (hf download NAME), or give folders; HF_HUB_OFFLINE=1 asks no more"
-    is_there = hub_answers()
-    yield _line(is_there, "hub", f"{constants.ENDPOINT} {'answers' if is_there else 'does not answer'}", remedy)
-
-
-def _sandbox() -> Iterator[Line]:
-    try:
-        sandbox.require_sandbox(SandboxConfig())
-    except MillraceError as error:
-        missing = str(error).partition("on this machine: ")[2].partition(". Mend")[0]
-        remedy = "Only data=code and tools that run programs need it (docs/operations.md)"
-        yield Line("sandbox", "warning", missing, remedy)
-    else:
-        yield Line("sandbox", "ok", "programs of a model can be shut in")

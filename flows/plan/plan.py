@@ -1,13 +1,10 @@
 """What a run would do: its stages, what of them is done, its chunks, its room on disk, its tokens. Writes nothing."""
 
-from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from safetensors import SafetensorError, safe_open
 
 from flows.chain import stages_of
 from flows.stages.stage import StageStatus
@@ -15,7 +12,7 @@ from flows.stages.warm_start import WarmStart
 from flows.work.open_run import OpenRun
 from flows.work.origin import require_same
 from rlcore.checkpoint.catalog import scan
-from rlcore.config import LoraConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED, SMOLLM2, smollm2_file
 from rlcore.models.shape import config_file, critic_shape, shape_of
@@ -104,38 +101,14 @@ class ParameterCount:
 
 
 def count_parameters(config: RunConfig) -> ParameterCount | None:
-    """Parameters of policy and critic; None where neither the model's files nor its shape are known."""
-    lora = config.model.lora
-    shape = shape_of(config.model)
-    tensors = {} if config.model.path is None else _file_shapes(config.model.path)
-    if tensors:
-        whole = sum(prod(tensor) for tensor in tensors.values())
-        policy = whole if lora is None else _adapters(tensors, lora)
-    elif shape is None:
+    """Parameters of policy and critic; None where the model's shape is not known."""
+    lora, shape = config.model.lora, shape_of(config.model)
+    if shape is None:
         return None
-    else:
-        whole = shape.policy_parameters
-        policy = whole if lora is None else shape.adapter_parameters(lora)
-    if config.critic is None:
-        return ParameterCount(policy, whole)
-    critic = whole if shape is None else critic_shape(config, shape).critic_parameters
+    whole = shape.policy_parameters
+    policy = whole if lora is None else shape.adapter_parameters(lora)
+    critic = 0 if config.critic is None else critic_shape(config, shape).critic_parameters
     return ParameterCount(policy + critic, whole)
-
-
-def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    folder = Path(path).expanduser()
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with suppress(SafetensorError, OSError), safe_open(file, framework="numpy") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
-
-
-def _adapters(shapes: dict[str, tuple[int, ...]], lora: LoraConfig) -> int:
-    """Two matrices beside each target layer, of rank x in and out x rank."""
-    targets = tuple(f"{name}.weight" for name in lora.target_modules)
-    return sum(lora.rank * sum(shape) for name, shape in shapes.items() if name.endswith(targets) and len(shape) == 2)
 
 
 def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
@@ -169,7 +142,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         warm_start_memory=None
         if has_start_model or not seen.warm_start.enabled
         else plan_memory_here(stage_settings(seen)),
-        published_model=_published_model(seen),
+        published_model=published_model_of(seen),
     )
 
 
@@ -179,7 +152,8 @@ def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
     return None if shape is None else fitted(config, shape, device_of(config))[1]
 
 
-def _published_model(config: RunConfig) -> str | None:
+def published_model_of(config: RunConfig) -> str | None:
+    """`model.path` of a model with a known published shape that is not on this machine."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None

@@ -114,7 +114,7 @@ class Runs:
 
     def together(self, request: Request) -> Response:
         """The answers to the prompt of one answer at its step, with their tokens, and the other steps with answers."""
-        from rlcore.report.samples import truth_text
+        from rlcore.report.page import truth_text
 
         layout = self._layout(request.query_params.get("run", ""))
         found = answers_with(layout.answers, request.query_params.get("key", ""))

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from data.stage import StageResult
-from flows.stages.rows import describe_rows, make_dataset, planned_dataset, status_of_rows
+from flows.stages.rows import describe_rows, few_rows, make_dataset, planned_dataset, status_of_rows
 from flows.stages.stage import Stage, StageStatus
+from flows.stages.trials import Trial, count_rows, is_own_build
 from flows.work.open_run import OpenRun
+from rlcore.config import CountdownData
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,17 @@ class Dataset(Stage[StageResult]):
 
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, planned_dataset(run.seen), run.config.data.task)
+
+    def check(self, trial: Trial) -> list[str]:
+        config = trial.config
+        where = "that data.train_size asks for" if any(map(is_own_build, trial.tasks)) else "of the dataset"
+        few = few_rows(config, count_rows(config), where)
+        for task in trial.tasks:
+            if isinstance(task, CountdownData):
+                from data.countdown_problems import require_enough
+
+                require_enough(task, config.data.seed)
+        return [few]
 
     def make(self, run: OpenRun) -> StageResult:
         return make_dataset(run.config)

@@ -12,8 +12,12 @@ from flows.stages.rows import (
     status_of_rows,
 )
 from flows.stages.stage import Stage, StageStatus
+from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from rlcore.run.inputs import ensure_tokenizer
+
+NUM_TRIED = 256
+"""Demonstrations that are tokenized before a start."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,13 @@ class Demonstrations(Stage[StageResult]):
         is_there, damage = has_tokenizer(run.seen)
         place = planned_demonstrations(run.seen) if is_there else None
         return before_its_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
+
+    def check(self, trial: Trial) -> list[str]:
+        from data.demonstrations import try_demonstrations
+
+        config = trial.config
+        try_demonstrations(config.warm_start, trial.model, NUM_TRIED, config.data.chat_template_kwargs)
+        return []
 
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations

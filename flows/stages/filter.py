@@ -15,6 +15,7 @@ from flows.stages.rows import (
     suite_datasets,
 )
 from flows.stages.stage import Stage, StageStatus
+from flows.stages.trials import Trial, check_continued_prompts
 from flows.work.open_run import OpenRun
 
 
@@ -32,6 +33,10 @@ class Filter(Stage[StageResult]):
         if not is_there:
             return before_its_tokenizer(self.name, damage)
         return status_of_rows(self.name, planned_rows(run.seen))
+
+    def check(self, trial: Trial) -> list[str]:
+        trial.try_tokenizer()
+        return check_continued_prompts(trial.config)
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config), suites=suite_datasets(run.config))

@@ -66,7 +66,7 @@ def write_report(layout: RunLayout) -> ReportPage:
 
 def _write(layout: RunLayout, failure: str) -> ReportPage:
     from rlcore.report.build import build_report
-    from rlcore.report.samples import build_sample_browser
+    from rlcore.report.page import build_sample_browser
 
     digest, folder = report_fingerprint(layout, failure), layout.run_dir / "report"
     files = build_report(layout.run_dir, failure=failure)

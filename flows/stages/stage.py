@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 
 R = TypeVar("R")
@@ -36,6 +37,17 @@ class Stage(ABC, Generic[R]):
     @abstractmethod
     def status(self, run: OpenRun) -> StageStatus:
         """How far the stage is. Writes nothing."""
+
+    def check(self, trial: Trial) -> list[str]:
+        """Try what the stage will need, before anything expensive; not called for a stage that is done.
+
+        Returns:
+            Warnings, "" for none.
+
+        Raises:
+            ConfigError, DataError: key, rule, value got, what to do.
+        """
+        return []
 
     def known(self, run: OpenRun) -> R | None:
         """The result on disk; None where it is to be made, or where `make` looks for it."""

@@ -10,11 +10,14 @@ from flows.stages.rows import (
     has_tokenizer,
     make_dataset,
     planned_suite,
+    root_of,
     status_of_rows,
 )
 from flows.stages.stage import Stage, StageStatus
+from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig, SuiteConfig
+from rlcore.config.data import parts_of
 from rlcore.config.suite import suite_settings
 
 
@@ -34,6 +37,15 @@ class Suite(Stage[StageResult]):
         if not is_there:
             return before_its_tokenizer(self.name, damage)
         return status_of_rows(self.name, planned_suite(seen), self.suite.name)
+
+    def check(self, trial: Trial) -> list[str]:
+        from data.trial import require_sound_rows
+
+        seen, suite = trial.config, suite_settings(trial.config, self.suite)
+        once = suite.filter.duplicates == "error"
+        for part in parts_of(suite.data):
+            require_sound_rows(part.data, suite.seed, root_of(seen), SPLITS[1:], each_once=once)
+        return []
 
     def make(self, run: OpenRun) -> StageResult:
         return make_suite(run.config, self.suite)

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.references import check_parts
+from data.stage import SPLITS
 from flows.progress import skipped
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trainer import call_trainer
+from flows.stages.trials import Trial
 from flows.work.checkpoints import checkpoint_store, committed_step
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
+from rlcore.config.suite import suite_settings
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 
@@ -63,6 +67,15 @@ class Train(Stage[Chunk]):
         place = run.layout.checkpoints
         is_done = self.stop <= run.committed
         return StageStatus(self.name, run.settings_fingerprint, place, is_done, f"step {self.start}-{self.stop}")
+
+    def check(self, trial: Trial) -> list[str]:
+        if self.start > trial.run.committed:  # the first chunk that is not done has checked the same
+            return []
+        trial.try_scorers()
+        trial.try_functions()
+        config = trial.config
+        suites = (suite_settings(config, suite) for suite in config.validation.suites)
+        return [check_parts(config, keep=False), *(check_parts(suite, SPLITS[1:], keep=False) for suite in suites)]
 
     def known(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:

@@ -15,7 +15,7 @@ from rlcore.storage.finished import finished_or_why
 
 @dataclass(frozen=True)
 class WarmStart(Stage[StartModel]):
-    """Make the model of step 0, or find it. The supervised steps are done in chunks, as training is."""
+    """Make the model of step 0, or find it."""
 
     name = "warm-start"
     in_trainer = True
@@ -37,14 +37,8 @@ class WarmStart(Stage[StartModel]):
         return known_start_model(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> StartModel:
-        size = run.config.warm_start.steps_per_chunk
-        to_step = size
-        while True:  # how many steps there are is known when they end
-            made = call_trainer(run, "warm_start", to_step=to_step)
-            model = StartModel(**{**made, "directory": Path(made["directory"])})
-            if model.is_over:
-                return model
-            to_step += size
+        made = call_trainer(run, "warm_start")
+        return StartModel(**{**made, "directory": Path(made["directory"])})
 
     def describe(self, result: StartModel) -> str:
         return f"warm start: {result}"

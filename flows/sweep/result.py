@@ -27,6 +27,7 @@ from rlcore.config.sweep import shown_point
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds
 from rlcore.tracking.journal import JOURNAL_FILE
 from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, MlflowStore
 
@@ -250,6 +251,9 @@ def finish_in_mlflow(sweep: Sweep, result: SweepResult, about: str) -> None:
                 store.log_metrics(run, row["point"], {f"sweep/{metric}": row["score"]}, time.time())
         if result.best is not None:
             store.log_metrics(run, 0, {f"best/{metric}": result.best["score"]}, time.time())
+        runs = {Path(one["run_dir"]) for row in result.points for one in row["runs"]}
+        if costs := [cost for run_dir in runs if (cost := gpu_seconds(run_dir / JOURNAL_FILE)) is not None]:
+            store.log_metrics(run, 0, {GPU_SECONDS: sum(costs)}, time.time())
         for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
             if file is not None:
                 store.client.log_artifact(run, str(file), "sweep")

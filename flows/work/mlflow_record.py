@@ -30,7 +30,7 @@ from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.storage.manifest import part_directories
 from rlcore.tracking.attempts import FinalStatus, read_attempts
 from rlcore.tracking.connection import explain
-from rlcore.tracking.delivery import ensure_mlflow_run
+from rlcore.tracking.delivery import MlflowRun, ensure_mlflow_run
 from rlcore.tracking.journal import read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
@@ -51,31 +51,62 @@ MAX_UPLOAD_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """A run's page in its MLflow store, made by `of` unless it is there."""
+class Outcome:
+    """What a run has made once it is over. `report` None: the run has none yet, but a later call may."""
 
-    run: OpenRun
-    store: MlflowStore
-    mlflow_run: str
+    report: ReportPage | None
+    last: Weights
+    best: Weights
 
-    @classmethod
-    def of(cls, run: OpenRun, tags: Mapping[str, str]) -> "Page":
-        """The page of a run."""
-        mlflow_run = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
-        return cls(run, MlflowStore(run.config.tracking, run.layout.root), mlflow_run)
+    def digests(self, run: OpenRun) -> tuple[str, str]:
+        """What the last part of the page depends on: the report's files, and the weights."""
+        whole = report_fingerprint(run.layout)
+        digest = whole if self.report is not None else f"{whole} without the report"
+        return digest, models_digest(run.config, self.last, self.best)
 
 
-def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult) -> None:
+def log_run_page(
+    run: OpenRun, prefect: Mapping[str, str], rows: tuple[StageResult, StageResult] | None, outcome: Outcome | None
+) -> Recorded:
+    """Write a run's page in MLflow, and note what it has: by `rows` (the dataset, and the filtered one) settings, code
+    and datasets; by `outcome` report, validations, checkpoints and weights.
+    """
+    tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
+    page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
+    known = located(Recorded.read(run.layout), page)
+    run.shown.mlflow_page = known.url  # from here on the flow run's page links there
+    if rows is not None:
+        log_start(run, page, tags, *rows)
+        known = replace(known, settings=settings_digest(run.config))
+    if outcome is not None:
+        log_result(run, page, outcome.report)
+        log_models(run, page, outcome.last, outcome.best)
+        report, models = outcome.digests(run)
+        known = replace(known, report=report, models=models)
+    return known.write(run.layout)
+
+
+def located(known: Recorded, page: MlflowRun) -> Recorded:
+    """The record with the address of the page: a resumed run may have been given another one."""
+    stack = os.environ.get(MLFLOW_PAGE)
+    url = page.store.run_url(page.id, stack) if stack else page.store.run_url(page.id)
+    ui_command = "" if stack else page.store.ui_command() or ""
+    return replace(known, mlflow_run_id=page.id, url=url, ui_command=ui_command)
+
+
+def log_start(
+    run: OpenRun, page: MlflowRun, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult
+) -> None:
     """Tags, settings, machine, code and datasets: known before the first step."""
     import pyarrow.parquet as pq
 
     from rlcore.config.documents import to_yaml
 
-    store, mlflow_run, config, layout = page.store, page.mlflow_run, page.run.config, page.run.layout
+    store, mlflow_run, config, layout = page.store, page.id, run.config, run.layout
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
-    lines = to_yaml(page.run.origin.settings).split("\n")
+    lines = to_yaml(run.origin.settings).split("\n")
     store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
@@ -99,11 +130,11 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
         )
 
 
-def log_result(page: Page, report: ReportPage | None) -> None:
+def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None:
     """Summary, report with its pictures and page of answers, lineage: once the run is over."""
     from rlcore.report.build import summary_markdown
 
-    store, mlflow_run, layout = page.store, page.mlflow_run, page.run.layout
+    store, mlflow_run, layout = page.store, page.id, run.layout
     if report is not None:
         store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
     if layout.validation.is_dir():
@@ -112,15 +143,15 @@ def log_result(page: Page, report: ReportPage | None) -> None:
     store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), f"lineage/{RUN_FILE}")
     if (layout.run_dir / DIFF_FILE).is_file():
         store.client.log_artifact(mlflow_run, str(layout.run_dir / DIFF_FILE), "lineage")
-    if page.run.config.pass_rates.is_wanted:
-        table = planned_pass_rates(page.run.config, RunInputs.read(layout).filtered_directory) / TABLE
+    if run.config.pass_rates.is_wanted:
+        table = planned_pass_rates(run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
 
 
-def log_models(page: Page, last: Weights, best: Weights) -> None:
+def log_models(run: OpenRun, page: MlflowRun, last: Weights, best: Weights) -> None:
     """The checkpoints on disk, each linked to the scores it was given, and the weights of the last and the best."""
-    config, layout = page.run.config, page.run.layout
+    config, layout = run.config, run.layout
     records = {record.step: record for record in read_journal(layout.journal)}
     tags = {"settings_fingerprint": settings_fingerprint(config)}
 
@@ -130,7 +161,7 @@ def log_models(page: Page, last: Weights, best: Weights) -> None:
             time_s = record.time
             metrics = {figure: value for figure, value in record.metrics.items() if figure.startswith("val-core/")}
         more |= {"metrics": metrics, "time_s": time_s}
-        return log_model(page.store, page.mlflow_run, folder, kind=kind, name=name, step=step, **more)
+        return log_model(page.store, page.id, folder, kind=kind, name=name, step=step, **more)
 
     for info in scan(layout.checkpoints).checkpoints:
         size = {"size_bytes": str(info.size_bytes)}
@@ -142,7 +173,7 @@ def log_models(page: Page, last: Weights, best: Weights) -> None:
         for one in {last.step: last, best.step: best}.values()
     }
     named: dict[Alias, str] = {"last": kept[last.step], "best": kept[best.step]}
-    name_models(page.store, page.mlflow_run, named, config.tracking.registered_model)
+    name_models(page.store, page.id, named, config.tracking.registered_model)
 
 
 class MlflowRecord:
@@ -181,46 +212,27 @@ class MlflowRecord:
 
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
         """Write settings and datasets, meanwhile."""
-        run, known, digest = self._run, self._known, settings_digest(self._run.config)
-        if not run.config.tracking.enabled or known.settings == digest:
-            return
-
-        def record() -> None:
-            tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=self._prefect)
-            page = Page.of(run, tags)
-            located = _located(known, page)
-            run.shown.mlflow_page = located.url  # from here on the flow run's page has the way there
-            log_start(page, tags, dataset, filtered)
-            replace(located, settings=digest).write(run.layout)
-
-        self._thread.submit(record).add_done_callback(self._warn_at_once)
+        if self._run.config.tracking.enabled and self._known.settings != settings_digest(self._run.config):
+            task = self._thread.submit(log_run_page, self._run, self._prefect, (dataset, filtered), None)
+            task.add_done_callback(self._warn_at_once)
 
     def finish(self, report: ReportPage | None, last: Weights, best: Weights) -> Recorded:
         """Write report, validations and weights, and wait for it, within a bound. `report` None: the run has none yet,
         but a later call may."""
-        run, known = self._run, self._known
-        whole, models = report_fingerprint(run.layout), models_digest(run.config, last, best)
-        digest = whole if report is not None else f"{whole} without the report"
-        is_there = known.report in (whole, digest) and known.models == models
+        run, known, outcome = self._run, self._known, Outcome(report, last, best)
+        digest, models = outcome.digests(run)
+        is_there = known.report in (report_fingerprint(run.layout), digest) and known.models == models
         if not run.config.tracking.enabled or (is_there and known.settings == settings_digest(run.config)):
             return known
-
-        def record() -> Recorded:
-            page = Page.of(run, {})
-            log_result(page, report)
-            log_models(page, last, best)
-            so_far = Recorded.read(run.layout)  # with what `start` has written
-            return replace(_located(so_far, page), report=digest, models=models).write(run.layout)
-
         try:
-            self._known = self._thread.submit(record).result(FINISH_WAIT_S)
+            self._known = self._thread.submit(log_run_page, run, self._prefect, None, outcome).result(FINISH_WAIT_S)
         except TimeoutError:
             log.warning("MLflow takes longer than %.0f s; `millrace run` again to write the rest", FINISH_WAIT_S)
         except Exception as error:
             self._warn("all of the run", error)
         return self._known
 
-    def _warn_at_once(self, first: "Future[None]") -> None:
+    def _warn_at_once(self, first: "Future[Recorded]") -> None:
         """Warn of a store that is away when the run begins, while there is time to look."""
         if not first.cancelled() and (error := first.exception()) is not None:
             self._warn("the settings and datasets of the run", error)
@@ -232,11 +244,3 @@ class MlflowRecord:
             what,
             explain(error, where),
         )
-
-
-def _located(known: Recorded, page: Page) -> Recorded:
-    """Where the run's page is: a resumed run may have been given another one."""
-    stack = os.environ.get(MLFLOW_PAGE)
-    url = page.store.run_url(page.mlflow_run, stack) if stack else page.store.run_url(page.mlflow_run)
-    ui_command = "" if stack else page.store.ui_command() or ""
-    return replace(known, mlflow_run_id=page.mlflow_run, url=url, ui_command=ui_command)

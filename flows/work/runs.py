@@ -74,7 +74,7 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
 
     Raises:
         ConfigError: the settings are wrong.
-        DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
+        DataError: there is no such run, or its settings cannot be read.
     """
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
@@ -97,7 +97,6 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
                 f"{layout.run_dir}: there is no such run: the settings name it, but nothing was started with them. "
                 "Give the settings of the run, its id, or its folder."
             )
-    layout.require_kinds()
     return config, layout
 
 

@@ -73,7 +73,6 @@ class LogTail:
         for line in lines:
             yield _text(line)
 
-    @property
     def is_at_end(self) -> bool:
         """Whether all of the file was read; true of a deleted one."""
         return not self.path.exists() or self._offset >= self.path.stat().st_size
@@ -137,7 +136,6 @@ class TrainerProcess:
         self._wish = wish
         self._command = tuple(command)
         self._child: _Child | None = None
-        self._is_told_to_end = False
         self._reason = ""
         self.lock: int | None = None
 
@@ -146,7 +144,7 @@ class TrainerProcess:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the process, if there is one. At a stop it saves first: it may be steps beyond its last checkpoint."""
-        if is_stop(error) and self._child is not None and not self._is_told_to_end:
+        if is_stop(error) and self._child is not None:
             self._stop(self._child)
         else:
             self.close()
@@ -181,25 +179,14 @@ class TrainerProcess:
         self._let_end(child)
         raise reply.error()
 
-    def let_go(self) -> None:
-        """Tell an idle process to end, and go on: it takes seconds. `close` waits for it; a call starts another one."""
-        if self._child is None or self._is_told_to_end:
-            return
-        self._is_told_to_end = True
-        with suppress(WorkerLostError):
-            self._child.send(command_line("close"))
-        self._child.held.release()  # the trainer has them until it has ended
-
     def close(self) -> None:
         """Tell an idle process to end, and wait until it has."""
         child, self._child = self._child, None
-        was_told, self._is_told_to_end = self._is_told_to_end, False
         if child is None:
             return
         try:
-            if not was_told:
-                with suppress(WorkerLostError):
-                    child.send(command_line("close"))
+            with suppress(WorkerLostError):
+                child.send(command_line("close"))
             for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # it may have a checkpoint to finish
                 if self._wait_for_exit(child, wait_s):
                     return
@@ -208,8 +195,7 @@ class TrainerProcess:
             child.destroy()
 
     def _started(self) -> "_Child":
-        if self._child is not None and (self._is_told_to_end or self._child.has_ended()):
-            self._is_told_to_end = False
+        if self._child is not None and self._child.has_ended():
             self._let_end(self._child)
         if self._child is not None and self._child.held.must_yield():
             self.close()

@@ -9,7 +9,6 @@ checkpoint then.
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -55,14 +54,6 @@ class Saved:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """What a save is at, with the path in question, and since when it goes on (monotonic seconds)."""
-
-    what: str
-    begun: float
-
-
 @dataclass
 class _Save:
     """A checkpoint whose folder is open for the ranks; `publication` once all of them have written."""
@@ -90,8 +81,8 @@ class CheckpointSaver:
         phase: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.store, self.room, self.phase = store, room, phase
-        self.at: UnderWay | None = None
-        """What is being done for the save under way, in whichever thread; None where nothing is. For any thread."""
+        self.at = ""
+        """What is being done for the save under way, with the path in question; empty between saves. For any thread."""
         self._save: _Save | None = None
 
     def begin(
@@ -108,10 +99,9 @@ class CheckpointSaver:
         num_bytes = sum(size.num_bytes for size in sizes)
         needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
         self.room.wait(needed_bytes, step=step, path=self.store.directory)
-        begun = time.monotonic()
 
         def at(what: str) -> None:
-            self.at = UnderWay(f"checkpoint of step {step}: {what}", begun)
+            self.at = f"checkpoint of step {step}: {what}"
 
         at(f"opening a folder beside {self.store.path_of(step)}")
         with self.phase(), ExitStack() as opened:
@@ -177,16 +167,15 @@ class CheckpointSaver:
             raise
 
     def _publish(self, folder: ExitStack) -> None:
-        begun = time.monotonic()
         folder.close()
-        self.at = UnderWay(f"deleting checkpoints beside {self.store.directory} that are not kept", begun)
+        self.at = f"deleting checkpoints beside {self.store.directory} that are not kept"
         try:
             prune(self.store)
         finally:
             self._at_nothing()
 
     def _at_nothing(self) -> None:
-        self.at = None
+        self.at = ""
 
 
 class _GivenUpError(Exception):

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import Bound, Section, with_home
+from rlcore.config.base import MayChange, Run, Section, names_a_function, with_home
+from rlcore.config.problems import Problem, did_you_mean
+from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """Advantages that are a function with options, as those of one's own are."""
@@ -22,6 +24,9 @@ POLICY_LOSSES: Mapping[str, str] = {
     for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
 }
 """Losses with a short name, and the function of each."""
+_UNCLIPPED = "sapo gmpo gpg dppo kl_cov"
+_OF_BOTH_CLIPS = EffectiveWhen(".policy_loss", unless=_UNCLIPPED)
+_TWO_SIDES = EffectiveWhen("trainer.old_logprobs", unless="behavior")
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -31,7 +36,7 @@ class EntropyControlConfig(Section):
 
     target: float | None = Field(default=None, gt=0)
     """Entropy that it aims at, in nats a token; None: the weight stays `algo.entropy_coef`."""
-    step: float = Field(default=0.005, gt=0)
+    step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
     """What the weight rises by after a step with an entropy below the target, and falls by, to 0 at least, after one
     above it."""
 
@@ -41,18 +46,29 @@ class KlConfig(Section):
 
     where: Literal["off", "loss", "reward"] = "off"
     """Where the KL term acts. Off: no reference model is loaded."""
-    estimator: Literal["auto", "k1", "k2", "k3", "low_var_kl"] = "auto"
+    estimator: Annotated[
+        Literal["auto", "k1", "k2", "k3", "low_var_kl"],
+        EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
+                      why="algo.kl.where=loss: its gradient there is 0 on average"),
+        EffectiveWhen(".where", unless="reward", of="k2 k3 low_var_kl", remedy="Set algo.kl.estimator=k1",
+                      why="algo.kl.where=reward near the reference: its policy gradient vanishes, as d^2 / 2 does"),
+    ] = "auto"  # fmt: skip
     """Per-token estimator; low_var_kl is k3. auto: k1 in the reward, low_var_kl in the loss."""
     coef: float = Field(default=0.001, ge=0)
     """Coefficient (at the start, if adaptive)."""
     adaptive: bool = False
     """Whether a controller moves the coefficient towards `target`."""
-    target: float = Field(default=0.1, gt=0)
+    target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
     """KL that the adaptive controller aims at, per token."""
-    horizon: int = Field(default=10_000, ge=1)
+    horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
     """Sequences over which the adaptive controller acts."""
-    offload: bool = False
+    offload: Annotated[
+        bool,
+        MayChange,
+        EffectiveWhen("model.lora", "null", why="model.lora: the reference is the policy without its adapters"),
+    ] = False
     """Keep the reference's weights in host memory between its passes."""
+    effective = EffectiveWhen(".where")
 
     @property
     def estimator_in_use(self) -> KlEstimator:
@@ -62,14 +78,19 @@ class KlConfig(Section):
         return "k1" if self.where == "reward" else "low_var_kl"
 
 
+_CORRECTED = EffectiveWhen(".mode")
+_REJECTED = EffectiveWhen(".level")
+_BY_COVARIANCE = EffectiveWhen(".share")
+
+
 class ImportanceConfig(Section):
     """Correction for the difference between the sampler's and the trainer's probabilities."""
 
-    mode: Literal["off", "truncate", "mask"] = "off"
+    mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
     """truncate: weight min(ratio, cap). mask: weight 0 where the ratio leaves [1/cap, cap]."""
-    level: Literal["token", "sequence"] = "token"
+    level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
     """Ratio of each token, or one of the whole answer: the product of its tokens' ratios."""
-    cap: float = Field(default=2.0, gt=1)
+    cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
     """Bound of the ratio exp(old - behavior)."""
 
 
@@ -77,12 +98,17 @@ class RejectionConfig(Section):
     """Tokens and answers that are left out of the update where the trainer's probabilities are too far from the
     sampler's."""
 
-    level: Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"] = "off"
+    level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
     """What is measured and left out: a token, or an answer by sum, mean or maximum over its tokens."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """Divergence of a token: KL(behavior || old), estimated as in `algo.kl.estimator`."""
-    cap: float = Field(default=2.0, gt=0)
+    cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
     """k1: largest factor between the probabilities, either way (over 1). k2, k3: largest divergence."""
+    checks = (
+        rule(".cap", ".estimator", "must be over 1 with k1",
+             lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
+             "Use 2, or algo.rejection.estimator=k2 or k3"),
+    )  # fmt: skip
 
 
 class ClipCovConfig(Section):
@@ -91,11 +117,11 @@ class ClipCovConfig(Section):
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """Share of a mini-batch's answer tokens that are drawn at most; 0: none. The paper has 0.0002."""
-    low: Annotated[float, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")] = Field(
-        default=1.0
-    )
+    low: Annotated[
+        float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
+    ] = 1.0
     """Covariance above which a token may be drawn; its mean over all tokens is far smaller."""
-    high: float = Field(default=5.0)
+    high: Annotated[float, _BY_COVARIANCE] = 5.0
     """Covariance below which it may be drawn."""
 
 
@@ -104,8 +130,17 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Whether groups of equal score are replaced."""
-    max_refills: int = Field(default=2, ge=0)
+    max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
     """Sampling rounds at most after a step's first; then the step goes on with what it has."""
+    checks = (
+        rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
+             lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
+             "Sample more answers to each prompt, or switch it off"),
+        rule(".enabled", "algo.advantage",
+             "must be false with gae, reinforce_pp and remax, whose advantages in a group of equal scores are not 0",
+             lambda own, run: not own.enabled or run.algo.advantage not in UNGROUPED_ADVANTAGES,
+             "Leave it out, or choose algo=grpo"),
+    )  # fmt: skip
 
 
 class OverlongConfig(Section):
@@ -114,11 +149,26 @@ class OverlongConfig(Section):
     enabled: bool = False
     """Whether the reward falls near the limit."""
     buffer_tokens: Annotated[
-        int, Bound("be at most", "rollout.max_response_tokens", "Lower it", only_with="algo.overlong.enabled")
+        int,
+        EffectiveWhen(".enabled"),
+        Bound("be at most", "rollout.max_response_tokens", "Lower it", only_with="algo.overlong.enabled"),
     ] = Field(default=128, ge=1)
     """Tokens before the limit over which the penalty grows."""
-    penalty: float = Field(default=1.0, ge=0)
+    penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)
     """Reward taken away at the limit."""
+
+
+def _is_known(field: str, known: tuple[str, ...]) -> Rule:
+    """A loss or an advantage has a short name, or is `module:function`, which a process of its own tries."""
+
+    def check(algo: "AlgoConfig", _: Run) -> Problem | None:
+        given = getattr(algo, field)
+        if given in known or names_a_function(given):
+            return None
+        remedy = f"{did_you_mean(given, known)}There are {', '.join(known)}"
+        return Problem(f".{field}", "must be one that is there, or `module:function` of your own", given, remedy)
+
+    return Rule((f".{field}",), check)
 
 
 class AlgoConfig(Section):
@@ -127,21 +177,27 @@ class AlgoConfig(Section):
     advantage: str = "grpo"
     """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or
     `module:function`."""
-    advantage_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    advantage_options: Annotated[
+        dict[str, bool | int | float | str],
+        EffectiveWhen(".advantage", unless=" ".join({*ADVANTAGES} - {*ADVANTAGE_FUNCTIONS})),
+    ] = Field(default_factory=dict)
     """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Annotated[float, EffectiveWhen(".advantage", "gae reinforce_pp")] = Field(default=1.0, ge=0, le=1)
     """Discount per token (gae, reinforce_pp)."""
-    lam: float = Field(default=1.0, ge=0, le=1)
+    lam: Annotated[float, EffectiveWhen(".advantage", "gae")] = Field(default=1.0, ge=0, le=1)
     """Lambda of the generalized advantage estimate."""
     policy_loss: str = "ppo_clip"
     """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or `module:function` of your own."""
     policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments of the policy loss, such as `tau_pos` of sapo: any names that the function declares."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_low: Annotated[float, _OF_BOTH_CLIPS] = Field(default=0.2, gt=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: Annotated[float, _OF_BOTH_CLIPS] = Field(default=0.2, gt=0)
     """Ratio is clipped above at 1 + clip_high."""
-    dual_clip: float | None = Field(default=3.0, gt=1)
+    dual_clip: Annotated[
+        float | None,
+        EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}"),
+    ] = Field(default=3.0, gt=1)
     """Bound of the loss for negative advantages; None: no dual clip."""
     aggregation: Aggregation = "token-mean"
     """How per-token losses become one number."""
@@ -149,7 +205,9 @@ class AlgoConfig(Section):
     """Weight of the entropy bonus (at the start, with a target); 0 computes the entropy without gradient."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """Target of the entropy."""
-    value_clip: float = Field(default=0.5, gt=0)
+    value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
+        default=0.5, gt=0
+    )
     """Range of the clipped value loss around the old value."""
     kl: KlConfig = KlConfig()
     """Distance from the reference policy."""
@@ -170,6 +228,31 @@ class AlgoConfig(Section):
     """Replacement of groups of equal score."""
     overlong: OverlongConfig = OverlongConfig()
     """Soft punishment near the length limit."""
+    checks = (
+        _is_known("policy_loss", tuple(POLICY_LOSSES)),
+        _is_known("advantage", ADVANTAGES),
+        rule(".top_entropy", "trainer.old_logprobs",
+             "must be 1 with trainer.old_logprobs=behavior: the entropy is found in the pass of old log-probabilities",
+             lambda own, run: own.top_entropy == 1 or run.trainer.old_logprobs != "behavior",
+             "Set trainer.old_logprobs=auto, or algo.top_entropy=1"),
+        rule(".policy_loss",
+             "trainer.mini_batch_size trainer.batch_size trainer.epochs_per_batch trainer.old_logprobs",
+             "must not be kl_cov where a batch gets one update: there the policy is the old one, and the penalty is "
+             "nothing",
+             lambda own, run: own.policy_loss != "kl_cov" or run.trainer.epochs_per_batch > 1
+             or run.trainer.mini_batch_size < run.trainer.batch_size or run.trainer.old_logprobs == "behavior",
+             "Lower trainer.mini_batch_size, or choose algo.policy_loss=ppo_clip"),
+        rule(".advantage", "reward.weights", "needs two parts or more in reward.weights for gdpo",
+             lambda own, run: own.advantage != "gdpo" or len(run.reward.weights) > 1,
+             "Name them, such as {correct: 1.0, format: 0.2}, or choose algo=grpo"),
+        rule(".advantage", ".overlong.enabled .kl.where",
+             "must not be gdpo with what is taken off the total, an overlong penalty or a KL in the reward",
+             lambda own, _: own.advantage != "gdpo" or not (own.overlong.enabled or own.kl.where == "reward"),
+             "Leave the penalty out, and set algo.kl.where=loss"),
+        rule(".advantage", "data.environment",
+             "must not be remax with an environment: its greedy answer would meet another one's random numbers",
+             lambda own, run: own.advantage != "remax" or not run.data.environment, "Choose algo=rloo or algo=grpo"),
+    )  # fmt: skip
 
     @property
     def advantage_function(self) -> str | None:
@@ -190,7 +273,7 @@ class OptimConfig(Section):
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up: linear and cosine fall to `min_lr_ratio` x lr after the last step."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    min_lr_ratio: Annotated[float, EffectiveWhen(".schedule", unless="constant")] = Field(default=0.0, ge=0, le=1)
     """Lowest rate as a share of lr."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
@@ -206,8 +289,12 @@ class OptimConfig(Section):
     """Decoupled weight decay of matrices; norms and biases have none."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
-    offload: bool = False
+    offload: Annotated[bool, MayChange] = False
     """Keep the moments in host memory and bring them to the GPU piece by piece for each step; equal numbers."""
+    checks = (
+        rule(".warmup_ratio", ".warmup_steps", "must be 0 where warmup_steps is given",
+             lambda own, _: not (own.warmup_steps and own.warmup_ratio), "Set one of the two"),
+    )  # fmt: skip
 
 
 class CriticConfig(Section):
@@ -221,5 +308,10 @@ class CriticConfig(Section):
         default=0, ge=0
     )
     """First steps in which the critic alone is trained."""
+    checks = (
+        rule("critic", "algo.advantage", "has no use except with algo.advantage=gae",
+             lambda _, run: run.algo.advantage == "gae",
+             "Leave out the critic's settings (critic=none), or choose algo=ppo"),
+    )  # fmt: skip
 
     _expanded = field_validator("path")(with_home)

@@ -1,15 +1,16 @@
-"""What all sections of settings share: their form, their dotted keys, and bounds of one setting by others."""
+"""What all sections of settings share: their form and their dotted keys."""
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+Run = Any
+"""Type of a `RunConfig` where its sections are declared, which it is made of."""
 FILE_ENDINGS = (".yaml", ".yml")
 """Endings that tell the path of a file from a name in a folder of `conf/`."""
 
@@ -24,6 +25,17 @@ def with_home(path: str | None) -> str | None:
     return path and os.path.expanduser(path)  # noqa: PTH111
 
 
+def names_a_function(name: str) -> bool:
+    """Whether a text is `module:function`."""
+    module, _, function = name.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), function))
+
+
+class MayChange:
+    """Annotation of a setting or a section that may differ when a run is resumed: a label or a place, what is kept and
+    evaluated, or where and how fast the same numbers are computed. All others are part of the run's fingerprint."""
+
+
 class Section(BaseModel):
     """A frozen group of settings. The string below a field is its documentation: meaning, unit, range."""
 
@@ -35,25 +47,8 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
-
-    Several others count by their sum, for `divide` by their product. The bound holds where no setting is null and
-    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors.
-    """
-
-    words: Literal["divide", "be at most", "be at least", "be under"]
-    others: str
-    remedy: str = "Use one of {divisors}"
-    only_with: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Dotted keys of the other settings."""
-        return tuple(self.others.replace(" x ", " + ").split(" + "))
+    checks: ClassVar[tuple[Any, ...]] = ()
+    effective: ClassVar[Any] = None
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -93,3 +88,11 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def covers(name: str, key: str) -> bool:
     """Whether a key is `name` itself or lies in the section `name`."""
     return key == name or key.startswith(f"{name}.")
+
+
+def value_at(section: Section, name: str, absent: Any = None) -> Any:
+    """Value of a dotted key, `absent` where the settings have none of that name (another task, a null section)."""
+    found: Any = section
+    for part in name.split("."):
+        found = getattr(found, part, absent)
+    return found

@@ -14,12 +14,8 @@ from pydantic_core import ErrorDetails
 from rlcore.config.base import covers, keys_of, leaves
 from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
-from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
-from rlcore.config.suite import SUITES, put_suites, suites_in
-
-NULLABLE_SECTIONS = ("critic", "model.lora")
-"""Sections that `null` switches off."""
+from rlcore.config.suite import SUITES, problems_in, put_suites, suites_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ def checked(settings: dict[str, Any], values: Sequence[Written], findings: Findi
         for name in written.names
     }
     config = _typed(_filled_in(settings, findings), findings, texts)
-    for problem in broken_rules(config, findings.unsound):
+    for problem in problems_in(config, findings.unsound):
         findings.add(problem)
     return config
 
@@ -62,11 +58,6 @@ def checked(settings: dict[str, Any], values: Sequence[Written], findings: Findi
 def _put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
     """Put one override into nested plain settings, in place. Unknown keys are found later, by `_typed`."""
     key, value = written.key, written.value
-    sets_section = key in section_names() and not written.delete and not isinstance(value, dict)
-    if sets_section and not (value is None and key in NULLABLE_SECTIONS):
-        inside = next(name for name in sorted(all_keys()) if name.startswith(f"{key}."))
-        findings.add(Problem(key, "is a section, not a value", shown(value), f"Set one of its keys, such as {inside}"))
-        return
     *outer, last = key.split(".")
     inner = settings
     for part in outer:
@@ -178,9 +169,9 @@ def _settle(
         findings.add(Problem(key, rule, shown(value), _described(outer)))
     elif detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         # A name made of digits is parsed as a number; its text is the string that was meant.
-        inner: Any = settings
+        inner: Any = settings if place_of(detail, settings) == path else given
         for part in path[:-1]:
-            inner = inner[part] if isinstance(part, int) else inner.get(part, {})
+            inner = inner[part]
         inner[path[-1]] = texts.get(key) or str(value)
         return
     elif len(inside) > 1 or (inside and detail["type"] == "model_type"):

@@ -38,8 +38,9 @@ from rlcore.config.base import FILE_ENDINGS, leaves
 from rlcore.config.check import Written, as_plain, checked
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
-from rlcore.config.rules.effects import without_effect
+from rlcore.config.rules import without_effect
 from rlcore.config.run import RunConfig, all_keys
+from rlcore.config.suite import content_of
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
@@ -256,7 +257,7 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An experiment's file: its name for people, its keys, and the members of groups chosen by it and its bases."""
+    """An experiment's file: its name in messages, its keys, and the members of groups chosen by it and its bases."""
 
     name: str
     keys: Mapping[str, Any]
@@ -274,10 +275,10 @@ def _files_of(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> l
 
     is_path = named.endswith(FILE_ENDINGS)
     path = Path(named) if is_path else CONF_DIR / "experiment" / f"{named}.yaml"
-    content = ("builds on itself", "Leave it out of their defaults") if path.resolve() in above else _content(path)
-    if isinstance(content, tuple):
-        rule, remedy = content
-        wrong(rule, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
+    content = "builds on itself" if path.resolve() in above else content_of(path)
+    if isinstance(content, str):
+        remedy = f"Mend it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
+        wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
         return []
     entries = content.pop("defaults", [])
     if not isinstance(entries, list):
@@ -313,26 +314,6 @@ def _members_but(group: str, member: Any) -> str | None:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
     members = group_members(group)
     return None if member in members else f"{did_you_mean(str(member), members)}There are {', '.join(members)}"
-
-
-def _content(file: Path) -> dict[str, Any] | tuple[str, str]:
-    """Keys and values of a file of settings; or why this process cannot read them, and what to do."""
-    remedy = f"Name a file that this process can read, or one of {', '.join(experiment_names())}"
-    try:
-        if file.is_dir():
-            return "must be a file, not a folder", remedy
-        if not file.is_file():
-            return "there is no such file", remedy
-        with file.open(encoding="utf-8") as opened:
-            content = OmegaConf.load(opened)
-        if not content or not OmegaConf.is_dict(content):
-            return "its file must hold keys and values", remedy
-        return as_plain(content)
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})", remedy
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        return f"cannot be read ({reason})", "Mend the file; conf/experiment/debug.yaml shows the form"
 
 
 # ---------------------------------------------------------------------- groups, by Hydra

@@ -1,12 +1,14 @@
 """Settings of the dataset stage and the tokenization filter."""
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Bound, Section
+from rlcore.config.base import MayChange, Section, expanded, names_a_function
+from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 Operation = Literal["+", "-", "*", "/"]
 
@@ -18,6 +20,7 @@ Revision = Annotated[
 ]  # fmt: skip
 
 _ORDER = "Lower one or raise the other"
+_OF_A_HUB = EffectiveWhen(".source", lambda source: not expanded(source).is_dir(), remedy="Set data.source to a hub id")
 
 DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arrow))")
 """Names of files that are read as records: stem, and kind in one of two groups."""
@@ -26,7 +29,10 @@ KINDS_OF_FILES = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arro
 ALL_SOURCES = "all"
 """Name of all held-out problems together, where they come from several sources: `val-core/all/...`."""
 
-
+JUDGE = "data.judge:score"
+"""The scorer that reads `reward.judge`."""
+PROGRAMS = "data.code:score"
+"""The scorer that runs programs, in the sandbox."""
 BY_ROW = "rlcore.rollout.by_part:score"
 """Hands each answer to the scorer of its row: that of its part in a mixture, or the one known for its data source."""
 
@@ -49,6 +55,11 @@ RENDERING_NAMES = frozenset((
 """Arguments of transformers' `apply_chat_template`, and names that every chat template gets."""
 
 
+def taken(names: Iterable[str]) -> str:
+    """Names that are given more than once, or are that of all held-out problems together."""
+    return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
+
+
 class Conversation(Section):
     """What the datasets of all tasks have: how a conversation with the model goes."""
 
@@ -58,9 +69,24 @@ class Conversation(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Names that the tokenizer's chat template reads, such as `enable_thinking=false` for Qwen3, in prompts,
     demonstrations and later turns alike."""
-    seed: int = Field(default=1, ge=0, lt=2**31)
+    seed: Annotated[
+        int,
+        EffectiveWhen("data.task warm_start.demonstrations", unless="null gsm8k mapped parquet",
+                      remedy="Choose a task that draws its rows, such as data=countdown"),
+    ] = Field(default=1, ge=0, lt=2**31)  # fmt: skip
     """Fixes the rows and their split, whatever the seed of the run (docs/seeds.md): runs that differ by `seed` learn
     from the same rows and are judged on the same problems."""
+    checks: ClassVar[tuple[Rule, ...]] = (
+        rule(".scorer", "", "must be `module:function`",
+             lambda own, _: names_a_function(own.scorer), "Such as data.countdown:score"),
+        rule(".environment", "", "must be `module:Class`, or ''",
+             lambda own, _: not own.environment or names_a_function(own.environment),
+             "Such as data.number_guessing:Game"),
+        rule(".chat_template_kwargs", "",
+             "must not name what the rendering itself sets (messages, tools, add_generation_prompt, ...)",
+             lambda own, _: RENDERING_NAMES.isdisjoint(own.chat_template_kwargs),
+             "Leave it out; episode.tools sets tools"),
+    )  # fmt: skip
 
 
 class CountdownData(Conversation):
@@ -94,12 +120,24 @@ class CountdownData(Conversation):
     """Equally many rows of each difficulty (fewest operations: the count of numbers less one) in both splits."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """Wording of the prompt. `bare` is numbers and target only, for models made from nothing."""
-    search_tries: int | None = Field(default=None, ge=0, le=64)
+    search_tries: Annotated[
+        int | None,
+        EffectiveWhen("warm_start.enabled"),
+        EffectiveWhen(".template .environment", "base qwen-instruct chat data.calculator:Countdown",
+                      remedy="Choose data.template=chat"),
+    ] = Field(default=None, ge=0, le=64)  # fmt: skip
     """Most wrong equations that a solution for the warm start tries before the right one, each worked out operation by
     operation; how many is drawn for each row. None: a solution shows the right equation and its value alone. Only
     templates with `<think>` show either. `bare` with the environment `data.calculator:Countdown` shows a turn for each,
     with the reply."""
     scorer: Scorer = "data.countdown:score"
+    checks = (
+        rule(".operations", "", "must name one operation or more, each once",
+             lambda own, _: 0 < len(own.operations) == len(set(own.operations)), "Use some of [+,-,*,/]"),
+        rule(".max_numbers", ".targets", "must be at most 4 with data.targets=uniform",
+             lambda own, _: own.targets != "uniform" or own.max_numbers <= 4,
+             "Lower it, or set data.targets=equation"),
+    )  # fmt: skip
 
 
 class Gsm8kData(Conversation):
@@ -109,10 +147,21 @@ class Gsm8kData(Conversation):
     """Which task in `data/` makes the rows."""
     source: str = "openai/gsm8k"
     """A hub dataset by its id, or a folder holding `train` and `test`."""
-    revision: Revision = ""
+    revision: Annotated[Revision, _OF_A_HUB] = ""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
     scorer: Scorer = "data.gsm8k:score"
+
+
+def _is_a_file(name: str) -> Rule:
+    """A split has a parquet file that is there."""
+
+    def holds(data: Any, _: Any) -> bool:
+        file = getattr(data, name)
+        return bool(file) and expanded(file).is_file()
+
+    remedy = "Give its path; data/schema.py says what it holds"
+    return rule(f".{name}", "", "must be a parquet file that exists", holds, remedy)
 
 
 class ParquetData(Conversation):
@@ -130,6 +179,7 @@ class ParquetData(Conversation):
     scorer: str = BY_ROW
     """`module:function` that scores an answer text against a ground truth. Unless given, the one known for the
     `data_source` of each row (docs/data.md)."""
+    checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
 class MappedData(Conversation):
@@ -139,9 +189,9 @@ class MappedData(Conversation):
     """Take columns by their names."""
     source: str = ""
     """A folder holding the two splits, or a hub id."""
-    subset: str = ""
+    subset: Annotated[str, _OF_A_HUB] = ""
     """Subset of a hub dataset; '' for its default."""
-    revision: Revision = ""
+    revision: Annotated[Revision, _OF_A_HUB] = ""
     train_split: str = "train"
     """Name of the training split: the file's stem, the folder of `save_to_disk`, or the split on the hub."""
     validation_split: str = "test"
@@ -211,6 +261,16 @@ class MixturePart(Section):
     """Name in metrics (`val-core/<name>/...`) in place of the rows' own data source; '' keeps that."""
 
 
+def _is_of_all_parts(name: str) -> Rule:
+    """A setting is that of a mixture's parts together, and none of one of them."""
+
+    def holds(mixture: Any, _: Any) -> bool:
+        unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
+        return all(getattr(part.data, name) == unset for part in mixture.parts)
+
+    return rule(".parts", f".{name}", f"must not name {name} each", holds, f"Set data.{name}, which is that of all")
+
+
 class MixtureData(Conversation):
     """Several datasets, drawn from by weight, each scored by its own scorer and judged apart."""
 
@@ -220,6 +280,16 @@ class MixtureData(Conversation):
     """Two or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = BY_ROW
     """Hands each answer to the scorer of its part."""
+    checks = (
+        rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
+             "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
+        rule(".parts", "", f"must name each dataset once, and none {ALL_SOURCES}, which is the name of all together",
+             lambda own, _: not taken(part.name for part in own.parts if part.name),
+             "Give another name, or leave it out"),
+        rule(".scorer", ".task", f"must be {BY_ROW} with data=mixture", lambda own, _: own.scorer == BY_ROW,
+             "Leave it out, and set `scorer` in the data of a part"),
+        *map(_is_of_all_parts, ("environment", "chat_template_kwargs", "seed")),
+    )  # fmt: skip
 
 
 DataConfig = Annotated[
@@ -272,9 +342,22 @@ class FilterConfig(Section):
     """What happens to a prompt over the limit."""
     duplicates: Literal["error", "drop", "keep"] = "error"
     """What happens to a prompt that has occurred in its split before."""
-    decontaminate: Literal["off", "tell", "drop"] = "off"
+    decontaminate: Annotated[Literal["off", "tell", "drop"], EffectiveWhen("validation.suites")] = "off"
     """What happens to a training row that occurs in one of `validation.suites`: the same prompt, or 13 words in a row
     in common, whatever their case and punctuation. tell: such rows are counted. drop: they are left out."""
+
+
+_OF_A_BAND = EffectiveWhen(".draw", "band")
+
+
+def _shares(name: str) -> Rule:
+    """Two shares from the lower to the higher one."""
+
+    def holds(own: Any, _: Any) -> bool:
+        low, high = getattr(own, name)
+        return bool(0 <= low <= high <= 1)
+
+    return rule(f".{name}", "", "must be two shares from 0 to 1, the lower one first", holds, "Such as [0.1, 0.9]")
 
 
 class PassRatesConfig(Section):
@@ -285,23 +368,33 @@ class PassRatesConfig(Section):
     table: str | None = None
     """Folder of a table that another run has made (`pass-rates/<fingerprint>`), in place of `samples`. It must hold
     every training row; rows are matched by their tokens and ground truth."""
-    keep: tuple[float, float] = (0.0, 1.0)
+    keep: Annotated[tuple[float, float], EffectiveWhen(".samples .table")] = (0.0, 1.0)
     """Lowest and highest pass rate of the rows that are trained on, both included: a share from 0 to 1 of the scored
     answers. [0, 1] keeps all rows."""
-    rows_per_part: int = Field(default=2_048, ge=1)
+    rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """Rows that are answered together and then saved. A stage that is killed loses one part at most."""
     draw: Literal["uniform", "band", "informative"] = "uniform"
     """How training draws its rows. uniform: each once an epoch. band: those whose pass rate lies in `band`, the others
     by `rest_weight`. informative: with a weight of p (1 - p). The last two count the answers of training too, and know
     no epochs: each step draws different rows, any row may be drawn again by the next one."""
-    band: tuple[float, float] = (0.1, 0.9)
+    band: Annotated[tuple[float, float], _OF_A_BAND] = (0.1, 0.9)
     """Lowest and highest pass rate of a row that is drawn with weight 1, both included."""
-    rest_weight: float = Field(default=0.05, gt=0, le=1)
+    rest_weight: Annotated[float, _OF_A_BAND] = Field(default=0.05, gt=0, le=1)
     """Weight of a row whose pass rate lies outside `band`, which is retired. It is still drawn now and then, and is
     revived by the answers that bring its pass rate back into the band."""
-    fade: float = Field(default=0.5, ge=0, le=1)
+    fade: Annotated[float, EffectiveWhen(".draw", unless="uniform")] = Field(default=0.5, ge=0, le=1)
     """Share that is left of a row's earlier counts when training has answered it again: old answers are those of an
     older model. 1: all answers count alike; 0: only the newest group."""
+    checks = (
+        _shares("keep"),
+        _shares("band"),
+        rule(".samples", ".table", "must be 0 with a given table", lambda own, _: not own.samples or own.table is None,
+             "Leave one of the two out"),
+        rule(".table", ".samples", "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
+             lambda own, _: own.samples > 0 or own.table is None
+             or (expanded(own.table) / "manifest.json").is_file(),
+             "Give the folder that `millrace data pass-rates` names"),
+    )  # fmt: skip
 
     @property
     def is_wanted(self) -> bool:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -10,19 +9,19 @@ import yaml
 from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic.fields import FieldInfo
 
-from rlcore.config.base import Bound, Section, leaves, sections_of
+from rlcore.config.base import Section, sections_of
 from rlcore.config.compose import (
     CONF_DIR,
     EXCLUSIVE_GROUPS,
     GROUPS,
     group_members,
-    judge_settings,
 )
 from rlcore.config.problems import shown
-from rlcore.config.run import RunConfig, free_mappings
+from rlcore.config.rules import Bound, EffectiveWhen
+from rlcore.config.run import RunConfig
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
-NOT_WRITTEN = ("run_id", "tags", "paths", "tracking")
+NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
 """Labels and places: they belong to a machine or to a run, not to an experiment."""
 
 
@@ -34,26 +33,18 @@ def to_yaml(config: RunConfig) -> str:
 def experiment_text(config: RunConfig, comment: str) -> str:
     """An experiment's file that composes to these settings (`NOT_WRITTEN` aside) and begins with a comment."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
-    # The members alone may break a rule that the whole keeps; only their values are needed.
-    ((alone, _),) = judge_settings([[f"{group}={member}" for group, member in members.items()]])
-    base = leaves(alone.model_dump(mode="json"))
-    differing = {
-        key: value
-        for key, value in leaves(config.model_dump(mode="json")).items()
-        if key.partition(".")[0] not in NOT_WRITTEN and key != "data.task"
-        if key not in base or base[key] != value
-    }
+    base = RunConfig.model_validate({"data": {"task": config.data.task}, "critic": {} if config.critic else None})
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
-    for key, value in differing.items():
-        # A name in a mapping with free names may have dots of its own.
-        free = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
-        *outer, last = key.split(".") if free is None else [*free.split("."), key.removeprefix(f"{free}.")]
-        section = document
-        for part in outer:
-            section = section.setdefault(part, {})
-        section[last] = value
+    document |= _differing(config.model_dump(mode="json", exclude=NOT_WRITTEN), base.model_dump(mode="json"))
     lines = [f"# {line}" for line in comment.splitlines()]
     return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, width=120)])
+
+
+def _differing(settings: Any, base: Any) -> Any:
+    """Nested settings without those that are equal in `base`."""
+    if not (isinstance(settings, dict) and isinstance(base, dict)):
+        return settings
+    return {key: _differing(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
 
 
 # ---------------------------------------------------------------------- docs/settings.md
@@ -66,20 +57,14 @@ _INTRODUCTION = """\
 Every setting of a run: its type and range, its default, what it means. An override is written `key=value`, as in
 `millrace run experiment=countdown_demo trainer.total_steps=40 'tags.note="a b"'`; a list is `[a,b]`, nothing is `null`.
 `--cfg job` prints all settings of an experiment. Settings that contradict each other, unknown
-keys and values out of range are told together, before anything is loaded; the rules are in `rlcore/config/rules/`.
+keys and values out of range are told together, before anything is loaded; the rules are declared with the settings, in
+`rlcore/config/`.
 """
 
 
 def reference() -> str:
     """The whole page as Markdown."""
     return "\n".join([_INTRODUCTION, *_groups(), *_section("", RunConfig, "Of the run itself")])
-
-
-def write_reference(file: Path = REFERENCE_FILE) -> Path:
-    """Write docs/settings.md."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(reference(), encoding="utf-8")
-    return file
 
 
 def _groups() -> Iterator[str]:
@@ -137,6 +122,8 @@ def _ranges(field: FieldInfo) -> Iterator[str]:
                 yield f"at least {bound}"
             case Bound():
                 yield f"must {rule.words} {rule.others}" + (f" with {rule.only_with}" if rule.only_with else "")
+            case EffectiveWhen() | type():
+                pass
             case _:
                 # pydantic keeps a pattern in a class of its own.
                 yield f"like `{rule.pattern}`"
@@ -161,4 +148,5 @@ def _written(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(write_reference().relative_to(CONF_DIR.parent))
+    REFERENCE_FILE.write_text(reference(), encoding="utf-8")
+    print(REFERENCE_FILE.relative_to(CONF_DIR.parent))

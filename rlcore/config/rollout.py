@@ -1,11 +1,33 @@
 """Settings of the rollout engine, the scoring pool and validation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from rlcore.config.base import Bound, Section
-from rlcore.config.data import TaskData
+from rlcore.config.algo import GROUP_ADVANTAGES
+from rlcore.config.base import MayChange, Run, Section, names_a_function
+from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, parts_of, taken
+from rlcore.config.problems import Problem
+from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
+
+_OF_VLLM = EffectiveWhen(".engine", "vllm")
+_ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
+_SAMPLED = EffectiveWhen(".temperature")
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        found = urlsplit(url)
+        port = found.port
+    except ValueError:
+        return False
+    return (
+        found.scheme in ("http", "https")
+        and bool(found.hostname)
+        and port != 0
+        and not (found.username or found.password or found.query or found.fragment)
+    )
 
 
 class SamplingConfig(Section):
@@ -13,7 +35,7 @@ class SamplingConfig(Section):
 
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy; log-probabilities are those at this temperature."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """Share of probability kept."""
 
 
@@ -33,42 +55,65 @@ class RolloutConfig(Section):
     """Whether special tokens are left out of the text of prompts and answers: that of scorers, judges, environments,
     tools and the record. Tags stay: `<think>`, `</answer>`, `</tool_call>` and others that a tokenizer has as special
     tokens. Off: all stay, the end token of an answer too."""
-    max_num_seqs: int = Field(default=512, ge=1)
+    max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
     """Sequences decoded together."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the engine's weights and products. auto: that of the trainer (`model.dtype`)."""
-    tensor_parallel_size: Annotated[int, Bound("divide", "runtime.num_workers")] = Field(default=1, ge=1)
+    tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
+        default=1, ge=1
+    )
     """Workers, and with them GPUs, that share one vLLM engine: each holds a part of every matrix. For a model whose
     weights and cache do not fit one GPU beside training; one that fits is faster with an engine for each GPU."""
-    memory_share: float = Field(default=0.5, gt=0, lt=1)
+    memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU's memory that vLLM may take for its weights and cache; `max_num_seqs` answers may need less."""
-    sleep_level: Literal[0, 1, 2] = 2
+    sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
     """What vLLM frees of the GPU while training runs: 0 nothing, 1 the cache, and its weights wait in the host's
     memory, 2 cache and weights, which the next hand-over brings back."""
-    enforce_eager: bool = False
+    enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
-        int | None, Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null")
+        int | None,
+        MayChange,
+        _OF_VLLM,
+        Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
     """Tokens that vLLM computes in one pass, prompts and answers together. Where `memory_share` has no room for all
     answers, vLLM keeps memory for such a pass, and its cache lacks it. None: vLLM's own choice."""
-    prefix_caching: bool = True
+    prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
     """Whether the answers to one prompt share its keys and values in vLLM."""
-    canary_bound: float | None = Field(default=None, gt=0)
+    canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """After each hand-over to vLLM some prompts of the run are answered, and the log-probabilities compared with the
     trainer's: a mean absolute difference above this is told, and stops the run where a tensor could not be compared.
     None: 4 times that of the first hand-over, at least 0.0001 in float32 and 0.02 in bfloat16."""
+    checks = (
+        rule(".samples_per_prompt", "algo.advantage",
+             "must be at least 2 with an advantage that compares the answers to a prompt",
+             lambda own, run: run.algo.advantage not in GROUP_ADVANTAGES or own.samples_per_prompt >= 2,
+             "Set it to 2 or more (8 is usual), or algo.advantage to gae, reinforce_pp or remax"),
+        rule(".sampling.temperature", "", "must be over 0 for training",
+             lambda own, _: own.sampling.temperature > 0, "Use 1, which is unbiased"),
+        rule(".engine", "", "must be hf or vllm: training needs answers",
+             lambda own, _: own.engine != "none", "Set rollout.engine=vllm, or hf where there is no vLLM"),
+        rule(".tensor_parallel_size", ".engine", "must be 1 without vLLM",
+             lambda own, _: own.engine == "vllm" or own.tensor_parallel_size == 1, "Set rollout.engine=vllm, or 1"),
+        # vLLM gives log-probabilities before temperature, or after temperature and top_p; the trainer needs those
+        # between.
+        rule(".sampling.top_p", ".sampling.temperature .engine",
+             "must be 1 with a temperature and rollout.engine=vllm",
+             lambda own, _: own.engine != "vllm" or 1 in (own.sampling.top_p, own.sampling.temperature),
+             "Set one of the two to 1 (1 and 1 keep the gradient unbiased), or use rollout.engine=hf"),
+    )  # fmt: skip
 
 
 class JudgeConfig(Section):
     """A model that judges answers, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
-    url: str = ""
+    url: Annotated[str, MayChange] = ""
     """Where the endpoint is, without `/chat/completions`: `http://127.0.0.1:8000/v1`. No proxy is used, no redirection
     followed."""
     model: str = ""
     """Its name of the model."""
-    key_variable: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Name of the environment variable that holds the endpoint's key; '' for an endpoint without one."""
     prompt: str = (
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
@@ -83,15 +128,34 @@ class JudgeConfig(Section):
     X one of so many numbers, evenly from 0 to `highest`; so a small model gives a verdict too. None: free text."""
     rules: str = ""
     """`module:function` of a scorer beside the judge: its parts, and its total added to the judge's; '' for none."""
-    tries: int = Field(default=3, ge=1)
+    tries: Annotated[int, MayChange] = Field(default=3, ge=1)
     """Requests at most for one answer: a lost connection and status 408, 425, 429 and 500 and above are tried again,
     after 0.5, 1, 2, ... seconds."""
-    deadline_s: float = Field(default=30.0, gt=0)
+    deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
     """Seconds for one answer, all tries together."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest text of the judge, in tokens."""
-    cache: str = ""
+    cache: Annotated[str, MayChange] = ""
     """File that keeps verdicts by what was asked, for all processes and later runs; '' keeps them in each process."""
+    effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
+    checks = (
+        rule(".url", "data.scorer",
+             "must be an http or https address without user, password or query with a scorer data.judge:score, else '' "
+             "too",
+             lambda own, run: _is_endpoint(own.url) or not (_is_judged(run) or own.url),
+             "Such as http://127.0.0.1:8000/v1"),
+        rule(".model", "data.scorer", "must be given with a scorer data.judge:score",
+             lambda own, run: not _is_judged(run) or bool(own.model), "Use a name that the endpoint lists at /models"),
+        rule(".prompt", "", "must have a place {response}",
+             lambda own, _: "{response}" in own.prompt, "Write {response} where the answer comes"),
+        rule(".rules", "", "must be `module:function` of a scorer other than the judge, or ''",
+             lambda own, _: not own.rules or (names_a_function(own.rules) and own.rules != JUDGE),
+             "Such as data.countdown:score"),
+    )  # fmt: skip
+
+
+def _is_judged(run: Run) -> bool:
+    return any(part.data.scorer == JUDGE for part in parts_of(run.data))
 
 
 class RewardConfig(Section):
@@ -101,18 +165,45 @@ class RewardConfig(Section):
     """Weight of each part of a score: the total becomes the sum of weight x part; `total` is the scorer's own. {}: the
     scorer's total. An answer whose score lacks a part that has a weight has no score."""
 
-    num_processes: int = Field(default=0, ge=0)
+    num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the trainer's own process (trusted, bounded scorers only)."""
-    deadline_s: float = Field(default=5.0, gt=0)
+    deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
     judge: JudgeConfig = JudgeConfig()
     """A model as judge."""
-    audit: bool = True
+    audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Whether the scorer is given some answers that must not score before the first step (nothing, junk, the prompt, a
     form without content, answers to other problems). An event tells of those that do. It changes no number."""
-    max_unmet_references: float = Field(default=0.01, ge=0, le=1)
+    max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
     """Share of rows whose own reference or solution may earn less than full marks by the scorer. Each is scored before
     the run; above the share the dataset is refused, below it the rows are reported."""
+    checks = (
+        rule(".num_processes", "data.scorer",
+             "must be 1 or more with data.scorer=data.math:score, which some answers keep busy for ever, and with "
+             "data=parquet without data.scorer, whose rows may be mathematics",
+             lambda own, run: isinstance(run.data, MixtureData) or own.num_processes > 0
+             or run.data.scorer not in ("data.math:score", BY_ROW), "Set reward.num_processes=2"),
+        rule(".num_processes", "data.scorer",
+             "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any answer",
+             lambda own, run: run.data.scorer != "data.reasoning_gym:score" or own.num_processes > 0,
+             "Set reward.num_processes=2"),
+        rule(".num_processes", "data.scorer",
+             "must be 1 or more with a scorer data.judge:score: as many answers are judged at a time",
+             lambda own, run: not _is_judged(run) or own.num_processes > 0, "Set reward.num_processes=16"),
+        rule(".deadline_s", "sandbox.time_s",
+             "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and "
+             "not 0",
+             lambda own, run: run.data.scorer != PROGRAMS or own.deadline_s > run.sandbox.time_s,
+             "Set sandbox.time_s=3 reward.deadline_s=5"),
+        rule(".deadline_s", ".judge.deadline_s data.scorer",
+             "must be above reward.judge.deadline_s with a scorer data.judge:score",
+             lambda own, run: not _is_judged(run) or own.deadline_s > own.judge.deadline_s,
+             "Set reward.deadline_s=35"),
+        rule(".weights", "data.environment",
+             "must be empty with an environment, whose rewards are added up over an episode",
+             lambda own, run: not run.data.environment or not own.weights,
+             "Leave it out, and weigh in the environment"),
+    )  # fmt: skip
 
 
 class SandboxConfig(Section):
@@ -129,6 +220,13 @@ class SandboxConfig(Section):
     allow_weak: bool = False
     """Run programs where they cannot be shut in (no bubblewrap, no user namespaces): under limits of time, memory and
     files for each process alone, with the network and all files of this user in reach."""
+    effective = EffectiveWhen(
+        "data.scorer data.environment validation.suites",
+        unless="'' [] data.calculator:Countdown data.number_guessing:Game data.countdown:score data.gsm8k:score "
+        "data.math:score data.multiplication:score data.number_guessing:score data.reasoning_gym:score",
+        why="no scorer that runs programs",
+        remedy="Choose data=code",
+    )
 
 
 class EpisodeConfig(Section):
@@ -147,14 +245,25 @@ class EpisodeConfig(Section):
     """Longest turn of the model, in tokens: one that reaches it ends there, and the episode goes on. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
     """Longest reply of the environment, in tokens, and in characters 16 times that: what is beyond is cut off."""
-    deadline_s: float = Field(default=10.0, gt=0)
+    deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
     """Seconds for one reply. Over it the environment's process is killed and replaced, and the episode has no score and
     no part in training; other episodes of that process are repeated in the new one."""
-    num_processes: int = Field(default=2, ge=1)
+    num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """Processes of the environments; each has one turn at a time."""
-    reward_per_turn: bool = False
+    reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
     """Whether each turn's reward stands at its last token, for advantages that know when a reward came. Off: the sum of
     all stands at the episode's last token."""
+    effective = EffectiveWhen("data.environment")
+    checks = (
+        rule(".tools", "", "must be a list of `module:function`, each name once",
+             lambda own, _: all(map(names_a_function, own.tools))
+             and len({tool.partition(":")[2] for tool in own.tools}) == len(own.tools),
+             "Such as [data.calculator:calculate]"),
+        rule(".tools", "data.environment",
+             "must name a tool or more with data.environment=rlcore.rollout.tools:Tools, which calls them",
+             lambda own, run: run.data.environment != "rlcore.rollout.tools:Tools" or bool(own.tools),
+             "Such as [data.calculator:calculate]"),
+    )  # fmt: skip
 
 
 class JudgingConfig(Section):
@@ -175,6 +284,14 @@ class JudgingConfig(Section):
     num_resamples: int = Field(default=1_000, ge=100)
     """Bootstrap resamples over problems, 1,000 at least: of figures that are no 0 or 1 of each problem, and of
     differences."""
+    checks: ClassVar[tuple[Rule, ...]] = (
+        rule(".num_resamples", "",
+             "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
+             lambda own, _: own.num_resamples >= 1_000, "Leave it out"),
+        rule(".samples_per_problem", ".sampling.temperature", "must be 1 with validation.sampling.temperature=0",
+             lambda own, _: own.sampling.temperature > 0 or own.samples_per_problem == 1,
+             "Set it to 1, or sample at temperature 1; validation.greedy judges a greedy answer as well"),
+    )  # fmt: skip
 
     @property
     def judging(self) -> "JudgingConfig":
@@ -205,12 +322,33 @@ class SuiteConfig(JudgingConfig):
     """Longest answer, in tokens. None: rollout.max_response_tokens."""
 
 
+def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
+    """Each suite's figures have a name of their own, and its answers fit where the run's do."""
+    if names := taken(suite.name for suite in validation.suites):
+        says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
+        return Problem(".suites", says, names, "Write another `name` into the file")
+    prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
+    for suite in validation.suites:
+        longest = (suite.max_prompt_tokens or prompt) + (suite.max_response_tokens or response)
+        if longest > prompt + response:
+            says = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
+            remedy = f"Lower the suite's limits, or raise the run's by {longest - prompt - response}"
+            return Problem(".suites", says, f"{suite.name}: {longest}, the run {prompt + response}", remedy)
+    return None
+
+
 class ValidationConfig(JudgingConfig):
     """How a model is judged on held-out problems: those of its own data, and suites."""
 
     suites: tuple[SuiteConfig, ...] = ()
     """Further held-out sets, each a name in `conf/suite`, the path of a file of that form, or its content
     (docs/data.md). They decide neither which checkpoint is best nor the objective of a sweep."""
+    checks = (
+        rule(".suites", "", "must not name a seed in their data",
+             lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),
+             "Set the suite's own seed, which fixes its rows and its answers"),
+        Rule((".suites", "filter.max_prompt_tokens", "rollout.max_response_tokens"), _suites_have_names_and_room),
+    )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
         """Whether a metric is a figure of a suite. A data source `<suite>/hard` is none."""

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, get_origin
+from typing import Annotated, get_origin
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
-from rlcore.config.base import Section, keys_of
+from rlcore.config.base import MayChange, Section, keys_of, value_at
 from rlcore.config.data import CountdownData, DataConfig, FilterConfig, PassRatesConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
 from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
+from rlcore.config.rules import Rule, rule
 from rlcore.config.trainer import (
     AlarmConfig,
     AnswersConfig,
@@ -23,18 +24,30 @@ from rlcore.config.trainer import (
 )
 
 
+def _warmup_fits(optim: str, total: str) -> Rule:
+    """The learning rate of a section reaches its peak before its stage ends."""
+
+    def holds(run: "RunConfig", _: "RunConfig") -> bool:
+        steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)
+        if steps is None or (optim.startswith("warm_start") and not run.warm_start.enabled):
+            return True
+        return bool(steps < total_steps or steps == total_steps == 1)
+
+    return rule(f"{optim}.warmup_steps", total, f"must be under {total}", holds, "Warm up for fewer steps")
+
+
 class RunConfig(Section):
     """Everything that a run depends on."""
 
-    name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
+    name: Annotated[str, MayChange] = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """Name of the experiment; first part of the run id."""
-    run_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
+    run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
     """Folder of the run. None: name, seed and the fingerprint of the settings."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """Fixes initial weights, order of prompts and every sampled token; `data.seed` fixes the rows."""
-    tags: dict[str, str] = Field(default_factory=dict)
+    tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """Tags on the MLflow run."""
-    paths: PathsConfig = PathsConfig()
+    paths: Annotated[PathsConfig, MayChange] = PathsConfig()
     data: DataConfig = CountdownData()
     filter: FilterConfig = FilterConfig()
     model: ModelConfig = ModelConfig()
@@ -47,13 +60,21 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     episode: EpisodeConfig = EpisodeConfig()
     sandbox: SandboxConfig = SandboxConfig()
-    validation: ValidationConfig = ValidationConfig()
+    validation: Annotated[ValidationConfig, MayChange] = ValidationConfig()
     trainer: TrainerConfig = TrainerConfig()
-    alarms: AlarmConfig = AlarmConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    answers: AnswersConfig = AnswersConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    alarms: Annotated[AlarmConfig, MayChange] = AlarmConfig()
+    checkpoint: Annotated[CheckpointConfig, MayChange] = CheckpointConfig()
+    answers: Annotated[AnswersConfig, MayChange] = AnswersConfig()
+    runtime: Annotated[RuntimeConfig, MayChange] = RuntimeConfig()
+    tracking: Annotated[TrackingConfig, MayChange] = TrackingConfig()
+    checks = (
+        rule("critic", "algo.advantage", "is needed by algo.advantage=gae",
+             lambda run, _: run.algo.advantage != "gae" or run.critic is not None,
+             "Add critic=default, or choose algo=grpo"),
+        _warmup_fits("optim", "trainer.total_steps"),
+        _warmup_fits("critic.optim", "trainer.total_steps"),
+        _warmup_fits("warm_start.optim", "warm_start.max_steps"),
+    )  # fmt: skip
 
     @property
     def answers_together(self) -> int:
@@ -87,11 +108,3 @@ def free_mappings() -> frozenset[str]:
 def is_key(name: str) -> bool:
     """Whether a dotted name is a setting, or lies in a mapping with free names."""
     return name in all_keys() or name.rpartition(".")[0] in free_mappings()
-
-
-def value_at(config: RunConfig, name: str, absent: Any = None) -> Any:
-    """Value of a dotted key, `absent` where the settings have none of that name (another task, a null section)."""
-    found: Any = config
-    for part in name.split("."):
-        found = getattr(found, part, absent)
-    return found

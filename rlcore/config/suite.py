@@ -1,6 +1,7 @@
-"""Suites: from the name of a file to settings, and a run's settings as one suite sees them."""
+"""Files of settings, suites among them; a run's settings as one suite sees them, and the problems of all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,34 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, expanded
-from rlcore.config.data import FilterConfig, MappedData, ParquetData, TaskData
+from rlcore.config.base import FILE_ENDINGS, covers, expanded
+from rlcore.config.data import FilterConfig, MappedData, MixtureData, ParquetData, TaskData
+from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Findings, Problem, did_you_mean
 from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
+from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig
 
 SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
 SUITES = "validation.suites"
+
+
+def content_of(file: Path) -> dict[str, Any] | str:
+    """Keys and values of a YAML file, as OmegaConf reads them; or why there are none."""
+    try:
+        if not file.exists():
+            return "there is no such file"
+        if not file.is_file():
+            return "must be a regular file"
+        with file.open(encoding="utf-8") as opened:
+            content = OmegaConf.to_container(OmegaConf.load(opened))
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        return f"cannot be read ({' '.join(str(error).split())})"
+    if not content or not isinstance(content, dict):
+        return "its file must hold keys and values"
+    return {str(name): value for name, value in content.items()}
 
 
 def put_suites(settings: dict[str, Any], findings: Findings) -> None:
@@ -48,17 +69,10 @@ def _read(name: str) -> dict[str, Any] | Problem:
     if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
         remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
-    if file.exists() and not file.is_file():
-        return Problem(SUITES, "must name files in conf/suite, or paths of files", name, "It is none")
-    try:
-        with file.open(encoding="utf-8") as opened:
-            content = OmegaConf.to_container(OmegaConf.load(opened))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    content = content_of(file)
+    if isinstance(content, str):
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
-        reason = " ".join(str(error).split())
-        return Problem(SUITES, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")
-    if not content or not isinstance(content, dict):
-        return Problem(SUITES, "its file must hold keys and values", name, "conf/suite/gsm8k.yaml shows the form")
+        return Problem(SUITES, content, got, "conf/suite/gsm8k.yaml shows the form")
     return {"name": file.stem, **content}
 
 
@@ -86,3 +100,25 @@ def _held_out_alone(data: TaskData) -> TaskData:
     if isinstance(data, MappedData):
         return data.model_copy(update={"train_split": data.validation_split})
     return data
+
+
+def problems_in(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
+    """Every broken rule of a run, and of its datasets and suites as if each were the run's only one.
+
+    Rules that read a key or section named in `unsound` are left out.
+    """
+    found = broken_rules(run, unsound)
+    for key, name, alone in _alone(run):
+        if not any(covers(key, each) or covers(each, key) for each in unsound):
+            found += [replace(each, key=key, rule=f"{name}: {each.key} {each.rule}")
+                      for each in broken_rules(alone, unsound) if each not in found]  # fmt: skip
+    return found
+
+
+def _alone(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
+    """The settings of each dataset of a mixture, and of each suite: their key, their name, a run of nothing else."""
+    for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
+        yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
+    for suite in run.validation.suites:  # the warm start learns from the run's own data
+        alone = suite_settings(run, suite).model_copy(update={"warm_start": WarmStartConfig()})
+        yield "validation.suites", suite.name, alone

@@ -4,7 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import Bound, Section, with_home
+from rlcore.config.base import MayChange, Section, with_home
+from rlcore.config.rules import Bound, EffectiveWhen, rule
+
+_ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
+_UNDER_RAY = EffectiveWhen(".backend", "ray")
+_TRACKED = EffectiveWhen(".enabled")
+_PROFILED = EffectiveWhen(".first_step")
 
 
 class TrainerConfig(Section):
@@ -12,7 +18,7 @@ class TrainerConfig(Section):
 
     total_steps: int = Field(default=100, ge=1, le=10_000_000)
     """Steps of the run; a step is one batch of prompts sampled, scored and learned from."""
-    steps_per_chunk: int = Field(default=20, ge=1)
+    steps_per_chunk: Annotated[int, MayChange] = Field(default=20, ge=1)
     """Steps between two checkpoints. A chunk is the unit that Prefect retries."""
     batch_size: int = Field(default=256, ge=1, le=10_000_000)
     """Prompts a step."""
@@ -22,6 +28,7 @@ class TrainerConfig(Section):
     """Passes over each batch."""
     max_tokens_per_micro_batch: Annotated[
         int,
+        MayChange,
         Bound(
             "be at least",
             "filter.max_prompt_tokens + rollout.max_response_tokens",
@@ -50,23 +57,28 @@ class AlarmConfig(Section):
     grad_norm: StepAction = "tell"
     """The norm of the policy's gradient, before clipping, is above `grad_norm_above` in a mini-batch. skip leaves out
     only the mini-batches where it is."""
-    grad_norm_above: float = Field(default=1_000.0, gt=0)
+    grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """Norm over all parameters of the gradient of one mini-batch."""
     entropy: StateAction = "tell"
     """The policy's entropy is below `entropy_below`: it gives one answer whatever the seed."""
-    entropy_below: float = Field(default=0.001, ge=0)
+    entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """Mean over answer tokens, nats."""
-    equal_scores: StepAction = "tell"
+    equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
     """Within each group all answers have the same score: there is nothing to compare. Not checked where each prompt has
     one answer."""
     kl: StateAction = "off"
     """The KL divergence from the reference is above `kl_above`. Needs algo.kl.where."""
-    kl_above: float = Field(default=10.0, gt=0)
+    kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
     """Mean over answer tokens, nats."""
     length: StepAction = "off"
     """The share of answers that end at rollout.max_response_tokens is at least `length_share`."""
-    length_share: float = Field(default=0.95, gt=0, le=1)
+    length_share: Annotated[float, EffectiveWhen(".length")] = Field(default=0.95, gt=0, le=1)
     """Share of the step's answers."""
+    checks = (
+        rule(".kl", "algo.kl.where", "needs a reference to measure the KL from",
+             lambda own, run: own.kl == "off" or run.algo.kl.where != "off",
+             "Set algo.kl.where=loss or reward (with algo.kl.coef=0 the KL is measured and changes nothing)"),
+    )  # fmt: skip
 
 
 class CheckpointConfig(Section):
@@ -90,7 +102,7 @@ class AnswersConfig(Section):
     every_steps: int = Field(default=1, ge=0)
     """The answers of each training step whose number is a multiple of this are kept, and those of every validation; 0:
     none at all."""
-    max_gb: float = Field(default=10.0, gt=0)
+    max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
     """Most that they may take on the disk, in GB of 1e9 bytes; those of the oldest training steps are deleted first."""
 
 
@@ -100,9 +112,9 @@ class ProfileConfig(Section):
 
     first_step: int | None = Field(default=None, ge=1)
     """First step that is recorded. None: no step is."""
-    num_steps: int = Field(default=1, ge=1, le=10)
+    num_steps: Annotated[int, _PROFILED] = Field(default=1, ge=1, le=10)
     """Steps that are recorded, each in files of its own."""
-    max_mb: float = Field(default=200.0, gt=0)
+    max_mb: Annotated[float, _PROFILED] = Field(default=200.0, gt=0)
     """Largest trace of a step and rank, in MB of 1e6 bytes. One that is larger is not kept and ends the window."""
 
 
@@ -150,11 +162,11 @@ class RuntimeConfig(Section):
     """auto: CUDA where a GPU is present."""
     threads_per_worker: int = Field(default=1, ge=1)
     """CPU threads of torch in each worker. Another number may change the last digit of a sum."""
-    ray_address: str | None = None
+    ray_address: Annotated[str | None, _UNDER_RAY] = None
     """Address of a running Ray cluster; None starts a private one on this host."""
-    placement_timeout_s: float = Field(default=60.0, gt=0)
+    placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
     """Seconds to wait for the cluster to grant the workers' resources."""
-    fit_memory: Literal["off", "check", "auto"] = "check"
+    fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
     """What is done with the memory plan of a run on a GPU. check: one that cannot fit, however fine the micro-batches,
     is refused. auto: besides, `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
     `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload` and
@@ -174,6 +186,10 @@ class RuntimeConfig(Section):
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Order in which runs wait for the slots of their root (`millrace slots`), the highest first. Runs with a lower one
     give theirs back at the end of a chunk, and wait. Without effect where the root has no slots."""
+    checks = (
+        rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
+             lambda own, _: own.backend == "ray" or own.num_workers == 1, "Set runtime.backend=ray"),
+    )  # fmt: skip
 
 
 class PathsConfig(Section):
@@ -190,13 +206,13 @@ class TrackingConfig(Section):
 
     enabled: bool = True
     """Whether metrics and artifacts are carried to MLflow."""
-    uri: str | None = None
+    uri: Annotated[str | None, _TRACKED] = None
     """MLflow tracking URI; None: sqlite under `paths.root`."""
-    experiment: str = "millrace"
+    experiment: Annotated[str, _TRACKED] = "millrace"
     """MLflow experiment name."""
-    log_best: bool = True
+    log_best: Annotated[bool, _TRACKED] = True
     """Whether the weights of the best checkpoint are kept in MLflow beside those of the last one."""
-    registered_model: str | None = Field(default=None, pattern=r"^[^/:]{1,200}$")
+    registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
     """Name in MLflow's model registry under which both are put, with the aliases `best` and `last`. None: neither."""
-    ship_every_s: float = Field(default=2.0, gt=0)
+    ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
     """Seconds between two deliveries of the process beside the trainer."""

@@ -12,13 +12,26 @@ from pydantic import JsonValue
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison
-from rlcore.report import compare, figures, held_out, numbers, page, performance, settings
-from rlcore.report.document import Block, Finding, Report, Section, Table, Tile, cell, table
+from rlcore.report import compare, figures, held_out, page, performance, settings
+from rlcore.report.document import (
+    Block,
+    Finding,
+    Report,
+    Section,
+    Table,
+    Tile,
+    cell,
+    compact,
+    duration,
+    fixed,
+    short,
+    table,
+)
 from rlcore.report.figures import Groups
 from rlcore.report.findings import check_table, findings_of
+from rlcore.report.page import sample_table
 from rlcore.report.plots import Chart, gallery_of
 from rlcore.report.record import RunRecord, Runs, read_run
-from rlcore.report.samples import sample_table
 from rlcore.report.series import first_tenth, last_tenth
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 
@@ -206,7 +219,7 @@ def _facts_of(record: RunRecord) -> Iterator[str]:
     if record.steps:
         begun, ended = record.steps[0].time, record.steps[-1].time
         yield f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC"
-        yield f"{numbers.duration(ended - begun)} by the clock"
+        yield f"{duration(ended - begun)} by the clock"
 
 
 def _tiles_of(record: RunRecord) -> Iterator[Tile]:
@@ -220,25 +233,25 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         yield from (_gain(label, rows[name]) for name, label in wanted.items() if name in rows)
     elif held_out:
         step, found = held_out[-1]
-        ends = f"[{numbers.fixed(found.low)}, {numbers.fixed(found.high)}], step {step}"
-        yield Tile("Held-out reward", numbers.fixed(found.value), ends)
+        ends = f"[{fixed(found.low)}, {fixed(found.high)}], step {step}"
+        yield Tile("Held-out reward", fixed(found.value), ends)
     elif reward is not None:
-        shown = f"{numbers.fixed(first_tenth(reward))} → {numbers.fixed(last_tenth(reward))}"
+        shown = f"{fixed(first_tenth(reward))} → {fixed(last_tenth(reward))}"
         yield Tile("Training reward", shown, "first and last tenth of steps")
     if record.seconds is not None:
-        detail = f"{numbers.short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
+        detail = f"{short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
-        yield Tile(label, numbers.duration(record.seconds.iloc[-1]), detail)
+        yield Tile(label, duration(record.seconds.iloc[-1]), detail)
     if record.gpu_seconds is not None:
-        yield Tile("GPU time", numbers.duration(record.gpu_seconds))
+        yield Tile("GPU time", duration(record.gpu_seconds))
     if (throughput := record.series("perf/throughput")) is not None:
-        detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
-        yield Tile("Tokens/s/device", numbers.compact(throughput.median(), 3), detail)
+        detail = f"{duration(record.step_s)} a step" if record.step_s is not None else ""
+        yield Tile("Tokens/s/device", compact(throughput.median(), 3), detail)
 
 
 def _gain(label: str, row: Comparison) -> Tile:
     gain = cell(row.paired.difference, "difference")
     unit = row.statistic.partition("/")[2]
     title = label if unit in (label, "greedy") else f"{label} ({unit})"
-    return Tile(title, f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}", gain.text, gain.tone)
+    return Tile(title, f"{fixed(row.first.value)} → {fixed(row.second.value)}", gain.text, gain.tone)

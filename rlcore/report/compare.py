@@ -11,8 +11,7 @@ from scipy.special import stdtrit
 
 from rlcore.config.problems import masked, plain_text
 from rlcore.evaluation.stats import Interval
-from rlcore.report import numbers
-from rlcore.report.document import Cell, Finding, Row, Table, Tile, table
+from rlcore.report.document import NOTHING, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
 from rlcore.report.figures import Groups, num_seeds
 from rlcore.report.held_out import paired_runs
 from rlcore.report.record import RunRecord, Runs
@@ -132,9 +131,9 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
     """The held-out reward of a setting, with its range over seeds."""
     reward = _reward_of(group)
     if reward is None:
-        return Tile(label, numbers.NOTHING, "no validation")
-    ends = f"{numbers.fixed(reward.lowest)} to {numbers.fixed(reward.highest)}, {reward.num_seeds} seeds"
-    return Tile(label, numbers.fixed(reward.mean.value), ends if reward.num_seeds > 1 else "1 seed")
+        return Tile(label, NOTHING, "no validation")
+    ends = f"{fixed(reward.lowest)} to {fixed(reward.highest)}, {reward.num_seeds} seeds"
+    return Tile(label, fixed(reward.mean.value), ends if reward.num_seeds > 1 else "1 seed")
 
 
 def findings_over(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
@@ -149,8 +148,8 @@ def _over_seeds(groups: Groups) -> Iterator[Finding]:
         found = _reward_of(group)
         if found is not None and found.num_seeds > 1:
             text = (
-                f"{label}: {group[0].reward_statistic} {numbers.fixed(found.mean.value)}, "
-                f"{numbers.fixed(found.lowest)} to {numbers.fixed(found.highest)}."
+                f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, "
+                f"{fixed(found.lowest)} to {fixed(found.highest)}."
             )
             yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule=rule, numbers={label: asdict(found)})
 
@@ -168,7 +167,7 @@ def _best(groups: Groups) -> Finding:
         return finding("not known", "muted", text)
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
-    said = f"{first} has {numbers.fixed(best.mean.value)}, {second} {numbers.fixed(next_best.mean.value)}"
+    said = f"{first} has {fixed(best.mean.value)}, {second} {fixed(next_best.mean.value)}"
     if min(best.num_seeds, next_best.num_seeds) < FEWEST_RUNS:
         text = f"{said}; with one seed of a setting nothing is said about the setting."
         return finding("one seed is too few", "watch", text, numbers=means)
@@ -192,7 +191,7 @@ def _against_first(runs: Runs) -> Finding:
         text = "No other run was judged on the same problems as the first one."
         return finding("not known", "muted", text)
     apart = sum(gain.excludes_zero for gain in gains.values())
-    text = f"From {base}: " + "; ".join(f"{name} {numbers.signed_interval(gain)}" for name, gain in gains.items()) + "."
+    text = f"From {base}: " + "; ".join(f"{name} {signed_interval(gain)}" for name, gain in gains.items()) + "."
     values = {label: asdict(gain) for label, gain in gains.items()}
     return finding(f"{apart} of {len(gains)} told apart", "" if apart else "watch", text, numbers=values)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from rlcore.config import RunConfig
-from rlcore.report import numbers, performance
-from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, table
+from rlcore.report import performance
+from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, compact, table
 from rlcore.report.plots import (
     CYCLE,
     FEW_POINTS,
@@ -52,6 +52,7 @@ Lines = Mapping[str, tuple[str, str]]
 """Colour and label of each line, by its metric."""
 
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
+STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
 # ------------------------------------------------------------------ the panels
@@ -62,8 +63,9 @@ class Panel:
     """A picture over steps, declared. `lines`, the held-out statistics and the rest are drawn together.
 
     `held_out`: so many of the main held-out statistics with their intervals. `band`: metrics of its lower and its upper
-    edge, and its label. `limit`: label of a dashed line, and its height by the settings. `draw`: draws a picture that
-    is none over steps. `when`: the runs that can have it. `flat`: why it may be 0 at every step.
+    edge, and its label. `limit`: label of a dashed line, and its height by the settings. `from_zero`: whether the y
+    axis begins at 0. `draw`: draws a picture that is none of a run's own steps. `when`: the runs that can have it.
+    `flat`: why it may be 0 at every step.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Panel:
         statistics = record.core_statistics[: self.held_out]
         for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
-            # Beside each other, so that intervals do not hide each other.
+            # Shifted, so that intervals do not hide each other.
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
@@ -109,17 +111,6 @@ class Panel:
                 axes.axhline(height, color=LIGHT["red"], linewidth=0.9, linestyle=(0, (4, 3)), label=label)
         if self.from_zero:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
-
-
-STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
-
-
-def _pass_rates(record: RunRecord, panel: Panel, figure: "Figure") -> None:
-    counts = np.array(record.rows_by_passes)
-    axes = figure.subplots()
-    colours = [LIGHT["grey" if passes in (0, len(counts) - 1) else "blue"] for passes in range(len(counts))]
-    axes.bar(np.arange(len(counts)), 100 * counts / max(1, counts.sum()), 0.8, color=colours)
-    tidy(axes, x=f"of {len(counts) - 1} answers right", y=panel.unit)
 
 
 def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
@@ -164,9 +155,6 @@ LEARNING = (
           "share", {"critic/vf_explained_var": ("orange", "explained variance")}, when=_has_critic),
     Panel("value_loss", "Value loss", "Half the squared error, clipped.", "loss",
           {"critic/vf_loss": ("orange", "value loss")}, when=_has_critic),
-    Panel("pass_rates", "Pass rates before training", "Training rows by how many of the start model's answers are "
-          "right. Grey: never or always solved, so their groups teach nothing.", "% of training rows",
-          draw=_pass_rates, when=lambda record: bool(record.rows_by_passes)),
     Panel("supervised", "Supervised stage", "Cross-entropy at the demonstrations' answers, before the steps above.",
           "nats/token", draw=_supervised, when=lambda record: record.config.warm_start.enabled),
 )  # fmt: skip
@@ -286,7 +274,7 @@ def _extent(series: Series) -> Cell:
 
 
 def _pair(values: Mapping[str, float], sign: str) -> Cell:
-    return Cell(f" {sign} ".join(map(numbers.compact, values.values())), {key: float(v) for key, v in values.items()})
+    return Cell(f" {sign} ".join(map(compact, values.values())), {key: float(v) for key, v in values.items()})
 
 
 def _last_held_out(record: RunRecord) -> Value:

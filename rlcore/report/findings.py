@@ -6,8 +6,20 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from rlcore.report import numbers
-from rlcore.report.document import Cell, Finding, Kind, Table, Tone, table
+from rlcore.report.document import (
+    Cell,
+    Finding,
+    Kind,
+    Table,
+    Tone,
+    compact,
+    duration,
+    fixed,
+    interval,
+    percent,
+    signed_interval,
+    table,
+)
 from rlcore.report.performance import PHASES, mean_phases
 from rlcore.report.record import RunRecord
 from rlcore.report.series import FEWEST_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
@@ -50,8 +62,8 @@ def learned(record: RunRecord) -> Finding:
     elif gain.value < 0:
         went, verdict, tone = "fell", "got worse", "bad"
     text = (
-        f"The held-out reward {went} from {numbers.interval(found.first)} to {numbers.interval(found.second)}: "
-        f"{numbers.signed_interval(gain)}{end}; better on {wins}, worse on {losses} of {found.num_problems} problems."
+        f"The held-out reward {went} from {interval(found.first)} to {interval(found.second)}: "
+        f"{signed_interval(gain)}{end}; better on {wins}, worse on {losses} of {found.num_problems} problems."
     )
     values: dict[str, JsonValue] = {
         "difference": asdict(gain),
@@ -74,7 +86,7 @@ def converged(record: RunRecord) -> Finding:
     if series is None or trend is None:
         return finding("not known", "muted", f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
     num_steps = len(last_third(series))
-    shown = f"{numbers.signed_interval(trend)} over the last {num_steps} steps"
+    shown = f"{signed_interval(trend)} over the last {num_steps} steps"
     tone: Tone = "watch"
     verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
     if not trend.excludes_zero or abs(trend.value) < SMALLEST_CHANGE * score_range(record):
@@ -128,15 +140,15 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
     if grouped and equal is not None and (late := late_mean(equal)) > LARGEST_EQUAL_SHARE:
         high = rewards is not None and late_mean(rewards) > 0.5 * score_range(record)
         why = "most are solved every time: harder problems would teach more" if high else "most are never solved"
-        yield "equal groups", late, f"{numbers.percent(late)} of prompts get the same score on every answer; {why}."
+        yield "equal groups", late, f"{percent(late)} of prompts get the same score on every answer; {why}."
     if cut is not None and (late := late_mean(cut)) > LARGEST_CUT_SHARE:
         limit = record.config.rollout.max_response_tokens
-        yield "answer length", late, f"{numbers.percent(late)} of answers are cut at {limit} tokens."
+        yield "answer length", late, f"{percent(late)} of answers are cut at {limit} tokens."
     held_out = record.held_out(record.reward_statistic)
     if rewards is not None and held_out and held_out[-1][0] > 0 and not record.config.pass_rates.is_wanted:
         gap = last_tenth(rewards) - held_out[-1][1].value
         if gap > LARGEST_GAP * score_range(record):
-            yield "overfitting", gap, f"The training reward is {numbers.fixed(gap)} above the held-out one."
+            yield "overfitting", gap, f"The training reward is {fixed(gap)} above the held-out one."
     trend = None if rewards is None else trend_of(rewards)
     if trend is not None and trend.low > 0 and trend.value >= SMALLEST_CHANGE * score_range(record):
         yield "number of steps", trend.value, "The reward was still rising when the run ended."
@@ -151,9 +163,9 @@ def speed_limit(record: RunRecord) -> Finding:
         return finding("not known", "muted", "No phase has been timed.")
     shares = {name: seconds / sum(phases.values()) for name, seconds in phases.items()}
     top, *rest = sorted(shares, key=lambda name: -shares[name])[:3]
-    then = ", ".join(f"{PHASES[name][0].lower()} {numbers.percent(shares[name])}" for name in rest)
+    then = ", ".join(f"{PHASES[name][0].lower()} {percent(shares[name])}" for name in rest)
     title = PHASES[top][0]
-    text = f"{title} takes {numbers.percent(shares[top])} of a step of {numbers.duration(record.step_s)}"
+    text = f"{title} takes {percent(shares[top])} of a step of {duration(record.step_s)}"
     return finding(title.lower(), "muted", f"{text}; then {then}." if then else f"{text}.", numbers=shares)
 
 
@@ -177,35 +189,35 @@ Rule = tuple[str, str, str, Callable[[Series, RunRecord], Judgement]]
 def _fall(series: Series, record: RunRecord) -> Judgement:
     curve = smooth(series)
     fall = float(curve.max() - curve.iloc[-1])
-    return f"{numbers.fixed(fall)} below the best", fall, fall <= LARGEST_FALL * score_range(record)
+    return f"{fixed(fall)} below the best", fall, fall <= LARGEST_FALL * score_range(record)
 
 
 def _spike(series: Series, record: RunRecord) -> Judgement:
     median = float(series.median())
     spike = float(series.max()) / median if median > 0 else 1.0
-    return f"{numbers.compact(spike, 3)} × median", spike, spike <= GRAD_SPIKE
+    return f"{compact(spike, 3)} × median", spike, spike <= GRAD_SPIKE
 
 
 def _largest(series: Series, record: RunRecord) -> Judgement:
     size = float(series.abs().max())
-    return f"{numbers.compact(size, 3)} nats/token", size, size <= LARGEST_PPO_KL
+    return f"{compact(size, 3)} nats/token", size, size <= LARGEST_PPO_KL
 
 
 def _late_share(limit: float, series: Series, record: RunRecord) -> Judgement:
     share = late_mean(series)
-    return numbers.percent(share, 1), share, share <= limit
+    return percent(share, 1), share, share <= limit
 
 
 def _entropy(series: Series, record: RunRecord) -> Judgement:
     begin, end = first_tenth(series), late_mean(series)
     grown = begin > 0 and end > ENTROPY_GROWTH * begin
-    measured = f"{numbers.compact(begin, 3)} → {numbers.compact(end, 3)} nats/token"
+    measured = f"{compact(begin, 3)} → {compact(end, 3)} nats/token"
     return measured, end, end >= SMALLEST_ENTROPY and not grown
 
 
 def _explained(series: Series, record: RunRecord) -> Judgement:
     share = late_mean(series)
-    return numbers.fixed(share), share, share > 0
+    return fixed(share), share, share > 0
 
 
 _RULES: tuple[Rule, ...] = (

@@ -9,11 +9,10 @@ import numpy as np
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare, pass_curve
 from rlcore.report.document import Block, Cell, Kind, Row, Section, Table, Value, table
-from rlcore.report.plots import CYCLE, LIGHT, Chart, plot_intervals, tidy
+from rlcore.report.plots import CYCLE, LIGHT, Chart, tidy
 from rlcore.report.record import RunRecord, Runs
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Judged = Mapping[str, ValidationResult]
@@ -47,7 +46,8 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
     if 0 < len(results) <= len(CYCLE):  # the bars of more runs cannot be told apart
         statistics = [name for name in first.core_statistics[: 1 if others else None] if "/maj@" not in name]
         blocks += [
-            draw(_charts(results)),
+            draw([Chart("solve_rates", "How often problems are solved",
+                        "Held-out problems by how many of their samples are right.", partial(_solve_rates, results))]),
             _parts_table(results, statistics, "source", "By data source", ("Source", "code"),
                          ValidationResult.by_source, "Each dataset of the mixture, scored by its own scorer."),
             _parts_table(results, statistics, "difficulty", "By difficulty", ("Difficulty", "number"),
@@ -185,54 +185,14 @@ _BARS = 0.76
 """Width of all bars at one place."""
 
 
-def _charts(judged: Judged) -> list[Chart]:
-    difficulty = Chart("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.",
-                       partial(_difficulty, judged))  # fmt: skip
-    has_several = len({problem.difficulty for result in judged.values() for problem in result.problems}) > 1
-    return [
-        Chart("solve_rates", "How often problems are solved", "Held-out problems by how many of their samples are "
-              "right.", partial(_solve_rates, judged)),
-        *([difficulty] if has_several else []),
-    ]  # fmt: skip
-
-
-def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]]) -> None:
-    """Bars of (x, height), those of the results next to each other."""
-    colours = BEFORE_AND_AFTER if len(columns) <= len(BEFORE_AND_AFTER) else CYCLE
-    for place, (label, (x, heights)) in enumerate(zip(labels, columns, strict=True)):
-        colour = LIGHT[colours[place % len(colours)]]
-        bar = _BARS / max(2, len(columns))
-        axes.bar(np.asarray(x) + _aside(place, len(columns)), heights, bar, color=colour, label=label)
-
-
-def _aside(place: int, count: int) -> float:
-    """How far the middle of a bar is from that of all bars at its place."""
-    return (place - (count - 1) / 2) * _BARS / max(2, count)
-
-
-def _shares(counts: Any) -> Any:
-    return 100 * counts / max(1, counts.sum())
-
-
 def _solve_rates(judged: Judged, figure: "Figure") -> None:
+    """Bars of the shares of problems, those of the results next to each other."""
     k = max(result.num_samples for result in judged.values())
     axes = figure.subplots()
-    solved = [[problem.num_solved for problem in result.problems if problem.scored] for result in judged.values()]
-    _bars(axes, judged, [(np.arange(k + 1), _shares(np.bincount(found, minlength=k + 1))) for found in solved])
+    colours, width = BEFORE_AND_AFTER if len(judged) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(judged))
+    for place, (label, result) in enumerate(judged.items()):
+        solved = [problem.num_solved for problem in result.problems if problem.scored]
+        counts = np.bincount(solved, minlength=k + 1)
+        at = np.arange(k + 1) + (place - (len(judged) - 1) / 2) * width
+        axes.bar(at, 100 * counts / max(1, counts.sum()), width, color=LIGHT[colours[place]], label=label)
     tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
-
-
-def _difficulty(judged: Judged, figure: "Figure") -> None:
-    parts = [result.by_difficulty() for result in judged.values()]
-    levels = sorted({level for found in parts for level in found})
-    axes = figure.subplots()
-    columns = []
-    for place, found in enumerate(parts):
-        rewards = [part.intervals[part.reward_statistic] for part in found.values()]
-        at = [levels.index(level) for level in found]
-        columns.append((at, [reward.value for reward in rewards]))
-        aside = _aside(place, len(parts))
-        plot_intervals(axes, [(x + aside, reward) for x, reward in zip(at, rewards, strict=True)], "ink", fmt="none")
-    _bars(axes, judged, columns)
-    tidy(axes, x="difficulty", y="score", steps=False)
-    axes.set_xticks(range(len(levels)), [str(level) for level in levels])

@@ -19,8 +19,7 @@ import numpy as np
 from markupsafe import Markup
 
 from rlcore.evaluation.stats import Interval
-from rlcore.report import numbers
-from rlcore.report.document import Gallery, Picture
+from rlcore.report.document import Gallery, Picture, short
 from rlcore.report.series import Series, band_of, smooth, thinned, window_of
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def tidy(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = T
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=steps, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: numbers.short(value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 
 def legend(axes: "Axes") -> None:

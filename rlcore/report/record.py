@@ -29,7 +29,7 @@ from rlcore.tracking.journal import (
     load_journal,
     missing_steps,
 )
-from rlcore.tracking.lineage import PASS_RATES_STAGE, Origin, read_origin
+from rlcore.tracking.lineage import Origin, read_origin
 
 MOST_VALIDATIONS_KEPT = 32
 """Validations that stay in memory: several parts of a report read the same ones."""
@@ -124,13 +124,6 @@ class RunRecord:
         beside = self.run_dir.resolve().parent.parent / "warm-starts"  # rlcore.run.inputs.stage_layout
         files = [beside / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
         return next((_read_journal(file, []).steps for file in files if file.is_file()), ())
-
-    @cached_property
-    def rows_by_passes(self) -> tuple[int, ...]:
-        """Training rows by the number of the start model's right answers, from 0 on; empty where none was measured."""
-        stages = self.lineage.stages
-        found = [stage.facts.get("rows_by_passes") for stage in stages if stage.name == PASS_RATES_STAGE]
-        return tuple(int(count) for count in str(found[0] or "").split()) if found else ()
 
     # ------------------------------------------------------------------ held-out problems
 

@@ -82,17 +82,6 @@ class RunInputs:
             )
         return found
 
-    def verify(self) -> None:
-        """Read every byte of what Millrace has written of them. A flow has done so when it found them.
-
-        Raises:
-            DataError: names the file that is damaged.
-        """
-        folders = [self.filtered_directory, *self.parts, self.tokenizer_directory, self.demonstrations_directory]
-        folders += self.suites.values()
-        for directory in dict.fromkeys(folder for folder in folders if folder is not None):
-            finished(directory)
-
     @property
     def has_training_rows(self) -> bool:
         """Whether there is something to train on; an evaluation has held-out rows alone."""

@@ -79,9 +79,9 @@ class Session:
 
     # ------------------------------------------------------------------ commands
 
-    def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
-        """Make the model of step 0, unless it is there; see `WarmStart.to`."""
-        result = self._warm_start.to(to_step)
+    def warm_start(self) -> Mapping[str, object]:
+        """Make the model of step 0, unless it is there; see `WarmStart.make`."""
+        result = self._warm_start.make()
         return {**asdict(result), "directory": str(result.directory)}
 
     def measure_pass_rates(self) -> Mapping[str, object]:

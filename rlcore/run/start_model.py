@@ -25,14 +25,13 @@ UNTAUGHT = "untaught"
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """The model of step 0, once the stage `is_over`. `figures` after `steps` supervised steps: `loss`, `accuracy`,
+    """The model of step 0. `figures` after `steps` supervised steps: `loss`, `accuracy`,
     `held_out_loss`, `held_out_accuracy`, and `reward` where it was sampled."""
 
     directory: Path
     cached: bool
     steps: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
-    is_over: bool = True
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "StartModel":
@@ -43,8 +42,6 @@ class StartModel:
         return cls(directory, cached, int(values.get("steps", 0)), found)
 
     def __str__(self) -> str:
-        if not self.is_over:
-            return f"step {self.steps} is saved"
         if not self.steps:
             return f"no supervised steps: training starts from {self.directory}"
         shown = [f"{name.replace('_', '-')} {self.figures[name]:.3f}" for name in SHOWN if name in self.figures]

@@ -1,4 +1,4 @@
-"""The warm start: a training of its own that makes the model of step 0, by the machinery of a run.
+"""The warm start: a training of its own that makes the model of step 0, by the machinery of a run, in one command.
 
 It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, so it goes on where
 it was, and settings that follow from those of the run. Its result is published under `models/<fingerprint>`, where runs
@@ -195,7 +195,8 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 
 
 class WarmStart:
-    """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers."""
+    """Makes the model of step 0. While it trains it holds its folder's lock and its workers; after an error until
+    `close`."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
@@ -203,59 +204,50 @@ class WarmStart:
         self._layout = stage_layout(config, inputs.filtered_directory)
         self._untaught = self._layout.run_dir / UNTAUGHT
         self._open = ExitStack()
-        self._is_over = False
         self.training: SupervisedTraining | None = None
 
-    def to(self, to_step: int | None) -> StartModel:
-        """Train until a checkpoint of `to_step` (None: the last) is committed or the stage is over, which publishes the
-        model of step 0. Does nothing where that is there.
+    def make(self) -> StartModel:
+        """Make the model of step 0, unless it is there. A warm start resumes from its newest checkpoint.
 
         Raises:
             StopRequestedError: a stop was asked for; the last finished step is saved.
         """
-        result = self._advance(to_step)
-        if result.is_over and not result.cached:
-            gc.collect()
-            release_cached_memory()  # the workers that follow may be other processes
-        return result
-
-    def _advance(self, to_step: int | None) -> StartModel:
-        if self._config.model.path is not None:
-            ensure_given_model(self._config)
-        if (known := known_start_model(self._config, self._inputs)) is not None:
+        config, guard = self._config, self._guard
+        if config.model.path is not None:
+            ensure_given_model(config)
+        if (known := known_start_model(config, self._inputs)) is not None:
             return known
-        if not self._config.warm_start.enabled:
+        if not config.warm_start.enabled:
             with published_directory(self._directory, {FINGERPRINT: self._directory.name}) as folder:
-                build_model(self._config, folder)
+                build_model(config, folder)
             return StartModel(self._directory, cached=False)
-        if self.training is None:
-            guard = self._guard
-            self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
-            self._layout.require_kinds()
-            known = known_start_model(self._config, self._inputs)
-            if known is not None:  # made by another run while this one waited for the lock
-                self.close(failed=False)
-                return known
-            self.training = self._begun()
-        training, record = self.training, self.training.record
-        end = record.config.trainer.total_steps
-        goal = end if to_step is None else min(to_step, end)
-        newest = record.store.latest()
-        if newest is None or (newest.step < goal and not self._has_ended(record, newest)):
-            training.to(goal)
-            newest = record.store.latest()
-            assert newest is not None, "training has committed one"
-        if not self._has_ended(record, newest):
-            return StartModel(self._directory, cached=False, steps=newest.step, is_over=False)
-        self._publish(training, newest)
+        self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
+        known = known_start_model(config, self._inputs)
+        if known is not None:  # made by another run while this one waited for the lock
+            self.close(failed=False)
+            return known
+        self.training = self._begun()
+        self._publish(self.training, self._trained(self.training))
+        gc.collect()
+        release_cached_memory()  # the workers that follow may be other processes
         return StartModel.of(self._directory, finished_or_set_aside(self._directory), cached=False)
 
-    def close(self, *, failed: bool) -> None:
-        """End the workers and give the folder back."""
+    def close(self, *, failed: bool, is_over: bool = False) -> None:
+        """End the workers and release the folder."""
         training, self.training = self.training, None
         with self._open:
             if training is not None:
-                training.record.finish(failed=failed, is_over=self._is_over)
+                training.record.finish(failed=failed, is_over=is_over)
+
+    def _trained(self, training: SupervisedTraining) -> CheckpointInfo:
+        """The checkpoint with which the training ends."""
+        store, end = training.record.store, training.record.config.trainer.total_steps
+        newest = store.latest()
+        if newest is None or not self._has_ended(training.record, newest):
+            training.to(end)
+            newest = store.latest()
+            assert newest is not None, "training has committed one"
+        return newest
 
     def _begun(self) -> SupervisedTraining:
         lessons = Lessons.read(self._config, self._inputs)
@@ -297,8 +289,7 @@ class WarmStart:
         }
         facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
         workers.export(self._directory, "start_model", facts=facts)
-        self._is_over = True
-        self.close(failed=False)
+        self.close(failed=False, is_over=True)
         remove_passing(self._layout)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
 import psutil
 
@@ -27,9 +27,6 @@ from rlcore.run.faults import Fault, as_ours, fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
-
-if TYPE_CHECKING:  # it imports torch, and a test of the watch alone needs none
-    from rlcore.checkpoint.save import UnderWay
 
 Report = Callable[[Mapping[str, object]], None]
 """Takes an event for the flow."""
@@ -106,7 +103,7 @@ class Watchdog:
         self._stop_deadline_s = config.runtime.stop_deadline_s
         self._last_phase = ""
         self._has_hung = False
-        self.aside: Callable[[], UnderWay | None] = lambda: None
+        self.aside: Callable[[], str] = str
         """The save under way beside the phases, for the message about a hang."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
@@ -194,7 +191,7 @@ class Watchdog:
     def _of_save(self) -> str:
         """What the save under way is at, if there is one."""
         saving = self.aside()
-        return "" if saving is None else f"; {saving.what}"
+        return f"; {saving}" if saving else ""
 
     def _stop_takes_too_long(self) -> None:
         running = self._running

@@ -56,10 +56,10 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
                 return
         if time.monotonic() > deadline:
             return
-        _wait(delivery, parent_pid, every_s)
+        wait_for_turn(delivery, parent_pid, every_s)
 
 
-def _wait(delivery: Delivery, parent_pid: int, seconds: float) -> None:
+def wait_for_turn(delivery: Delivery, parent_pid: int, seconds: float) -> None:
     """Wait until the next turn is due: at once when the trainer goes back, ends or is gone."""
     until, was_gone = time.monotonic() + seconds, os.getppid() != parent_pid
     while time.monotonic() < until:

@@ -6,7 +6,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,34 +89,6 @@ class AttemptLog(LineFile):
     def add(self, line: Attempt | End) -> None:
         """Append a line to the file."""
         self.append(_LINE.dump_python(line))
-
-
-class Attempts:
-    """The attempts of one process at a run. `is_open`: one has begun and is the last."""
-
-    def __init__(self, run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> None:
-        self._run_dir, self._config, self._tags = run_dir, config, dict(tags)
-        self._log = AttemptLog(run_dir / ATTEMPTS_FILE)
-        self.is_open = False
-
-    def begin(self, step: int, journal_bytes: int) -> None:
-        """Record that this process trains from a step on, and the size of the journal at that."""
-        where = destination_of(self._run_dir, self._config, self._tags)
-        self._log.add(Attempt(step, journal_bytes, round(time.time(), 3), Holder.me(), where))
-        self.is_open = True
-
-    def end(self, status: FinalStatus) -> bool:
-        """Record how the attempt ended; whether there was one to end.
-
-        Without an attempt there is no run. One that has ended can only become FINISHED by a process that trains
-        nothing.
-        """
-        known = [] if self.is_open else read_attempts(self._run_dir)
-        ends = self.is_open or (bool(known) and (known[-1][1] is None or status == "FINISHED"))
-        if ends:
-            self._log.add(End(status, round(time.time(), 3)))
-        self._log.close()
-        return ends
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:

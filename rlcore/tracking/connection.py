@@ -160,21 +160,11 @@ def mlflow_name(name: str) -> str:
         TrackingError: MLflow would refuse the name.
     """
     mapped = name.replace("@", "_at_")
-    if not mapped or len(mapped) > MAX_NAME_CHARACTERS:
+    is_path = posixpath.normpath(mapped) == mapped and not mapped.startswith(("/", "..")) and mapped != "."
+    if not (len(mapped) <= MAX_NAME_CHARACTERS and _ALLOWED.fullmatch(mapped) and is_path):
         raise TrackingError(
-            f"metric name {name[:80]!r}: has {len(mapped)} characters, MLflow takes 1 to {MAX_NAME_CHARACTERS}. "
-            "Shorten it."
-        )
-    if not _ALLOWED.fullmatch(mapped):
-        strange = sorted({character for character in mapped if not _ALLOWED.fullmatch(character)})
-        raise TrackingError(
-            f"metric name {name!r}: MLflow takes letters a-z, digits and `_ - . : / space` (and `@`, which becomes "
-            f"`_at_`), not {' '.join(map(repr, strange))}. Rename the metric."
-        )
-    if posixpath.normpath(mapped) != mapped or mapped.startswith(("/", "..")) or mapped == ".":
-        raise TrackingError(
-            f"metric name {name!r}: MLflow reads a name as a path and takes no `/` at either end, no `//`, `.` or `..` "
-            "as a part. Rename the metric."
+            f"metric name {name[:80]!r}: MLflow takes 1 to {MAX_NAME_CHARACTERS} letters a-z, digits and "
+            "`_ - . : / space` (`@` becomes `_at_`), and no empty part, `.` or `..` between `/`. Rename the metric."
         )
     return mapped
 

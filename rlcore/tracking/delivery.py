@@ -91,111 +91,7 @@ def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:
     return HeldLock(run_dir / "tracking.lock", what=f"the delivery of run {run_dir.name}", wait_s=wait_s)
 
 
-class Delivery:
-    """Delivers one run. The caller holds `delivery_lock` as long as it uses the object.
-
-    `sent_bytes`: of the journal, so far.
-    """
-
-    def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """`uri`: another store than the run's.
-
-        Raises:
-            TrackingError: no trainer has begun, there is no journal, or `tracking.json` cannot be read.
-        """
-        attempts = read_attempts(run_dir)
-        if not attempts:
-            raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: has no attempt, so there is nothing to deliver.")
-        if not (journal := run_dir / JOURNAL_FILE).exists():
-            raise TrackingError(f"{journal}: is not there, so there is nothing to deliver. Put it back.")
-        remove_stale_temporaries(run_dir)  # of a process that was killed while it wrote the state
-        target = attempts[-1][0].destination
-        if uri is not None:
-            target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.root)))
-        self._run_dir = run_dir
-        self._run = _MlflowRun(run_dir, target)
-        self.sent_bytes = self._attempts_bytes = 0
-
-    @property
-    def state(self) -> TrackingState:
-        """What has been delivered so far."""
-        return self._run.state
-
-    def catch_up(self) -> FinalStatus | None:
-        """Send all that is new, then the newest attempt's end, if it has ended and MLflow has another; returns that
-        end. Raises whatever MLflow raises; what was sent before stays noted.
-
-        The end is what the trainer wrote, or KILLED if its process is gone without a record of it.
-        """
-        self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
-        attempts = read_attempts(self._run_dir)
-        attempt, end = attempts[-1]
-        is_lost = attempt.is_lost()  # before its lines are sent: it may write another one meanwhile
-        run = self._run
-        run.make(attempts[0][0].time)
-        known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == run.state.attempt_time]
-        if new := attempts[known[-1] if known else 0 :]:
-            run.store.client.update_run(run.id, status="RUNNING")
-            run.store.log_params(run.id, attempt.destination.settings)
-            run.store.set_tags(run.id, {**attempt.destination.tags, "attempts": str(len(attempts))})
-            cursor = min(run.state.journal_bytes, *(one.journal_bytes for one, _ in new))
-            run.note(attempt_time=attempt.time, journal_bytes=cursor, status=None)
-        self._send_journal()
-        if end is None and is_lost:
-            end = End("KILLED", time.time())
-        if end is None or end.status == run.state.status:
-            return None if end is None else end.status
-        run.store.set_status(run.id, end.status, end.time)
-        run.note(status=end.status)
-        return end.status
-
-    def has_news(self) -> bool:
-        """Whether the trainer has begun, gone back or ended since the last `catch_up`."""
-        return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
-
-    def _send_journal(self) -> None:
-        """Send the whole lines after the cursor, and move it with each batch."""
-        points: list[Metric] = []
-        end = self.state.journal_bytes
-        with open_ordinary(self._run_dir / JOURNAL_FILE) as file:
-            for record, next_end in iter_lines(file.fileno(), end):
-                more = _points(record)
-                if points and len(points) + len(more) > MAX_METRICS_PER_BATCH:
-                    self._send(points, end)
-                    points = []
-                points += more
-                end = next_end
-        if end > self.state.journal_bytes:
-            self._send(points, end)
-
-    def _send(self, points: "list[Metric]", end: int) -> None:
-        for first in range(0, len(points), MAX_METRICS_PER_BATCH):
-            batch = points[first : first + MAX_METRICS_PER_BATCH]
-            self._run.store.client.log_batch(self._run.id, metrics=batch)
-        self.sent_bytes += end - self.state.journal_bytes
-        self._run.note(journal_bytes=end)
-
-
-def _points(record: Record | None) -> "list[Metric]":
-    """What MLflow gets of a line."""
-    from mlflow.entities import Metric
-
-    values: dict[str, float] = {}
-    match record:
-        case None:
-            return []
-        case StepRecord(metrics=metrics, nonfinite=nonfinite):
-            values = {**metrics, NONFINITE_METRIC: float(len(nonfinite))} if nonfinite else dict(metrics)
-        case EventRecord(name=name) if name != WORKERS:  # which each attempt begins with
-            values = {f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}": 1.0}  # marks the event on the step axis
-    time_ms = milliseconds(record.time)
-    return [Metric(name, value, time_ms, record.step) for name, value in accepted(values).items()]
-
-
-# ------------------------------------------------------------------ the run in MLflow
-
-
-class _MlflowRun:
+class MlflowRun:
     """A run in its MLflow store, and what `tracking.json` says of it."""
 
     def __init__(self, run_dir: Path, target: Destination) -> None:
@@ -228,22 +124,116 @@ class _MlflowRun:
         self.note(mlflow_run_id=str(made))
 
 
-def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> str:
-    """The MLflow id of a run, which is made if it is missing: for the stages around the training.
+class Delivery(MlflowRun):
+    """Delivers one run. The caller holds `delivery_lock` as long as it uses the object.
+
+    `sent_bytes`: of the journal, so far.
+    """
+
+    def __init__(self, run_dir: Path, uri: str | None = None) -> None:
+        """`uri`: another store than the run's.
+
+        Raises:
+            TrackingError: no trainer has begun, there is no journal, or `tracking.json` cannot be read.
+        """
+        attempts = read_attempts(run_dir)
+        if not attempts:
+            raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: has no attempt, so there is nothing to deliver.")
+        if not (journal := run_dir / JOURNAL_FILE).exists():
+            raise TrackingError(f"{journal}: is not there, so there is nothing to deliver. Put it back.")
+        remove_stale_temporaries(run_dir)  # of a process that was killed while it wrote the state
+        target = attempts[-1][0].destination
+        if uri is not None:
+            target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.root)))
+        super().__init__(run_dir, target)
+        self.sent_bytes = self._attempts_bytes = 0
+
+    def catch_up(self) -> FinalStatus | None:
+        """Send all that is new, then the newest attempt's end, if it has ended and MLflow has another; returns that
+        end. Raises whatever MLflow raises; what was sent before stays noted.
+
+        The end is what the trainer wrote, or KILLED if its process is gone without a record of it.
+        """
+        self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
+        attempts = read_attempts(self._run_dir)
+        attempt, end = attempts[-1]
+        is_lost = attempt.is_lost()  # before its lines are sent: it may write another one meanwhile
+        self.make(attempts[0][0].time)
+        known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == self.state.attempt_time]
+        if new := attempts[known[-1] if known else 0 :]:
+            self.store.client.update_run(self.id, status="RUNNING")
+            self.store.log_params(self.id, attempt.destination.settings)
+            self.store.set_tags(self.id, {**attempt.destination.tags, "attempts": str(len(attempts))})
+            cursor = min(self.state.journal_bytes, *(one.journal_bytes for one, _ in new))
+            self.note(attempt_time=attempt.time, journal_bytes=cursor, status=None)
+        self._send_journal()
+        if end is None and is_lost:
+            end = End("KILLED", time.time())
+        if end is None or end.status == self.state.status:
+            return None if end is None else end.status
+        self.store.set_status(self.id, end.status, end.time)
+        self.note(status=end.status)
+        return end.status
+
+    def has_news(self) -> bool:
+        """Whether the trainer has begun, gone back or ended since the last `catch_up`."""
+        return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
+
+    def _send_journal(self) -> None:
+        """Send the whole lines after the cursor, and move it with each batch."""
+        points: list[Metric] = []
+        end = self.state.journal_bytes
+        with open_ordinary(self._run_dir / JOURNAL_FILE) as file:
+            for record, next_end in iter_lines(file.fileno(), end):
+                more = _points(record)
+                if points and len(points) + len(more) > MAX_METRICS_PER_BATCH:
+                    self._send(points, end)
+                    points = []
+                points += more
+                end = next_end
+        if end > self.state.journal_bytes:
+            self._send(points, end)
+
+    def _send(self, points: "list[Metric]", end: int) -> None:
+        for first in range(0, len(points), MAX_METRICS_PER_BATCH):
+            batch = points[first : first + MAX_METRICS_PER_BATCH]
+            self.store.client.log_batch(self.id, metrics=batch)
+        self.sent_bytes += end - self.state.journal_bytes
+        self.note(journal_bytes=end)
+
+
+def _points(record: Record | None) -> "list[Metric]":
+    """What MLflow gets of a line."""
+    from mlflow.entities import Metric
+
+    values: dict[str, float] = {}
+    match record:
+        case None:
+            return []
+        case StepRecord(metrics=metrics, nonfinite=nonfinite):
+            values = {**metrics, NONFINITE_METRIC: float(len(nonfinite))} if nonfinite else dict(metrics)
+        case EventRecord(name=name) if name != WORKERS:  # which each attempt begins with
+            values = {f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}": 1.0}  # marks the event on the step axis
+    time_ms = milliseconds(record.time)
+    return [Metric(name, value, time_ms, record.step) for name, value in accepted(values).items()]
+
+
+def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
+    """A run in MLflow, which is made if it is missing: for the stages around the training.
 
     Raises whatever MLflow raises, as the calls of `MlflowStore` do.
     """
     target, deadline = destination_of(run_dir, config, tags), time.monotonic() + MAKING_WAIT_S
-    while (run := _MlflowRun(run_dir, target)).state.mlflow_run_id is None:
+    while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
         try:
             with delivery_lock(run_dir):
-                run = _MlflowRun(run_dir, target)
+                run = MlflowRun(run_dir, target)
                 run.make(time.time())
-                return run.id
+                return run
         except RunInUseError:  # by the process beside the trainer, which makes the run
             if time.monotonic() > deadline:
                 raise
-    return run.id
+    return run
 
 
 # ------------------------------------------------------------------ a delivery now

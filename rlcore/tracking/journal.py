@@ -20,7 +20,16 @@ from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.storage.documents import open_ordinary
 from rlcore.storage.line_file import LineFile, iter_json
-from rlcore.tracking.attempts import Attempts, FinalStatus
+from rlcore.storage.locks import Holder
+from rlcore.tracking.attempts import (
+    ATTEMPTS_FILE,
+    Attempt,
+    AttemptLog,
+    End,
+    FinalStatus,
+    destination_of,
+    read_attempts,
+)
 from rlcore.tracking.companion import CLOSE_TIMEOUT_S, Companion
 
 log = logging.getLogger(__name__)
@@ -102,8 +111,10 @@ class RunJournal(Journal):
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
         """`tags` are set on the MLflow run, besides those of lineage (`lineage_tags`), which they override."""
         super().__init__(run_dir / JOURNAL_FILE)
-        self._attempts = Attempts(run_dir, config, tags)
+        self._run_dir, self._config, self._tags = run_dir, config, dict(tags)
+        self._attempts = AttemptLog(run_dir / ATTEMPTS_FILE)
         self._companion = Companion(run_dir, config.tracking)
+        self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
         """Go back to a checkpoint: the lines after it are cut off (and kept in a file of their own).
@@ -113,7 +124,7 @@ class RunJournal(Journal):
         """
         try:
             if self.truncate(journal_bytes) is not None:
-                self._attempts.is_open = False
+                self._has_begun = False
         except TrackingError as error:
             log.warning("%s", error)
         self._begin(step)
@@ -130,7 +141,7 @@ class RunJournal(Journal):
 
     def sync(self) -> int:
         """Size in bytes, after forcing the journal to the disk. Raises as `LineFile.sync` does."""
-        if self._attempts.is_open:
+        if self._has_begun:
             self._companion.ensure_running()
         return super().sync()
 
@@ -140,14 +151,23 @@ class RunJournal(Journal):
         Returns:
             Whether MLflow has everything. If not, nothing is lost: `millrace sync` delivers it later.
         """
+        # Without an attempt there is no run, and a process that trains nothing changes no end but to FINISHED.
+        known = [] if self._has_begun else read_attempts(self._run_dir)
+        has_run = self._has_begun or (bool(known) and (known[-1][1] is None or status == "FINISHED"))
         self.close()
-        return True if not self._attempts.end(status) else self._companion.finish(timeout_s)
+        if has_run:
+            self._attempts.add(End(status, _now()))
+        self._attempts.close()
+        return self._companion.finish(timeout_s) if has_run else True
 
     def _begin(self, step: int) -> None:
         """Record, once an attempt, which process writes from which byte on, and start the delivery."""
-        if not self._attempts.is_open:
-            self._attempts.begin(step, self.size_bytes)
-            self._companion.ensure_running()
+        if self._has_begun:
+            return
+        self._has_begun = True
+        where = destination_of(self._run_dir, self._config, self._tags)
+        self._attempts.add(Attempt(step, self.size_bytes, _now(), Holder.me(), where))
+        self._companion.ensure_running()
 
 
 def read_journal(path: Path) -> list[StepRecord]:

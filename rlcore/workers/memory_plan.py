@@ -14,7 +14,6 @@ from typing import Literal, TypeVar
 from pydantic import JsonValue
 
 from rlcore.config import RunConfig
-from rlcore.config.algo import OFFLOAD_PIECE_BYTES
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
@@ -60,12 +59,11 @@ GB = 1e9
 S = TypeVar("S", bound=Section)
 
 FROZEN_BASE = "policy: frozen base"
-GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, OPTIMIZER_STEP, HAND_OVER = (
+GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, HAND_OVER = (
     "generation",
     "log-probabilities",
     "policy update",
     "critic update",
-    "optimizer step",
     "hand-over",
 )
 
@@ -226,14 +224,12 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """The policy or the critic on one rank. `parameters`: that are trained. `largest`: elements of the largest trained
-    tensor that the optimizer steps by itself. `gathered`, `whole`: bytes of the weights that FSDP2 holds in the compute
-    type during a pass, and of all that it can gather."""
+    """The policy or the critic on one rank. `parameters`: that are trained. `gathered`, `whole`: bytes of the
+    weights that FSDP2 holds in the compute type during a pass, and of all that it can gather."""
 
     name: str
     shape: ModelShape
     parameters: int
-    largest: int
     offloads: bool
     gathered: int
     whole: int
@@ -241,11 +237,6 @@ class _Trained:
     def gradients(self, ranks: int) -> dict[str, int]:
         """Float32 gradients; they go with the optimizer's step."""
         return {f"{self.name}: gradients": FULL * self.parameters // ranks}
-
-    def brought_back(self, ranks: int) -> int:
-        """Most of its offloaded moments on the device at one time: a piece, or one larger tensor."""
-        piece = max(MOMENTS * self.largest // ranks, OFFLOAD_PIECE_BYTES)
-        return min(piece, MOMENTS * self.parameters // ranks) if self.offloads else 0
 
 
 def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Trained]:
@@ -256,14 +247,13 @@ def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Train
         gathered += itemsize * shape.hidden * shape.intermediate
     whole = itemsize * (shape.policy_parameters - shape.layers * in_4_bits)
     parameters = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
-    largest = shape.embedding if lora is None else 0
-    policy = _Trained("policy", shape, parameters, largest, config.optim.offload, gathered, whole)
+    policy = _Trained("policy", shape, parameters, config.optim.offload, gathered, whole)
     if config.critic is None:
         return [policy]
     own = critic_shape(config, shape)
     gathered = itemsize * (own.embedding + PREFETCHED_LAYERS * own.layer_parameters)
     parameters, offloads = own.critic_parameters, config.critic.optim.offload
-    return [policy, _Trained("critic", own, parameters, own.embedding, offloads, gathered, itemsize * parameters)]
+    return [policy, _Trained("critic", own, parameters, offloads, gathered, itemsize * parameters)]
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
@@ -319,13 +309,6 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     phases[POLICY_UPDATE]["head"] = head(gradient="all" if lora is None else "hidden")
     engine = awake if config.rollout.engine == "vllm" else asleep
     phases[HAND_OVER] = {**beside_engine, **engine, "one whole tensor": whole}
-    steps = [
-        {**held, **each.gradients(ranks), **asleep, "moments, a piece brought back": piece}
-        for each in models
-        if (piece := each.brought_back(ranks))
-    ]
-    if steps:
-        phases[OPTIMIZER_STEP] = max(steps, key=lambda parts: sum(parts.values()))
     return phases
 
 
@@ -460,15 +443,15 @@ def suggestion(config: RunConfig) -> str:
 
 def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The first variant in which a budget of several answers fits; the last one with a budget of one."""
-    for variant, least in _variants(config):
-        found = _with_budget(_with_share(variant, shape, device), shape, device, least=least)
+    for variant, least in variants(config):
+        found = with_budget(with_share(variant, shape, device), shape, device, least=least)
         if found is not None:
             return found
     least = longest_tokens(config)
-    return _with(_with_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
+    return with_values(with_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
 
 
-def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
+def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     """From the fastest to the one that needs least memory, with the token budget below which the next one is better:
     nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
     reference, or the base under adapters, offloaded; the optimizers' moments as well; layers recomputed as well."""
@@ -476,21 +459,21 @@ def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
     offloads = [*moments, "algo.kl.offload", *(["model.lora.offload"] if has_lora else [])]
-    variant = _with(config, {**dict.fromkeys(offloads, False), "model.gradient_checkpointing": False})
+    variant = with_values(config, {**dict.fromkeys(offloads, False), "model.gradient_checkpointing": False})
     if has_vllm:
-        yield _with(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
-        variant = _with(variant, {"rollout.sleep_level": 2})
+        yield with_values(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
+        variant = with_values(variant, {"rollout.sleep_level": 2})
     yield variant, several
-    variant = _with(variant, {"algo.kl.offload": _has_reference(config)})
+    variant = with_values(variant, {"algo.kl.offload": _has_reference(config)})
     if has_lora and has_vllm:
-        variant = _with(variant, {"model.lora.offload": True, "rollout.sleep_level": 1})
+        variant = with_values(variant, {"model.lora.offload": True, "rollout.sleep_level": 1})
     yield variant, several
-    variant = _with(variant, dict.fromkeys(moments, True))
+    variant = with_values(variant, dict.fromkeys(moments, True))
     yield variant, several
-    yield _with(variant, {"model.gradient_checkpointing": True}), several
+    yield with_values(variant, {"model.gradient_checkpointing": True}), several
 
 
-def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
+def with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The engine gets what every answer at its longest would take, as far as it is free beside what is always held; if
     that is less, its passes are short."""
     if config.rollout.engine != "vllm":
@@ -498,34 +481,37 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     assert device.total_bytes is not None
     parts = plan_memory(config, shape, device).phases[HAND_OVER]
     others = sum(size for name, size in parts.items() if name != "engine")
-    free = _room(device) - others
+    free = room(device) - others
     wanted = wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
     share = min(wanted, free) / device.total_bytes
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
     given = config.rollout.max_batched_tokens
     if free < wanted and given is not None:  # left to vLLM it is no larger
         short = max(SHORT_PASS_TOKENS, config.rollout.max_num_seqs)
-        config = _with(config, {"rollout.max_batched_tokens": min(given, short)})
-    return _with(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
+        config = with_values(config, {"rollout.max_batched_tokens": min(given, short)})
+    return with_values(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 
-def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
+def with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
     """The largest token budget whose plan fits; None where `least` tokens do not."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
-        found = _with(config, {"trainer.max_tokens_per_micro_batch": budget})
-        if plan_memory(found, shape, device).peak_bytes <= _room(device):
+        found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
+        if plan_memory(found, shape, device).peak_bytes <= room(device):
             return found
     return None
 
 
-def _room(device: Device) -> int:
+def room(device: Device) -> int:
+    """Bytes of a device that chosen settings may take."""
     assert device.total_bytes is not None
     return device.total_bytes - CONTEXT_BYTES - round(KEPT_FREE * device.total_bytes)
 
 
-def _with(section: S, values: Mapping[str, object]) -> S:
+def with_values(section: S, values: Mapping[str, object]) -> S:
     """The settings with other values by dotted key; nothing is validated again."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        section = section.model_copy(update={name: _with(getattr(section, name), {rest: value}) if rest else value})
+        section = section.model_copy(
+            update={name: with_values(getattr(section, name), {rest: value}) if rest else value}
+        )
     return section

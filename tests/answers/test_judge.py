@@ -16,7 +16,7 @@ from rlcore.config import AnswersConfig, RewardConfig
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.tracking.journal import load_journal
-from tests.answers.made import Made
+from tests.helpers.answers import Made
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
 
@@ -53,12 +53,12 @@ def test_a_hole_is_found_with_an_example(scorer: str, kinds: set[str]) -> None:
     assert JUNK not in found
 
 
-def test_an_answer_to_a_problem_of_the_same_truth_is_no_answer_to_another_one() -> None:
+def test_problems_of_one_truth_share_their_answers() -> None:
     same = [Case("a", '{"is": "B"}', ("B",)), Case("b", '{"is": "B"}', ("B", "so B"))]
     assert audit_reward(same, pool("is_right")) == ()
 
 
-def test_a_run_tells_of_a_hole_before_its_first_step_and_sorting_shows_it(tmp_path: Path) -> None:
+def test_a_run_reports_a_hole_before_its_first_step(tmp_path: Path) -> None:
     run = small(tmp_path, f"data.scorer={PLANTED}:pays_for_a_phrase", steps=2)
     run_to_the_end(run)
     events = load_journal(run.layout.journal).events

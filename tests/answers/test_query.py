@@ -11,7 +11,7 @@ from rlcore.answers.query import EVERYTHING, SORTS, Query, answers_with, find_an
 from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import ConfigError, DataError
-from tests.answers.made import Made
+from tests.helpers.answers import Made
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
         one_answer(tmp_path, "train-000001-000002.parquet:0")
 
 
-def test_a_part_that_is_gone_when_it_is_looked_at_is_left_out(tmp_path: Path) -> None:
+def test_a_part_that_disappears_is_left_out(tmp_path: Path) -> None:
     """As the oldest part of a run that goes on; a link to nowhere stands for it."""
     writer = AnswerWriter(tmp_path, AnswersConfig())
     writer.add(Made(1).of_step(3))

@@ -10,7 +10,7 @@ from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import DiskSpaceError, UnwritableError
 from rlcore.storage.disk import free_bytes
-from tests.answers.made import Made
+from tests.helpers.answers import Made
 from tests.storage.small_disk import mounted
 
 
@@ -83,7 +83,7 @@ def test_thinned_and_bounded(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2.5 * size
 
 
-def test_a_full_disk_keeps_the_part_in_memory_until_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_part_in_memory(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", 1) as disk:
         writer = AnswerWriter(disk / "answers", AnswersConfig())
         chunk(writer, 1)

@@ -3,7 +3,7 @@
 import pytest
 
 from rlcore.answers.store import SCHEMA
-from tests.answers.made import Made
+from tests.helpers.answers import Made
 
 
 def naive(made: Made, step: int) -> list[dict[str, object]]:

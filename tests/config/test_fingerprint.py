@@ -1,7 +1,7 @@
 """What a fingerprint depends on, key by key."""
 
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,17 +11,18 @@ from rlcore.config import CountdownData, RunConfig
 from rlcore.config.base import covers, leaves
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import (
-    MAY_CHANGE,
     canonical_json,
     changed_settings,
     fingerprint,
     lasting_settings,
+    may_change,
     run_directory,
     run_id,
     settings_fingerprint,
     total_steps_may_change,
 )
 from rlcore.config.run import all_keys, section_names
+from tests.helpers.settings import changed
 
 # Every section is there: a critic, adapters, a schedule that reads the number of steps.
 FULL: dict[str, Any] = {
@@ -32,23 +33,6 @@ FULL: dict[str, Any] = {
 }
 DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym")
 TASKS: dict[str, dict[str, Any]] = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
-LITERALS = {
-    "data.operations": ["*"],
-    "data.options": ["x"],
-    "data.search_tries": 3,
-    "validation.suites": [{"name": "x", "data": {"task": "countdown"}}],
-    "data.parts": [{"data": {"task": "countdown"}}],
-    "model.lora.target_modules": ["q_proj"],
-    "tags": {"owner": "you"},
-    "data.chat_template_kwargs": {"enable_thinking": False},
-    "algo.policy_loss_options": {"width": 1.0},
-    "reward.weights": {"correct": 1.0},
-    "algo.advantage_options": {"k": 2},
-    "pass_rates.keep": [0.1, 0.9],
-    "pass_rates.band": [0.2, 0.8],
-}
-
-
 COUNTS_WITH = {"warm_start.enabled": {"warm_start.steps_per_chunk"}}
 """Other settings that count only beside a key."""
 
@@ -58,53 +42,7 @@ def lasting(config: RunConfig) -> set[tuple[str, str]]:
 
 
 def is_allowed(key: str) -> bool:
-    return any(key == may or key.startswith(f"{may}.") for may in MAY_CHANGE)
-
-
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    return (annotation, *get_args(annotation))
-
-
-def other_value(key: str, value: Any) -> list[Any]:
-    """Values of the key's type other than the one it has; some may be out of range."""
-    annotation = all_keys()[key][0].annotation
-    if key in LITERALS:
-        return [LITERALS[key]]
-    choices = [
-        choice
-        for part in (each for field in all_keys()[key] for each in _parts(field.annotation))
-        if get_origin(part) is Literal
-        for choice in get_args(part)
-    ]
-    if choices:
-        # From the end, so that a schedule does not become constant: then the number of steps would not count either.
-        return [choice for choice in reversed(choices) if choice != value]
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int | float):
-        return [value + 1, value / 2, value - 1, value + 0.5]
-    if isinstance(value, tuple | list):
-        return [["a.b:c"]]
-    return ["other"] if "str" in str(annotation) else [3.5, 100_000, 0.5]
-
-
-def changed(base: dict[str, Any], key: str) -> RunConfig:
-    """The base with another value under one key."""
-    config = RunConfig.model_validate(base)
-    settings = config.model_dump()
-    *outer, last = key.split(".")
-    inner = settings
-    for part in outer:
-        inner = inner[part]
-    for value in other_value(key, inner[last]):
-        inner[last] = value
-        try:
-            found = RunConfig.model_validate(settings)
-        except ValueError:
-            continue
-        if found != config:
-            return found
-    raise AssertionError(f"no other value found for {key}")
+    return any(key == may or key.startswith(f"{may}.") for may in may_change())
 
 
 CHANGEABLE = [
@@ -134,9 +72,9 @@ def test_tasks_differ():
     assert len(prints) == len(TASKS)
 
 
-@pytest.mark.parametrize("key", MAY_CHANGE)
-def test_what_may_change_exists(key):
-    assert key in all_keys() or key in section_names()
+def test_what_may_change_is_declared_at_settings_and_sections():
+    assert may_change() <= {*all_keys(), *section_names()}
+    assert {"paths", "tags", "critic.optim.offload", "rollout.memory_share"} <= may_change()
 
 
 STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]

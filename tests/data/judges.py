@@ -1,6 +1,7 @@
-"""An endpoint whose judge does what the answer says: `python -m tests.data.judges`, which prints its port.
+"""An endpoint of a judge on this machine.
 
-An answer that holds `case=NAME` gets the case of that name. GET /seen gives the number of requests by case.
+It gives the `replies` of its server in order, the last one again and again. Without replies, an answer that holds
+`case=NAME` gets the case of that name.
 """
 
 import gzip
@@ -9,7 +10,11 @@ import re
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
 
 GOOD = ("good", "tag", "flaky", "words_first")
 HOSTILE = (
@@ -25,29 +30,56 @@ TEXTS = {
     "below_range": '{"score": -1}',
     "two_scores": 'It says {"score": 1}, but: {"score": 0.5}',
 }
-seen: Counter[str] = Counter()
+Reply = tuple[int, bytes, dict[str, str]]
+"""Status, body and headers."""
+
+
+class Judge(ThreadingHTTPServer):
+    """The server: requests as (path, headers, body), and their number by case."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, *replies: Reply) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies, self.asked, self.seen = list(replies), list[tuple[str, dict[str, str], Any]](), Counter[str]()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients break off: some cases are made for that."""
+
+
+@contextmanager
+def judging(*replies: Reply) -> Iterator[Judge]:
+    """A judge that serves inside the block."""
+    with Judge(*replies) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: Judge
 
     def log_message(self, *args: object) -> None:
         pass
 
     def reply(self, body: bytes, status: int = 200, kind: str = "application/json", **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **given}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
-    def do_GET(self) -> None:
-        if self.path != "/seen":
-            seen["elsewhere"] += 1
-        self.reply(json.dumps(seen).encode())
-
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        seen, replies = self.server.seen, self.server.replies
+        self.server.asked.append((self.path, dict(self.headers), asked))
+        if replies:
+            status, body, headers = replies.pop(0) if len(replies) > 1 else replies[0]
+            self.reply(body, status, **{name.replace("-", "_"): value for name, value in headers.items()})
+            return
         if self.path != "/v1/chat/completions":
             seen["elsewhere"] += 1
         found = re.search(r"case=(\w+)", asked["messages"][0]["content"])
@@ -99,12 +131,6 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply(told(TEXTS[case]))
 
 
-def told(text: str) -> bytes:
+def told(text: object) -> bytes:
+    """A reply with this text."""
     return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-
-
-if __name__ == "__main__":
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        print(server.server_address[1], flush=True)
-        server.serve_forever()

@@ -47,7 +47,7 @@ def shortened(tree):
 
 @settings(max_examples=400, deadline=None)
 @given(tree=TREES)
-def test_valid_equations_have_the_value_of_brute_force_however_they_are_bracketed(tree):
+def test_equations_have_the_value_of_brute_force(tree):
     for text in (bracketed(tree), shortened(tree).text):
         found = evaluate(text)
         assert found is not None
@@ -127,7 +127,7 @@ def test_what_is_no_expression(text):
     assert evaluate(text) is None
 
 
-def test_each_operation_is_told_with_its_exact_result_in_the_order_of_the_computation() -> None:
+def test_operations_are_listed_in_order_with_exact_results() -> None:
     for text, worked in (
         ("2 - 5 * 3", "5 * 3 = 15, 2 - 15 = -13"),
         ("7 / 2 / 3", "7 / 2 = 7/2, 7/2 / 3 = 7/6"),

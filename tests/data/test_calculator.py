@@ -37,7 +37,7 @@ def test_what_is_no_computation_has_no_value(expression: str) -> None:
     assert computed(expression) is None
 
 
-def test_published_solutions_played_as_episodes_are_right_and_get_the_replies_that_they_show(
+def test_published_solutions_are_right_as_episodes(
     gsm8k_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(gsm8k_folder / "train.jsonl", tmp_path / "episodes.jsonl")
@@ -56,7 +56,7 @@ def test_published_solutions_played_as_episodes_are_right_and_get_the_replies_th
         assert (told.reward, told.parts["calls"], told.parts["calls_failed"]) == (1.0, len(turns) // 2, 0)
 
 
-def test_a_call_that_cannot_be_computed_is_answered_and_counted_and_the_episode_goes_on() -> None:
+def test_a_failed_call_is_counted_and_the_episode_continues() -> None:
     environment = WordProblems()
     environment.reset({"answer": "4", "seed": 1})
     told = environment.step("She has <<two+2=")
@@ -79,7 +79,7 @@ def test_the_tool_says_a_value_or_that_there_is_none() -> None:
         calculate("1.5 * 2")
 
 
-def test_an_equation_is_answered_by_its_value_until_it_is_the_right_one() -> None:
+def test_an_equation_is_answered_by_its_value() -> None:
     environment = Countdown()
     environment.reset({"target": 7, "numbers": [3, 4], "form": "bare"})
     for text, reply, format_ in (
@@ -94,9 +94,7 @@ def test_an_equation_is_answered_by_its_value_until_it_is_the_right_one() -> Non
     assert (told.reply, told.done, told.reward, told.parts["correct"]) == ("> 7 =", True, 1.0, 1.0)
 
 
-def test_episodes_are_written_one_a_line_and_those_left_out_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_episodes_are_written_one_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = ["Half is <<4/2=2>>2.\n#### 2", "<<4/2=3>>3\n#### 3", "One.\n#### 1"]
     source, target = tmp_path / "train.jsonl", tmp_path / "episodes.jsonl"
     source.write_text("".join(json.dumps({"question": "What?", "answer": text}) + "\n" for text in answers))
@@ -114,7 +112,7 @@ def test_episodes_are_written_one_a_line_and_those_left_out_are_counted(
     assert target.read_text().endswith("]}\n")
 
 
-def test_an_episode_counts_its_calls_and_is_scored_by_all_of_its_turns() -> None:
+def test_an_episode_is_scored_by_all_its_turns() -> None:
     environment = WordProblems()
     environment.reset({"answer": "24", "seed": 1})
     told = environment.step("He has <<48/2= ")

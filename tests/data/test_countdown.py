@@ -25,7 +25,7 @@ UNIFORM = CountdownData(train_size=1_500, validation_size=200, targets="uniform"
 
 
 @pytest.mark.parametrize("template", ["bare", "base", "qwen-instruct", "chat", "few-shot"])
-def test_every_template_names_numbers_and_target_and_its_solution_scores_one(template):
+def test_every_template_shows_the_problem_and_its_solution_scores_one(template):
     settings = CountdownData(train_size=20, validation_size=5, template=template)
     task = build(settings, seed=1)
     assert task.prompt_form == ("chat" if template == "chat" else "text")
@@ -37,7 +37,7 @@ def test_every_template_names_numbers_and_target_and_its_solution_scores_one(tem
         assert not row.distractor or score(row.distractor, row.ground_truth).parts == {"correct": 0.0, "format": 1.0}
 
 
-def test_a_search_tries_wrong_equations_step_by_step_and_ends_at_the_right_one():
+def test_a_search_shows_wrong_equations_and_then_the_right_one():
     settings = LARGE.model_copy(update={"template": "chat", "search_tries": 5})
     tries = Counter()
     for row in build(settings, seed=1).splits["train"]:
@@ -63,7 +63,7 @@ def test_a_search_tries_wrong_equations_step_by_step_and_ends_at_the_right_one()
     assert min(tries.values()) > 100
 
 
-def test_with_a_calculator_a_bare_solution_shows_the_turns_of_an_episode():
+def test_a_bare_solution_with_a_calculator_shows_turns():
     shown = {"template": "bare", "search_tries": 3, "environment": CALCULATOR}
     settings = LARGE.model_copy(update=shown)
     num_turns = Counter()

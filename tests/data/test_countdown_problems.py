@@ -11,6 +11,8 @@ import pytest
 from data import countdown_problems
 from data.arithmetic import evaluate
 from data.countdown import score
+
+# `_equation` and `_num_problems`: twins of numeric parts that `generate` uses.
 from data.countdown_problems import (
     CHUNK,
     Problem,
@@ -42,7 +44,7 @@ def multisets(problems):
     return {tuple(sorted(problem.numbers)) for problem in problems}
 
 
-def test_the_demo_space_has_exactly_the_problems_that_a_double_loop_finds():
+def test_the_demo_space_has_the_problems_of_a_naive_search():
     naive = set()
     for numbers in combinations_with_replacement(range(1, 21), 3):
         for (a, b, c), (s, t) in product(permutations(numbers), product((1, -1), repeat=2)):
@@ -115,7 +117,7 @@ def reached(numbers, operations):
 
 @pytest.mark.parametrize("operations", [("+", "-", "*", "/"), ("*", "-")], ids="".join)
 @pytest.mark.parametrize(("n", "rows"), [(2, 60), (3, 40), (4, 6)])
-def test_a_target_has_an_equation_exactly_if_a_search_over_fractions_reaches_it(n, rows, operations):
+def test_a_target_is_solved_exactly_if_a_naive_search_reaches_it(n, rows, operations):
     rng = np.random.default_rng(n)
     numbers, targets = rng.integers(0, 13, size=(rows, n)), rng.integers(-3, 40, size=(rows, 9))
     plan, solved = equations_for(numbers, targets, operations)
@@ -136,7 +138,7 @@ def test_uniform_targets_are_reached_by_plus_and_minus_less_often():
         assert found / len(problems) == pytest.approx(share, abs=0.04)
 
 
-def test_each_problem_of_a_range_is_as_likely_with_uniform_targets():
+def test_uniform_targets_draw_each_problem_equally():
     """Against all that exist, listed: the share of targets up to a bound, and of problems of three numbers."""
     settings = UNIFORM.model_copy(
         update={"number_high": 25, "target_high": 60, "min_numbers": 3, "max_numbers": 3, "train_size": 3_000,
@@ -229,7 +231,7 @@ def test_a_drawn_space_that_is_used_up_is_refused(monkeypatch: pytest.MonkeyPatc
         generate(settings, 1)
 
 
-def test_a_request_for_more_problems_than_exist_is_refused_before_a_draw():
+def test_more_problems_than_exist_are_refused_before_a_draw():
     told = r"5,327 problems asked for, but only 5,326 exist with 3 numbers of 1\.\.20, operations \+ - and"
     for refuses in (generate, require_enough):
         with pytest.raises(DataError, match=told):
@@ -242,7 +244,7 @@ def test_a_request_for_more_problems_than_exist_is_refused_before_a_draw():
         require_enough(large.model_copy(update={"number_low": 301}), 7)
 
 
-def test_an_estimate_of_the_problems_of_a_large_space_is_near_their_count():
+def test_the_estimate_of_a_large_space_is_near_its_count():
     settings = CountdownData(number_high=25)
     counted = sum(
         bottom == 1 and 1 <= top <= 1_000

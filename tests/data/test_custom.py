@@ -56,7 +56,7 @@ def test_too_many_products_are_refused(artifacts_root):
         build_dataset(TIMES.model_copy(update={"train_size": 5_000}), seed=1, root=artifacts_root)
 
 
-def test_a_task_from_a_file_of_ones_own_follows_its_source(tmp_path, monkeypatch, artifacts_root):
+def test_an_own_task_follows_its_source(tmp_path, monkeypatch, artifacts_root):
     source = Path(multiplication.__file__).read_text()
     (tmp_path / "my_own_task.py").write_text(source.replace('data_source="multiplication"', 'data_source="mine"'))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -80,7 +80,7 @@ def build(settings, seed):
 """
 
 
-def test_the_files_of_a_folder_that_the_options_name_are_part_of_the_dataset_on_any_machine(tmp_path, monkeypatch):
+def test_files_of_a_folder_in_options_count_by_content(tmp_path, monkeypatch):
     mine = TIMES.model_copy(update={"build": "reading_task:build", "options": ("numbers",)})
     found = []
     for machine in ("one", "other"):
@@ -138,7 +138,7 @@ def test_a_build_function_must_return_rows(tmp_path, monkeypatch, artifacts_root
         build_dataset(settings, seed=1, root=artifacts_root)
 
 
-def test_the_first_row_is_found_among_all_that_a_build_prints(tmp_path, monkeypatch, artifacts_root):
+def test_the_first_row_is_found_among_printed_lines(tmp_path, monkeypatch, artifacts_root):
     own = "import atexit, sys\natexit.register(print, 'bye')\nsys.stdout.buffer.write(b'\\xff')\nprint('{}')\n"
     (tmp_path / "loud_task.py").write_text(own + "from data.multiplication import build, score\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -61,9 +61,7 @@ def test_answers_alone_are_learned_and_every_turn_keeps_its_tokens(chat_tokenize
         assert tokenizer.decode(learned) == "".join(answer + end for answer in answers)
 
 
-def test_the_same_again_is_found_and_another_tokenizer_or_limit_is_another(
-    chat_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_equal_demonstrations_are_found_and_other_limits_are_not(chat_tokenizer: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "talks.jsonl", TALKS)
     first = tokenized(file, chat_tokenizer)
     assert tokenized(file, chat_tokenizer).cached
@@ -91,40 +89,6 @@ def test_what_is_left_out_is_counted_by_reason(chat_tokenizer: Path, tmp_path: P
     assert found.counts == {"train": 3, "validation": 0, "duplicate": 1, "empty": 1, "overlong": 1}
     with pytest.raises(DataError, match=r"must be left, 0 are \(.*Raise warm_start\.max_tokens \(now 2\)"):
         tokenized(tmp_path / "talks.jsonl", chat_tokenizer, max_tokens=2)
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (
-            {"messages": [{"role": "human", "content": "a"}]},
-            r"message 0: role must be one of system, user, assistant, tool, got 'human'",
-        ),
-        (
-            chat("a", "b") | {"messages": [{"role": "user", "content": None}]},
-            r"message 0: content must be text, got None",
-        ),
-        (
-            chat("a", "b", "cut \ud83d", "d"),
-            r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*surrogates",
-        ),
-        (chat("only a question"), r"an assistant's turn must follow another one's, got the roles user"),
-        ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]"),
-        ({"messages": "a"}, r"messages must be a list"),
-        ([1], r"must be a JSON object, got '\[1\]"),
-    ],
-)
-def test_a_bad_row_is_refused_with_file_line_rule_and_remedy(
-    chat_tokenizer: Path, tmp_path: Path, row: Any, said: str
-) -> None:
-    file = written(tmp_path / "talks.jsonl", [TALKS[0], row])
-    for call in (
-        lambda: tokenized(file, chat_tokenizer),
-        lambda: try_demonstrations(WarmStartConfig(demonstrations=str(file)), chat_tokenizer, 10),
-    ):
-        with pytest.raises(DataError, match=rf"talks\.jsonl: line 2: {said}.*(repair|rename)"):
-            call()
-    assert not list((tmp_path / "demonstrations").glob("*"))
 
 
 def test_a_file_of_another_form_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
@@ -171,7 +135,7 @@ def test_the_limit_of_tokens_is_exact(chat_tokenizer: Path, tmp_path: Path) -> N
     }
 
 
-def test_the_seed_chooses_the_held_out_rows_and_the_others_stay_in_order(
+def test_the_seed_chooses_the_held_out_rows(
     base_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data.demonstrations.ROWS_PER_GROUP", 8)
@@ -229,15 +193,7 @@ def test_a_prompt_or_completion_that_is_no_text_is_refused(
     assert str(error.value) == f"{file}: line 2: {said}"
 
 
-def test_a_conversation_begins_with_somebody_else_than_the_assistant(chat_tokenizer: Path, tmp_path: Path) -> None:
-    talk = {"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]}
-    with pytest.raises(DataError, match="must follow another one's, got the roles assistant, user, assistant; there"):
-        tokenized(written(tmp_path / "talks.jsonl", [TALKS[0], talk]), chat_tokenizer)
-
-
-def test_an_answer_without_the_end_token_or_changed_later_is_refused_by_its_number(
-    trained_bpe: Tokenizer, tmp_path: Path
-) -> None:
+def test_an_answer_without_end_token_or_changed_later_is_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     endless = CHAT_TEMPLATE.replace("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor")
     later = CHAT_TEMPLATE.replace("m.content", "(m.content if loop.index0 < 4 or loop.last else 'x')")
     assert endless != CHAT_TEMPLATE != later
@@ -256,7 +212,7 @@ def test_an_answer_without_the_end_token_or_changed_later_is_refused_by_its_numb
             tokenized(file, tokenizer)
 
 
-def test_only_the_first_rows_are_tried_and_lines_after_them_read(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_only_the_first_rows_are_tokenized_in_a_trial(chat_tokenizer: Path, tmp_path: Path) -> None:
     config = WarmStartConfig(demonstrations=str(written(tmp_path / "talks.jsonl", [*TALKS, chat("only a question")])))
     try_demonstrations(config, chat_tokenizer, 3)
     try_demonstrations(config, None, 9)
@@ -266,7 +222,7 @@ def test_only_the_first_rows_are_tried_and_lines_after_them_read(chat_tokenizer:
     try_demonstrations(config, chat_tokenizer, 4)
 
 
-def test_a_turn_ends_at_the_first_token_at_which_the_model_stops(tmp_path: Path) -> None:
+def test_a_turn_ends_at_the_first_stop_token(tmp_path: Path) -> None:
     """Phi's kind: `<|end|>`, which generation_config.json names, and the tokenizer's own end behind the last turn."""
     folder = KINDS["phi"].saved(tmp_path / "tokenizer")
     found = tokenized(written(tmp_path / "talks.jsonl", TALKS), folder)
@@ -357,7 +313,7 @@ PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"
     ],
     ids=["content-parts", "trl", "sharegpt", "alpaca-input", "alpaca", "alpaca-system"],
 )
-def test_each_shape_has_the_tokens_of_the_same_conversation_as_messages(
+def test_each_shape_has_the_tokens_of_its_messages(
     chat_tokenizer: Path, tmp_path: Path, shaped: dict[str, Any], twin: dict[str, Any]
 ) -> None:
     other = chat("Hello", "Hi.")
@@ -378,7 +334,7 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(chat_tokenizer:
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.writes])
-def test_a_prompt_that_ends_with_the_assistants_words_is_continued_by_the_completion(name: str, tmp_path: Path) -> None:
+def test_a_completion_continues_the_assistants_words(name: str, tmp_path: Path) -> None:
     """One turn, whose rest is learned; its first words are part of the prompt."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     asked = [{"role": "user", "content": "What is 19 + 7?"}, {"role": "assistant", "content": "Let me see:"}]
@@ -420,7 +376,7 @@ def test_calls_of_functions_are_learned_as_the_template_writes_them(tool_tokeniz
     assert tokenizer.decode(ids).startswith("<|im_start|>system\n[")
 
 
-def test_a_template_that_shows_no_calls_or_no_tools_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_a_template_without_calls_or_tools_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
     for row, said in (
         (called({}), r"drops or changes answer 0 of the conversation: it does not write the call of add"),
         (chat("a", "b") | {"tools": [ADD]}, r"does not show the function add of the row's tools\. Use a template"),
@@ -432,6 +388,19 @@ def test_a_template_that_shows_no_calls_or_no_tools_is_refused(chat_tokenizer: P
 @pytest.mark.parametrize(
     ("row", "said"),
     [
+        ({"messages": [{"role": "human", "content": "a"}]}, r"message 0: role must be one of system, .*, got 'human'"),
+        ({"messages": [{"role": "user", "content": None}]}, r"message 0: content must be text, got None; repair it"),
+        (
+            chat("a", "b", "cut \ud83d", "d"),
+            r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*; repair",
+        ),
+        (chat("only a question"), r"an assistant's turn must follow another one's, got the roles user; there"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]},
+            r"an assistant's turn must follow another one's, got the roles assistant, user, assistant; there",
+        ),
+        ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]; repair"),
+        ([1], r"must be a JSON object, got '\[1\]'; repair"),
         (called("{"), r"message 1: arguments of add must be JSON \(.*\); repair it"),
         (
             {"messages": [*chat("a")["messages"], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
@@ -457,8 +426,14 @@ def test_a_template_that_shows_no_calls_or_no_tools_is_refused(chat_tokenizer: P
         ({"prompt": "a", "completion": "b"}, r"must be a conversation, .* got the columns prompt, completion"),
     ],
 )
-def test_a_row_that_breaks_its_shape_is_refused_with_file_and_line(
+def test_a_broken_row_is_refused_with_file_and_line(
     tool_tokenizer: Path, tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {said}"):
-        tokenized(written(tmp_path / "rows.jsonl", [TALKS[0], row]), tool_tokenizer)
+    file = written(tmp_path / "rows.jsonl", [TALKS[0], row])
+    for call in (
+        lambda: tokenized(file, tool_tokenizer),
+        lambda: try_demonstrations(WarmStartConfig(demonstrations=str(file)), tool_tokenizer, 10),
+    ):
+        with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {said}"):
+            call()
+    assert not list((tmp_path / "demonstrations").glob("*"))

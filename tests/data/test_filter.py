@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from data import filter as filter_module
@@ -53,7 +52,7 @@ def filtered(settings, tokenizer, root, **changes):
     return filter_dataset(dataset.directory, tokenizer, FilterConfig(**changes), root=root)
 
 
-def test_chat_prompts_are_what_the_tokenizer_makes_of_each_row_alone(chat_tokenizer, artifacts_root):
+def test_chat_prompts_equal_those_of_the_tokenizer(chat_tokenizer, artifacts_root):
     found = filtered(CHAT, chat_tokenizer, artifacts_root)
     tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
     table = pq.read_table(found.directory / "train.parquet").to_pylist()
@@ -125,7 +124,7 @@ def test_duplicates(chat_tokenizer, artifacts_root, tmp_path, way):
     assert found.counts.get("train/duplicate", 0) == (3 if way == "drop" else 0)
 
 
-def test_a_prompt_of_the_held_out_split_in_the_training_split_is_refused(chat_tokenizer, artifacts_root, tmp_path):
+def test_a_held_out_prompt_among_training_rows_is_refused(chat_tokenizer, artifacts_root, tmp_path):
     settings = written(tmp_path, [*rows(20), *rows(3, split="validation")[2:]], rows(5, split="validation"))
     told = r"train.parquet: row 20: has the same prompt as row 2 of the validation split"
     with pytest.raises(DataError, match=told):
@@ -151,16 +150,11 @@ def test_a_multiset_of_numbers_in_both_splits_is_refused(chat_tokenizer, artifac
     assert filtered(of_another_task, chat_tokenizer, artifacts_root).counts["train"] == 1
 
 
-def test_a_row_without_a_prompt_is_refused_among_rows_of_one_message(chat_tokenizer, artifacts_root):
+def test_a_row_without_a_prompt_is_refused(chat_tokenizer, artifacts_root):
     with published_directory(artifacts_root / "datasets/made", {"kind": "dataset", "fingerprint": "made"}) as folder:
         written(folder, [*rows(2), {**rows(1)[0], "prompt": None}], rows(2, split="validation"))
     with pytest.raises(DataError, match=r"train.parquet: row 2: prompt must be a list of messages .* got None"):
         filter_dataset(artifacts_root / "datasets/made", chat_tokenizer, FilterConfig(), root=artifacts_root)
-
-
-def test_a_chat_prompt_without_a_chat_template_is_refused(base_tokenizer, artifacts_root):
-    with pytest.raises(DataError, match=r"this tokenizer has no chat template. Use an instruct model"):
-        filtered(CHAT, base_tokenizer, artifacts_root)
 
 
 def test_words_without_a_token_in_an_answer_are_refused(scratch_tokenizer, artifacts_root):
@@ -212,18 +206,6 @@ def test_every_broken_column_is_told_at_once(artifacts_root, tmp_path):
     assert lines == [f"column {name}" for name in ("data_source", "reward_model", "ability")]
 
 
-@pytest.mark.parametrize(
-    "prompt", [[], [{"role": "user", "content": None}], [{"role": None, "content": "x"}], None, [None]]
-)
-def test_an_unusable_prompt_is_named_by_its_row(artifacts_root, tmp_path, prompt):
-    broken = rows(3)
-    broken[2]["prompt"] = prompt
-    settings = written(tmp_path, broken, rows(2, split="validation"))
-    with pytest.raises(DataError, match=r"train.parquet: row 2: prompt must be messages"):
-        build_dataset(settings, seed=1, root=artifacts_root)
-    assert list((artifacts_root / "datasets").iterdir()) == []
-
-
 @pytest.mark.parametrize("cut", ["head", "middle", "tail"])
 def test_a_damaged_parquet_is_refused(chat_tokenizer, artifacts_root, tmp_path, cut):
     settings = written(tmp_path, rows(2_000), rows(2, split="validation"))
@@ -241,7 +223,7 @@ def test_a_damaged_parquet_is_refused(chat_tokenizer, artifacts_root, tmp_path, 
     assert not list(artifacts_root.glob("datasets/*"))
 
 
-def test_a_damaged_page_is_told_with_the_number_of_rows_before_it(tmp_path):
+def test_a_damaged_page_is_named_by_the_rows_before_it(tmp_path):
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"number": range(30)}), path, row_group_size=10, compression="none")
     place = pq.read_metadata(path).row_group(2).column(0).data_page_offset
@@ -253,7 +235,7 @@ def test_a_damaged_page_is_told_with_the_number_of_rows_before_it(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["dataset", "filter"])
-def test_a_full_disk_leaves_nothing_and_the_stage_works_once_there_is_room(chat_tokenizer, small_disk, stage):
+def test_a_full_disk_leaves_nothing_behind(chat_tokenizer, small_disk, stage):
     """On a real file system that is full in the middle of a row group."""
     settings = CHAT.model_copy(update={"train_size": 3_000})
     if stage == "filter":
@@ -363,7 +345,7 @@ def test_foreign_arrow_types_are_taken(chat_tokenizer, artifacts_root, tmp_path)
     assert read_solutions(found.directory / "train.parquet") == []
 
 
-def test_a_template_that_writes_the_day_gives_the_same_prompt_every_day(trained_bpe, tmp_path):
+def test_a_template_with_the_date_gives_the_same_prompt(trained_bpe, tmp_path):
     dated = saved(trained_bpe, tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
     for short_way in (True, False):
         tokenizer = PromptTokenizer(dated, chat=True, short_way=short_way)
@@ -371,23 +353,10 @@ def test_a_template_that_writes_the_day_gives_the_same_prompt_every_day(trained_
 
 
 @pytest.mark.parametrize("short_way", [True, False])
-def test_a_text_that_begins_with_the_first_token_gets_no_second_one(base_tokenizer, short_way):
+def test_a_first_token_is_not_repeated(base_tokenizer, short_way):
     tokenizer = PromptTokenizer(base_tokenizer, chat=False, short_way=short_way)
     plain, begun = tokenizer.encode_prompts(["add 1 and 2", "<|endoftext|>add 1 and 2"])
     assert plain == begun
-
-
-def test_a_prompt_does_not_end_with_the_end_of_a_sequence(trained_bpe, tmp_path):
-    core = Tokenizer.from_str(trained_bpe.to_str())
-    core.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)]
-    )
-    tokenizer = PromptTokenizer(saved(core, tmp_path, chat_template=None), chat=False)
-    prompts = tokenizer.encode_prompts(["add 1 and 2"])
-    ((answer,), _) = tokenizer.encode_answers(asked("add 1 and 2"), ["add 1 and 2"], [" and 3"])
-    whole = AutoTokenizer.from_pretrained(tmp_path)("add 1 and 2 and 3")["input_ids"]
-    assert np.frombuffer(prompts[0] + answer, dtype=np.int32).tolist() == whole
-    assert whole[-1] == 2
 
 
 # ---------------------------------------------------------------------- rows that a suite has too
@@ -492,7 +461,7 @@ def test_progress_and_facts_of_a_filtered_dataset(chat_tokenizer, artifacts_root
     assert (again.cached, again.counts) == (True, found.counts)
 
 
-def test_a_split_that_loses_all_of_its_rows_is_told_with_the_reasons(chat_tokenizer, artifacts_root, tmp_path):
+def test_a_split_without_rows_is_refused_with_the_reasons(chat_tokenizer, artifacts_root, tmp_path):
     settings = written(tmp_path, rows(3), rows(2, split="validation"))
     with pytest.raises(DataError) as told:
         filtered(settings, chat_tokenizer, artifacts_root, max_prompt_tokens=1)

@@ -81,7 +81,7 @@ def test_the_words_go_on_as_transformers_continues_them(name: str, tmp_path: Pat
         ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
     ],
 )
-def test_a_prompt_that_ends_with_an_answer_or_asks_nothing_is_refused_with_its_row(
+def test_a_prompt_with_the_answer_or_no_question_is_refused(
     chat_tokenizer: Path, tmp_path: Path, said: list[tuple[str, str]], told: str
 ) -> None:
     good = row(0, ("user", "x"), ("assistant", "17 or 7 or"), solution="<b>seven</b>")
@@ -93,7 +93,7 @@ def test_a_prompt_that_ends_with_an_answer_or_asks_nothing_is_refused_with_its_r
             check_continued(tmp_path / "train.parquet")
 
 
-def test_prompts_with_the_number_among_the_words_are_counted_by_filter_and_dry_run(
+def test_prompts_that_contain_the_answer_are_counted(
     chat_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = ["It is 7, as 3 + 4", r"\\boxed{7} or", "17 or -7 or 7.5 or x7,", "So:", "7 is it"]
@@ -105,7 +105,7 @@ def test_prompts_with_the_number_among_the_words_are_counted_by_filter_and_dry_r
     assert check_continued(tmp_path / "validation.parquet") == ""
 
 
-def test_a_template_that_drops_the_words_is_told_with_the_row(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_a_template_that_drops_the_words_is_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     template = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     rows = [row(0, ("user", "x")), row(1, ("user", "y"), ("assistant", "So"))]
@@ -113,9 +113,7 @@ def test_a_template_that_drops_the_words_is_told_with_the_row(trained_bpe: Token
         filtered(tmp_path, folder, rows)
 
 
-def test_a_solution_that_the_template_does_not_write_is_told_and_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_solution_that_the_template_drops_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = KINDS["r1"].saved(tmp_path / "tokenizer")
     rows = [row(index, ("user", f"What is {index} + 7?"), solution=f"<think> {index} </think> 9") for index in range(3)]
     made = filtered(tmp_path, folder, rows)

@@ -78,7 +78,7 @@ def perturbed(reference, rng):
 
 
 @pytest.mark.slow
-def test_every_published_row_parses_and_its_reference_scores_one_and_five_others_zero(gsm8k_folder, artifacts_root):
+def test_every_published_row_scores_its_reference_one_and_others_zero(gsm8k_folder, artifacts_root):
     found = build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
     assert found.counts == {"train": 7_473, "validation": 1_319}
     import pyarrow.parquet as pq
@@ -120,30 +120,9 @@ def test_the_fingerprint_follows_the_files_not_their_place(small, tmp_path):
     assert dataset_fingerprint(Gsm8kData(source=str(moved)), 1) != here
 
 
-def test_parquet_files_give_the_rows_of_jsonl(small, artifacts_root, tmp_path):
-    import pyarrow.parquet as pq
-    from pyarrow import json as arrow_json
-
-    folder = tmp_path / "parquet"
-    folder.mkdir()
-    pq.write_table(arrow_json.read_json(small / "train.jsonl"), folder / "train-00000-of-00001.parquet")
-    pq.write_table(arrow_json.read_json(small / "test.jsonl"), folder / "test.parquet")
-    tables = [
-        pq.read_table(
-            build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root).directory / "train.parquet"
-        )
-        for source in (small, folder)
-    ]
-    assert tables[0].to_pylist() == tables[1].to_pylist()
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "is no JSON"),
-        ("[1]", "must be a JSON object"),
-        ('{"question": "x"}', r"there is no column answer \(columns: question\)"),
-        ('{"question": "", "answer": "#### 3"}', "column question: must be a text"),
         ('{"question": "x", "answer": "3"}', "must end in '#### <number>', got '3'"),
     ],
 )
@@ -153,25 +132,6 @@ def test_a_broken_line_is_named(small, artifacts_root, line, told):
     with pytest.raises(DataError, match=rf"train.jsonl: line 5: .*{told}"):
         build_dataset(Gsm8kData(source=str(small)), seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
-
-
-@pytest.mark.parametrize("source", ["nowhere", "/nowhere/else", "a/b/c"])
-def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(source, tmp_path):
-    with pytest.raises(DataError, match=rf"data.source: must be a folder or a hub id \(owner/name\), got '{source}'"):
-        dataset_fingerprint(Gsm8kData(source=source), 1)
-
-
-def test_a_folder_without_the_files_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"lacks train and test, as \.jsonl, .* Its data files: none"):
-        dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1)
-
-
-def test_a_hub_dataset_that_cannot_be_had_is_a_clear_error(artifacts_root):
-    told = (
-        r"no folder nobody/nothing-here here, and the hub dataset of that name cannot be had .*, or give data\.source a"
-    )
-    with pytest.raises(DataError, match=told):
-        build_dataset(Gsm8kData(source="nobody/nothing-here"), seed=1, root=artifacts_root)
 
 
 @pytest.mark.parametrize(("answer", "number"), [("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")])
@@ -249,7 +209,7 @@ def test_a_reference_is_cleaned_as_an_answer_is(reference, strict, numeric, wron
 
 
 @pytest.mark.slow
-def test_the_published_answer_column_as_reference_earns_full_marks_against_itself(gsm8k_folder):
+def test_a_whole_published_answer_works_as_reference(gsm8k_folder):
     for split in ("train", "test"):
         for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
             answer = json.loads(line)["answer"]

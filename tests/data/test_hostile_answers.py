@@ -100,7 +100,7 @@ def test_gsm8k_answers_that_were_taken_for_18(answer):
         "18k",
     ],
 )
-def test_a_last_number_that_is_a_part_of_another_one_says_nothing(text):
+def test_a_part_of_another_number_is_no_answer(text):
     assert gsm8k.score_numeric(text, {"answer": "18"}).total == 0.0
 
 

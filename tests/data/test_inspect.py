@@ -72,7 +72,7 @@ def test_tables_and_json_have_the_same_figures(filtered):
         assert shown in text
 
 
-def test_every_figure_and_row_of_a_table_is_as_in_the_file(tmp_path: Path) -> None:
+def test_tables_have_the_figures_of_the_file(tmp_path: Path) -> None:
     def row(index: int, text: str, **extra: object) -> dict[str, object]:
         return {
             "data_source": "sums" if index else "words",
@@ -112,7 +112,7 @@ def test_every_figure_and_row_of_a_table_is_as_in_the_file(tmp_path: Path) -> No
     assert str(Leakage("a", "b", 0, 1_200)) == "a and b share 0 prompts, 1,200 multisets"
 
 
-def test_the_splits_come_in_their_order_and_those_of_a_mixture_by_part(tmp_path: Path) -> None:
+def test_splits_are_listed_in_order(tmp_path: Path) -> None:
     for name in ("validation", "other", "train"):
         pq.write_table(pa.table({"x": [1]}), tmp_path / f"{name}.parquet")
     assert [split.name for split in inspect_dataset(tmp_path).splits] == ["train", "validation", "other"]
@@ -167,7 +167,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_row_that_breaks_the_schema_is_shown_as_it_is(tmp_path, what):
+def test_a_row_outside_the_schema_is_shown(tmp_path, what):
     own, shown = FOREIGN[what]
     row = {
         "data_source": "mine",

@@ -4,9 +4,6 @@ import json
 import logging
 import re
 import socket
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from data.judge import JudgeError, read_verdict, score
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
-from tests.data.judges import GOOD, HOSTILE
+from tests.data.judges import GOOD, HOSTILE, Judge, judging
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
@@ -25,18 +22,14 @@ JUDGE = "data.judge:score"
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "tests.data.judges"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        yield f"http://127.0.0.1:{server.stdout.readline().strip()}/v1"
-        server.kill()
+def server() -> Iterator[Judge]:
+    with judging() as found:
+        yield found
 
 
-def seen(url: str) -> dict[str, int]:
-    with urllib.request.urlopen(url.removesuffix("/v1") + "/seen") as reply:
-        found: dict[str, int] = json.loads(reply.read())
-    return found
+@pytest.fixture
+def url(server: Judge) -> str:
+    return server.url
 
 
 def settings(url: str, *, num_processes: int = 4, deadline_s: float = 8, **judge: object) -> RewardConfig:
@@ -51,7 +44,7 @@ def here(monkeypatch: pytest.MonkeyPatch, reward: RewardConfig, response: str, *
 
 
 def test_no_broken_judge_gives_a_score_and_each_is_counted(
-    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Judge, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     cases = [*GOOD, *HOSTILE]
@@ -66,7 +59,7 @@ def test_no_broken_judge_gives_a_score_and_each_is_counted(
         assert SECRET not in found[case].failure
     assert counted == len(HOSTILE)
     assert SECRET not in caplog.text
-    requests = seen(url)
+    requests = server.seen
     assert "elsewhere" not in requests, "the key went to where a redirection pointed"
     assert [requests[case] for case in ("flaky", "status_500", "closes", "cut_off")] == [3] * 4
     assert [requests[case] for case in ("tag", "wrong_key", "redirect", "out_of_range")] == [1] * 4
@@ -84,23 +77,21 @@ def test_structured_output_allows_levels_from_zero_to_the_highest(
     assert here(monkeypatch, reward, "case=form") == pytest.approx(second, rel=1e-5)
 
 
-def test_the_same_is_asked_once_and_a_file_keeps_it_for_other_processes(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_of_verdicts_is_shared_by_processes(
+    server: Judge, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     reward = settings(url, num_processes=2, cache=str(tmp_path / "new" / "verdicts.sqlite"))
-    before = seen(url)["good"]
+    before = server.seen["good"]
     for _ in range(2):
         with ScoringPool(JUDGE, reward) as pool:
             scores = pool.score(["once"] * 4, ["{}"] * 4)
         assert {score.total for score in scores} == {0.75}
     # two processes may ask at once; nobody asks later. One more is the first call, on an empty answer.
-    assert seen(url)["good"] - before <= 2 + 2
+    assert server.seen["good"] - before <= 2 + 2
 
 
-def test_a_verdict_counts_where_the_disk_of_the_cache_is_full(
-    url: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_counts_where_the_cache_is_full(url: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     with ScoringPool(JUDGE, settings(url, num_processes=1, cache=str(small_disk / "verdicts.sqlite"))) as pool:
         pool.score(["before"], ["{}"])
@@ -127,7 +118,7 @@ def test_rules_beside_the_judge_and_weights_over_both(url: str, monkeypatch: pyt
     ["", "1", '{"score": 1} or so', '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
      "<score>one</score>", "<score>1</score><score>1</score>", '{"score": 5}', '{"score": -0.1}'],
 )  # fmt: skip
-def test_only_one_number_in_range_at_the_end_is_a_verdict(text: str) -> None:
+def test_only_one_final_number_in_range_is_a_verdict(text: str) -> None:
     with pytest.raises(JudgeError):
         read_verdict(text, 4)
 

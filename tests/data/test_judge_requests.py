@@ -1,75 +1,43 @@
 """What is asked of a judge's endpoint, how often, and what each broken answer of it is told as."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
 from data import judge
 from data.judge import JudgeError, judged, read_verdict
 from rlcore.config.rollout import JudgeConfig
+from tests.data.judges import Judge, Reply, judging, told
 
-Reply = tuple[int, bytes, dict[str, str]]
 FIRST_PAUSE_S = judge._FIRST_PAUSE_S
-JSON = {"Content-Type": "application/json; charset=utf-8"}
-
-
-def told(text: object) -> bytes:
-    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-
-
-class Endpoint(BaseHTTPRequestHandler):
-    """Gives the replies of its server in order, the last one again and again."""
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        server: Any = self.server
-        server.asked.append((self.path, dict(self.headers), json.loads(body)))
-        status, content, headers = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
-        self.send_response(status)
-        for name, value in {**JSON, "Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(judge, "_cache", judge._cache.__wrapped__)  # no verdict of another test
     monkeypatch.setenv("JUDGE_KEY", " sk-1 ")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as made:
-        made.asked, made.replies = [], [(200, told('{"score": 3}'), {})]  # type: ignore[attr-defined]
-        thread = Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with judging((200, told('{"score": 3}'), {})) as made:
         yield made
-        made.shutdown()
-        thread.join()
 
 
 Settings = Callable[..., JudgeConfig]
 
 
 @pytest.fixture
-def settings(server: Any) -> Settings:
+def settings(server: Judge) -> Settings:
     def make(**changes: object) -> JudgeConfig:
-        given = {"url": f"http://127.0.0.1:{server.server_port}/v1/", "model": "m", "highest": 4, "deadline_s": 30}
+        given = {"url": f"{server.url}/", "model": "m", "highest": 4, "deadline_s": 30}
         return JudgeConfig.model_validate(given | changes)
 
     return make
 
 
-def test_a_request_holds_the_filled_prompt_the_key_and_the_form_of_the_answer(
-    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+def test_a_request_has_prompt_key_and_form_of_the_answer(
+    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key goes to the endpoint alone
     asking = settings(
@@ -120,9 +88,7 @@ def test_a_request_holds_the_filled_prompt_the_key_and_the_form_of_the_answer(
         ((200, told("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
     ],
 )
-def test_an_answer_that_is_no_verdict_is_not_asked_for_again(
-    server: Any, settings: Settings, reply: Reply, why: str
-) -> None:
+def test_an_answer_without_verdict_is_not_retried(server: Judge, settings: Settings, reply: Reply, why: str) -> None:
     server.replies = [reply]
     with pytest.raises(JudgeError) as error:
         judged(settings(tries=3), "x", "{}")
@@ -131,7 +97,7 @@ def test_an_answer_that_is_no_verdict_is_not_asked_for_again(
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_a_busy_endpoint_is_asked_again(server: Any, settings: Settings, status: int) -> None:
+def test_a_busy_endpoint_is_asked_again(server: Judge, settings: Settings, status: int) -> None:
     busy: Reply = (status, b"{}", {})
     server.replies = [busy, busy, (200, told('{"score": 4}'), {})]
     assert judged(settings(tries=3), "x", "{}") == 1.0
@@ -146,7 +112,7 @@ def test_a_busy_endpoint_is_asked_again(server: Any, settings: Settings, status:
     assert len(server.asked) == 3 + 2
 
 
-def test_each_pause_is_twice_the_one_before(server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pause_is_twice_the_one_before(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -160,9 +126,7 @@ def test_each_pause_is_twice_the_one_before(server: Any, settings: Settings, mon
     assert pauses == [0.5, 1.0, 2.0]
 
 
-def test_a_deadline_ends_the_tries_and_says_what_came_before_it(
-    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
     server.replies = [(503, b"", {})]
     with pytest.raises(JudgeError) as error:
@@ -174,7 +138,7 @@ def test_a_deadline_ends_the_tries_and_says_what_came_before_it(
 
 
 def test_an_answer_may_be_as_long_as_the_bound(
-    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = told('{"score": 3}')
     monkeypatch.setattr(judge, "_MOST_BYTES", len(text))
@@ -184,8 +148,8 @@ def test_an_answer_may_be_as_long_as_the_bound(
         judged(settings(), "x", "{}")
 
 
-def test_a_verdict_is_kept_by_all_that_was_asked_and_by_the_highest_score(
-    server: Any, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_verdict_is_cached_by_request_and_highest_score(
+    server: Judge, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "new" / "deeper" / "verdicts.sqlite"
     for _ in range(2):
@@ -205,8 +169,8 @@ def test_a_verdict_is_kept_by_all_that_was_asked_and_by_the_highest_score(
 
 
 @pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])
-def test_a_key_that_cannot_be_sent_is_told_by_its_variable(
-    server: Any, settings: Settings, key: str | None, monkeypatch: pytest.MonkeyPatch
+def test_an_unusable_key_is_named_by_its_variable(
+    server: Judge, settings: Settings, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JUDGE_KEY")
     if key is not None:
@@ -216,7 +180,7 @@ def test_a_key_that_cannot_be_sent_is_told_by_its_variable(
     assert server.asked == []
 
 
-def test_a_verdict_is_a_share_of_the_highest_score_and_its_ends_count() -> None:
+def test_a_verdict_is_a_share_of_the_highest_score() -> None:
     assert read_verdict("<score> 4 </score>\n", 4) == 1.0
     assert read_verdict('{"score": 0}', 4) == 0.0
     assert read_verdict('```json\n{ "score" : 0.5 }\n```', 2) == 0.25

@@ -15,7 +15,7 @@ from rlcore.config import MappedData
 from rlcore.errors import DataError
 
 
-def test_mapped_rows_are_named_after_their_folder_unless_the_settings_say_otherwise(tmp_path: Path) -> None:
+def test_mapped_rows_are_named_after_their_folder(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text('{"q": "What?", "a": 2, "s": "It is 2"}\n')
     names = {
@@ -27,10 +27,13 @@ def test_mapped_rows_are_named_after_their_folder_unless_the_settings_say_otherw
     }
     plain = mapped.build(MappedData(**names), 0)
     assert plain.data_source == tmp_path.name
-    assert list(plain.splits["validation"]) == [Row((Message("user", "What?"),), "2")]
+    assert list(plain.splits["validation"]) == [
+        Row((Message("user", "What?"),), "2", where=f"{tmp_path}/test.jsonl: line 1")
+    ]
     more = mapped.build(MappedData(**names, data_source="own", instruction="Think.", solution="s"), 0)
     assert (more.data_source, more.ability) == ("own", "math")
-    assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2")]
+    train = f"{tmp_path}/train.jsonl: line 1"
+    assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2", where=train)]
 
 
 @pytest.mark.parametrize("text", ["NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>"])

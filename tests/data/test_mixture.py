@@ -64,7 +64,7 @@ def test_parts_are_made_once_whatever_mixture_they_are_in(mixed, scratch_tokeniz
     assert alone.fingerprint in (dataset.directory / "README.md").read_text()
 
 
-def test_the_stream_draws_from_all_parts_and_held_out_problems_are_spread(mixed, scratch_tokenizer):
+def test_the_stream_draws_from_all_parts(mixed, scratch_tokenizer):
     problems = problems_of(mixed[1], scratch_tokenizer)
     assert isinstance(problems.stream, MixedStream)
     assert len(problems.stream) == 150
@@ -95,7 +95,7 @@ def test_each_answer_is_scored_by_the_scorer_of_its_part(mixed, scratch_tokenize
         assert score.total == ("product" in truth or sum(truth["numbers"]) == truth["target"])
 
 
-def test_a_scorer_that_is_not_there_is_refused_before_the_first_answer(mixed, scratch_tokenizer):
+def test_a_missing_scorer_is_refused_before_the_first_answer(mixed, scratch_tokenizer):
     wrong = MIXED.parts[1].model_copy(update={"data": HARD.model_copy(update={"scorer": "data.countdown:nothing"})})
     settings = MIXED.model_copy(update={"parts": (MIXED.parts[0], wrong, MIXED.parts[2])})
     with pytest.raises(ConfigError, match=r"must name a function as module:function, got 'data.countdown:nothing'"):
@@ -108,7 +108,7 @@ def test_two_parts_of_one_name_are_refused(mixed, scratch_tokenizer):
         problems_of(mixed[1], scratch_tokenizer, settings)
 
 
-def test_a_part_that_trains_on_what_another_holds_out_is_refused(scratch_tokenizer, artifacts_root):
+def test_training_on_held_out_rows_of_another_part_is_refused(scratch_tokenizer, artifacts_root):
     other = HARD.model_copy(update={"target_high": 21})
     settings = MixtureData(parts=(MixturePart(data=HARD), MixturePart(data=other, name="other")))
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_inspection_shows_every_part_and_looks_for_leaks_between_them(mixed):
     assert all(pair.num_prompts == 0 for pair in report.leakage)
 
 
-def test_a_mixture_composes_from_overrides_and_mistakes_are_told_with_their_place():
+def test_a_mixture_composes_from_overrides():
     given = "data.parts=[{weight:3,data:{task:countdown,train_size:50}},{name:x,data:{task:custom}}]"
     config = load_config(["data=mixture", given, "model.path=some/model"])
     assert [part.weight for part in config.data.parts] == [3, 1]

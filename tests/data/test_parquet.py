@@ -33,7 +33,7 @@ ROW: dict[str, object] = {
 }
 
 
-def test_rows_of_parquet_files_are_as_they_are_and_broken_ones_told_by_their_number(
+def test_parquet_rows_are_kept_and_broken_ones_refused_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 1)
@@ -46,8 +46,8 @@ def test_rows_of_parquet_files_are_as_they_are_and_broken_ones_told_by_their_num
     assert task.ground_truth_type == pa.int64()
     messages = (Message("system", ""), Message("user", "What?"))
     assert list(task.splits["train"]) == [
-        Row(messages, 7, difficulty=3, solution="7", data_source="own"),
-        Row(messages, 7, ability="logic"),
+        Row(messages, 7, difficulty=3, solution="7", data_source="own", where=f"{train}: row 0"),
+        Row(messages, 7, ability="logic", where=f"{train}: row 1"),
     ]
     assert parquet.build(settings.model_copy(update={"template": "chat"}), 0).prompt_form == "chat"
     for broken, told in (

@@ -62,9 +62,7 @@ def test_a_scorer_follows_from_the_names_that_the_field_writes(sources: tuple[st
     assert scorers_of(ParquetData(scorer="a.b:c")) == ("a.b:c",)
 
 
-def test_rows_of_several_sources_in_one_file_have_the_scorer_of_each(
-    tmp_path: Path, artifacts_root: Path, chat_tokenizer: Path
-) -> None:
+def test_rows_are_scored_by_their_data_source(tmp_path: Path, artifacts_root: Path, chat_tokenizer: Path) -> None:
     rows = [row("openai/gsm8k", "18"), row("math_dapo", "\\frac{1}{2}", 1, extra_info={"index": "9a9b-uuid"})]
     data = settings(tmp_path, rows)
     assert require_sound_rows(data, 1, artifacts_root, each_once=True) is None
@@ -81,7 +79,7 @@ def test_rows_of_several_sources_in_one_file_have_the_scorer_of_each(
     assert "strict" not in scores[1].parts
 
 
-def test_rows_of_an_unknown_source_are_refused_with_file_key_and_remedy(tmp_path: Path, artifacts_root: Path) -> None:
+def test_rows_of_an_unknown_source_are_refused(tmp_path: Path, artifacts_root: Path) -> None:
     rows = [row("openai/gsm8k", "18"), *(row(name, '{"inputs": ["1"]}', n) for n, name in enumerate(("taco", "apps")))]
     data = settings(tmp_path, rows)
     told = (
@@ -99,9 +97,7 @@ def test_rows_of_an_unknown_source_are_refused_with_file_key_and_remedy(tmp_path
     assert "data.scorer: must be given, for none is known for the row's data_source" in score.failure
 
 
-def test_the_first_row_names_the_scorer_before_and_after_the_dataset_is_made(
-    tmp_path: Path, artifacts_root: Path
-) -> None:
+def test_the_first_row_names_its_scorer(tmp_path: Path, artifacts_root: Path) -> None:
     data = settings(tmp_path, [row("countdown", {"target": 3, "numbers": [1, 2]})])
     before = first_row(data, 1, artifacts_root)
     assert before is not None
@@ -157,9 +153,7 @@ def test_references_are_checked_by_the_scorer_of_their_row(tmp_path: Path) -> No
         ("data.code:score", "18"),
     ],
 )
-def test_a_ground_truth_that_the_scorer_cannot_use_is_refused_with_its_row(
-    tmp_path: Path, scorer: str, truth: object
-) -> None:
+def test_an_unusable_ground_truth_is_refused_with_its_row(tmp_path: Path, scorer: str, truth: object) -> None:
     data = settings(tmp_path, [row("mine", truth, n) for n in range(3)], scorer=scorer)
     told = rf"{scorer} does not for 3 of 3 rows of train \(100\.0%\) .*:\n.*train\.parquet: row 0: reference"
     with pytest.raises(DataError, match=told):

@@ -41,7 +41,7 @@ def test_a_task_that_cannot_be_taken_is_told(tasks: tuple[str, ...], told: str) 
         inputs(ReasoningGymData(tasks=tasks))
 
 
-def test_rows_are_fixed_by_the_seed_and_no_question_comes_twice(artifacts_root: Path) -> None:
+def test_rows_are_fixed_by_the_seed_and_distinct(artifacts_root: Path) -> None:
     pytest.importorskip("reasoning_gym")
     first, again = ({split: list(rows) for split, rows in build(SETTINGS, 1).splits.items()} for _ in range(2))
     assert first == again

@@ -18,7 +18,7 @@ from data.records import Record, digests, local_files, records, records_of
 from rlcore.errors import DataError
 
 
-def test_a_column_is_a_text_or_a_number_and_may_be_a_field_of_another() -> None:
+def test_a_column_is_text_or_number_by_a_dotted_name() -> None:
     values = {"a": {"b": " one "}, "n": 3, "t": True, "e": "  ", "z": 0, "l": [{"c": "x"}, {"c": ["y"]}], "d.e": "flat"}
     record = Record("x: line 1", values)
     texts = {"a.b": " one ", "n": "3", "z": "0", "l.0.c": "x", "l.-1.c.0": "y", "l.-2.c": "x", "d.e": "flat"}
@@ -65,7 +65,7 @@ def test_numbers_are_written_as_people_write_them(number: float, text: str) -> N
     assert type(number)(text) == number
 
 
-def test_a_folder_has_a_split_as_one_file_or_as_shards_in_their_order(tmp_path: Path) -> None:
+def test_a_split_is_one_file_or_ordered_shards(tmp_path: Path) -> None:
     assert local_files("owner/name", ["train"]) is None
     for name in (
         "b.csv.gz",
@@ -138,7 +138,7 @@ def test_a_folder_has_a_split_as_one_file_or_as_shards_in_their_order(tmp_path: 
         (["a-00000-of-00001.csv", "a-00001-of-00001.csv"], "got a-00000-of-00001.csv, a-00001-of-00001.csv. Move"),
     ],
 )  # fmt: skip
-def test_a_split_of_which_a_file_would_be_passed_over_is_refused(names: list[str], told: str, tmp_path: Path) -> None:
+def test_an_incomplete_or_ambiguous_split_is_refused(names: list[str], told: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -149,7 +149,7 @@ def test_a_split_of_which_a_file_would_be_passed_over_is_refused(names: list[str
 
 
 @pytest.mark.parametrize("name", ["a_extra.parquet", "a_old.jsonl", "data-00000-of-00001.parquet", "part-0.csv"])
-def test_a_file_beside_the_splits_that_looks_like_rows_of_theirs_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_stray_file_of_rows_is_refused(name: str, tmp_path: Path) -> None:
     for each in ("a.parquet", "b.parquet", "other.jsonl", "abc.csv", "notes.txt"):
         (tmp_path / each).touch()
     assert digests(str(tmp_path), ["a", "b"]).keys() == {"a.parquet", "b.parquet"}
@@ -234,9 +234,7 @@ def test_what_save_to_disk_writes_is_a_folder_with_splits(tmp_path: Path) -> Non
         ("x.txt", b"a", "must be .jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow, by its name"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_told_with_its_place(
-    name: str, content: bytes, told: str, tmp_path: Path
-) -> None:
+def test_an_unreadable_file_is_refused_with_its_place(name: str, content: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         list(records_of(tmp_path / name))
@@ -244,9 +242,7 @@ def test_a_file_that_cannot_be_read_is_told_with_its_place(
     assert str(error.value).startswith(f"{tmp_path / name}: ")
 
 
-def test_lines_are_counted_with_the_empty_ones_and_rows_through_all_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_count_empty_lines_and_rows_of_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = tmp_path / "x.jsonl"
     lines.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n{"a": "\\ud83d"}\n{"a": NaN}\n')
     found = list(records_of(lines))

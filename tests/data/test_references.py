@@ -104,9 +104,7 @@ def test_held_out_rows_do_not_vanish_among_many_training_rows(tmp_path: Path) ->
         check(tmp_path, MappedData(source=str(rows), scorer="data.gsm8k:score"))
 
 
-def test_a_plan_writes_nothing_and_the_run_after_it_checks_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_writes_nothing_and_checks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, root = MappedData(source=str(folder(tmp_path, ["18", "{}"]))), tmp_path / "root"
     lenient = RewardConfig(max_unmet_references=1)
     told = check_references(data, 1, lenient, root, keep=False)
@@ -118,9 +116,7 @@ def test_a_plan_writes_nothing_and_the_run_after_it_checks_once(
     assert check_references(data, 1, lenient, root) == told, "another process reads it"
 
 
-def test_gsm8ks_solutions_are_no_answers_to_a_scorer_of_another_form_unless_they_are_taught(
-    tmp_path: Path, gsm8k_folder: Path
-) -> None:
+def test_solutions_in_another_form_count_only_if_they_are_taught(tmp_path: Path, gsm8k_folder: Path) -> None:
     data, root = Gsm8kData(source=str(gsm8k_folder), scorer="own_scorers:tagged"), tmp_path / "root"
     assert check_references(data, 1, RewardConfig(max_unmet_references=0), root) == ""
     with pytest.raises(DataError, match=r"own_scorers:tagged does not for .* rows of train \(100\.0%\)"):
@@ -165,7 +161,7 @@ def test_all_of_gsm8k_earns_full_marks(gsm8k_folder: Path, tmp_path: Path) -> No
     ("scorer", "unmet"),
     [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)],
 )
-def test_an_own_scorer_is_checked_in_the_form_that_it_reads(tmp_path: Path, scorer: str, unmet: int) -> None:
+def test_an_own_scorer_is_checked_in_its_form(tmp_path: Path, scorer: str, unmet: int) -> None:
     """A scorer for which a reference is no answer is not refused for that; one that fails at a row is."""
     rows = folder(tmp_path, ["18", "7", "a word", "4"], ["18"])
     told = check(tmp_path, MappedData(source=str(rows), scorer=f"own_scorers:{scorer}"), max_unmet_references=1)
@@ -173,13 +169,13 @@ def test_an_own_scorer_is_checked_in_the_form_that_it_reads(tmp_path: Path, scor
     assert bool(told) == bool(unmet)
 
 
-def test_a_build_of_ones_own_is_checked_by_its_solutions_once_it_has_run(tmp_path: Path) -> None:
+def test_an_own_build_is_checked_by_its_solutions(tmp_path: Path) -> None:
     data = CustomData(build="own_scorers:build", scorer="own_scorers:says_n")
     assert check(tmp_path, data, max_unmet_references=1) == "", "no row is known yet"
     build_dataset(data, seed=1, root=tmp_path / "root")
     told = check(tmp_path, data, max_unmet_references=1)
     assert "1 of 10 rows of train" in told
-    assert "row 7 of train: reference {\"n\": 7}: the answer 'it is 7' scores 0" in told
+    assert "train.parquet: row 7: reference {\"n\": 7}: the answer 'it is 7' scores 0" in told
 
 
 def test_rows_of_another_kind_in_the_row_schema_are_refused(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: 
     assert inputs_of(root) == {}
 
 
-def test_a_suites_dataset_is_another_one_with_its_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
+def test_a_suites_dataset_has_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
     whole = dataset_fingerprint(mapped, 1)
     assert dataset_fingerprint(mapped, 2) == whole, "no row of it is drawn"
     assert dataset_fingerprint(mapped, 1, ("train", "validation")) == whole

@@ -46,7 +46,8 @@ def digest(value: object) -> str:
 
 
 def digest_of_rows(task: TaskRows) -> str:
-    rows = {split: [astuple(row) for row in found] for split, found in task.splits.items()}
+    # Without `where`, the last field.
+    rows = {split: [astuple(row)[:-1] for row in found] for split, found in task.splits.items()}
     return digest((task.data_source, task.ability, task.prompt_form, rows))
 
 
@@ -97,7 +98,7 @@ def test_tasks_of_one_file_give_the_same_rows_for_ever() -> None:
     assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
 
 
-def test_a_chunk_of_drawn_problems_depends_on_its_number_and_settings_alone() -> None:
+def test_a_chunk_depends_on_its_number_and_settings_alone() -> None:
     found = draw_chunk(DRAWN, 7, 2)
     assert {len(problem.numbers) for problem in found} == {5}
     assert digest([astuple(problem) for problem in found[:50]]) == "4536e9bbec2980d9"

@@ -8,7 +8,15 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from data import tokenizer as tokenizers
-from data.tokenizer import ChatFrame, PromptTokenizer, ShortWayError, encode_whole, load_tokenizer, to_bytes
+from data.tokenizer import (
+    ChatFrame,
+    PieceEncoder,
+    PromptTokenizer,
+    ShortWayError,
+    encode_whole,
+    load_tokenizer,
+    to_bytes,
+)
 from rlcore.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE, asked, saved
 
@@ -20,9 +28,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(trained_bpe: Tokenizer, tmp
     assert str(told.value) == f"{tmp_path}: the tokenizer has no eos_token; set it in tokenizer_config.json"
 
 
-def test_special_tokens_stand_around_plain_text_and_the_end_token_behind_answers(
-    trained_bpe: Tokenizer, tmp_path: Path
-) -> None:
+def test_special_tokens_surround_plain_text(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     core = Tokenizer.from_str(trained_bpe.to_str())
     ends = [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
     (plain,) = encode_whole(core, ["a b"])
@@ -47,7 +53,7 @@ def test_special_tokens_stand_around_plain_text_and_the_end_token_behind_answers
     assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
 
 
-def test_a_frame_is_the_text_around_a_message_and_leaves_out_what_a_template_looks_for() -> None:
+def test_a_frame_is_the_text_around_a_message() -> None:
     def frame(text: str, **render: str) -> ChatFrame | None:
         return ChatFrame.of(text, lambda messages: "<" + messages[0]["content"] + ">")
 
@@ -73,18 +79,16 @@ def test_the_short_way_is_checked_on_each_so_many_texts(chat_tokenizer: Path, mo
     found = PromptTokenizer(chat_tokenizer, chat=True)
     texts = found.texts(asked("a", "b", "c"))
     assert PromptTokenizer(chat_tokenizer, chat=True, short_way=False).texts(asked("a", "b", "c")) == texts
-    monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)
-    assert found._frame is not None
-    wrong = ChatFrame(found._frame.before + "!", found._frame.after, found._frame.strips, None)
-    monkeypatch.setattr(found, "_frame", wrong)
+    monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)  # 256 texts would be needed
+    monkeypatch.setattr(ChatFrame, "text", lambda frame, content: f"{content}!")
     with pytest.raises(ShortWayError, match="'a'"):
         found.texts(asked("a", "b"))
-    monkeypatch.setattr(found._pieces, "encode", lambda texts: [b"" for _ in texts])
+    monkeypatch.setattr(PieceEncoder, "encode", lambda encoder, texts: [b"" for _ in texts])
     with pytest.raises(ShortWayError, match=r"^x$"):
         found.encode_prompts(["x", "y"])
 
 
-def test_a_template_without_tools_or_for_chats_that_is_missing_is_told(
+def test_a_template_without_tools_or_names_is_refused(
     trained_bpe: Tokenizer, chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path
 ) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
@@ -114,9 +118,7 @@ def test_a_template_without_tools_or_for_chats_that_is_missing_is_told(
     )
 
 
-def test_no_text_is_cut_or_filled_up_and_plain_text_has_no_template_to_read_names(
-    trained_bpe: Tokenizer, tmp_path: Path
-) -> None:
+def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     core = Tokenizer.from_str(trained_bpe.to_str())
     texts = ["a", "a b c d e f g"]
     expected = encode_whole(core, texts)

@@ -111,7 +111,7 @@ def test_plain_prompts_and_answers_are_the_tokens_of_one_text(kind: tuple[str, P
     assert len(unwritten) < NUM_ROWS / 20 or name == "unigram", unwritten
 
 
-def test_the_tokenizer_of_a_model_made_from_nothing_writes_answers_and_their_end(tmp_path: Path) -> None:
+def test_the_scratch_tokenizer_writes_answers_and_their_end(tmp_path: Path) -> None:
     folder = scratch(tmp_path)
     tokenizer = load_tokenizer(folder)
     for chat in (True, False):

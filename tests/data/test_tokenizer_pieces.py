@@ -52,24 +52,24 @@ def encoder(trained_bpe):
 @example(middles=["", " "], before="a b", after="c d")
 @example(middles=["x", "x"], before="", after="")
 @example(middles=["a b", "a b c"], before="", after=" ")
-def test_texts_with_common_ends_come_out_as_the_tokenizer_gives_them(encoder, trained_bpe, middles, before, after):
+def test_texts_of_known_pieces_have_the_tokenizers_ids(encoder, trained_bpe, middles, before, after):
     texts = [before + middle + after for middle in middles]
     assert encoder.encode(texts) == encode_whole(trained_bpe, texts)
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(max_size=60), max_size=5))
-def test_any_text_comes_out_as_the_tokenizer_gives_it(encoder, trained_bpe, texts):
+def test_any_text_has_the_tokenizers_ids(encoder, trained_bpe, texts):
     assert encoder.encode(texts) == encode_whole(trained_bpe, texts)
 
 
-def test_the_memory_is_bounded_and_what_is_needed_is_learned_again(trained_bpe, monkeypatch):
+def test_the_memory_of_pieces_is_bounded(trained_bpe, monkeypatch):
     monkeypatch.setattr("data.tokenizer._MAX_PIECES", 20)
     encoder = PieceEncoder.of(trained_bpe)
     for start in range(0, 200, 10):
         texts = [f"{start + i} and {start - i} or {start * i}" for i in range(10)]
         assert encoder.encode(texts) == encode_whole(trained_bpe, texts)
-        for cache in (encoder._pieces, encoder._heads):
+        for cache in (encoder._pieces, encoder._heads):  # their size is seen nowhere else
             assert len(cache) <= 20 + 3 * len(texts)  # the bound, and what one call has learned beyond it
 
 
@@ -96,7 +96,7 @@ def test_tokenizers_that_do_not_cut_at_single_spaces_are_refused(trained_bpe):
     assert PieceEncoder.of(greedy) is None
 
 
-def test_a_byte_level_tokenizer_whose_words_hold_spaces_is_found_out_by_the_probe():
+def test_a_tokenizer_with_spaces_in_words_is_found_by_the_probe():
     core = Tokenizer(
         models.BPE(
             vocab={letter: i for i, letter in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "\u0120b"])}, merges=[]

@@ -56,7 +56,7 @@ def test_the_template_has_the_models_own_system_prompt(tokenizer: PreTrainedToke
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
 
-def test_digits_are_tokens_of_their_own_and_the_space_before_them_too(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_digits_and_the_space_before_them_are_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """As in the model's own tokenizer (Digits, then GPT-2's words). transformers' reading of the GGUF file gives two
     tokens for the two spaces."""
     assert tokenizer.convert_ids_to_tokens(tokenizer("a  12")["input_ids"]) == ["a", "\u0120\u0120", "1", "2"]
@@ -91,9 +91,7 @@ def test_gsm8k_is_filtered_by_the_real_template(
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_turns_appended_one_by_one_are_the_tokens_of_the_whole_conversation(
-    tokenizer: PreTrainedTokenizerBase, cut: bool
-) -> None:
+def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrainedTokenizerBase, cut: bool) -> None:
     """Also where a turn was cut at its limit: the template's end of a turn then comes with the reply."""
     between = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
     ids = ids_of(tokenizer, TURNS[:2], prompt=True)
@@ -105,7 +103,7 @@ def test_turns_appended_one_by_one_are_the_tokens_of_the_whole_conversation(
     assert ids == ids_of(tokenizer, [*TURNS, {"role": "user", "content": "#### right"}], prompt=True)
 
 
-def test_a_first_message_stands_between_the_prompt_and_the_models_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_first_message_follows_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = ids_of(tokenizer, TURNS[:2], prompt=True)
     told, kept, appended = TurnTokens(tokenizer, chat=True, max_reply_tokens=64).opening(prompt, "Go on.")
     assert [*kept, *appended] == ids_of(tokenizer, [*TURNS[:2], {"role": "user", "content": told}], prompt=True)

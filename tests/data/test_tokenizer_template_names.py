@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data.demonstrations import tokenize_demonstrations, try_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset, dataset_fingerprint
-from data.tokenizer import PromptTokenizer
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
 from rlcore.config.data import RENDERING_NAMES, MixturePart
@@ -107,12 +106,6 @@ def test_later_turns_are_those_that_the_template_renders(tokenizer: PreTrainedTo
     assert tokenizer.decode(ids) == rendered(tokenizer, conversation, LOUD, prompt=True)
 
 
-def test_a_name_that_the_template_does_not_read_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"does not read enable_thinkin \(data\.chat.*only enable_thinking, voice"):
-        PromptTokenizer(folder, chat=True, chat_template_kwargs={"enable_thinkin": False})
-    PromptTokenizer(folder, chat=False, chat_template_kwargs=QUIET)  # the plain part of a mixture
-
-
-def test_what_transformers_takes_for_itself_is_no_name_of_a_template() -> None:
+def test_arguments_of_transformers_are_no_names_of_a_template() -> None:
     takes = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     assert takes <= RENDERING_NAMES

@@ -12,12 +12,12 @@ from data.filter import filter_dataset
 from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig, RewardConfig
 from rlcore.config.compose import load_config
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import ConfigError
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.tools import Tools, calls_in, tool_schemas
 from rlcore.rollout.turns import TurnTokens
-from tests.data.conftest import CHAT_TEMPLATE, saved
+from tests.data.conftest import saved
 
 CALCULATOR = "data.calculator:calculate"
 WAITS = "tests.data.waiting:waits"
@@ -63,7 +63,7 @@ def undescribed(word):
     return word
 
 
-def test_the_model_reads_results_and_what_was_wrong_with_a_call():
+def test_the_model_reads_results_and_errors_of_calls():
     named = [CALCULATOR, f"{__name__}:looks_up", WAITS, f"{__name__}:leaves"]
     tools = Tools(named, "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
@@ -88,7 +88,7 @@ def test_the_model_reads_results_and_what_was_wrong_with_a_call():
     assert last.parts == {"correct": 1.0, "format": 1.0, "tool_calls": 12, "tool_errors": 9}
 
 
-def test_the_rewards_of_the_turns_add_up_to_the_score_of_all_of_them():
+def test_rewards_of_turns_add_up_to_the_score():
     tools = Tools([CALCULATOR], "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
     first = tools.step(f"<answer> 2 + 3 </answer>{tagged('calculate', expression='2 + 3')}")
@@ -109,11 +109,11 @@ def test_a_ground_truths_own_seed_reaches_the_scorer():
     assert tools.step("done").reward == 3.0
 
 
-def test_many_calls_without_an_end_take_no_longer_than_their_length():
+def test_many_unclosed_calls_are_found_in_linear_time():
     assert len(calls_in("<tool_call>" * 100_000)) == 100_000
 
 
-def test_calls_in_a_process_of_their_own_are_repeated_after_it_was_lost_and_end_at_the_deadline():
+def test_calls_are_repeated_after_a_lost_process_and_end_in_time():
     config = load_config(
         ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
          f"episode.tools=[{CALCULATOR},{WAITS}]"]
@@ -145,9 +145,7 @@ def test_calls_in_a_process_of_their_own_are_repeated_after_it_was_lost_and_end_
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_show_the_tools_and_turns_are_appended_as_the_template_renders_them(
-    name, trained_bpe, tmp_path, artifacts_root
-):
+def test_prompts_and_turns_are_as_the_template_renders_tools(name, trained_bpe, tmp_path, artifacts_root):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
     dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
     plain, shown = (
@@ -171,13 +169,6 @@ def test_prompts_show_the_tools_and_turns_are_appended_as_the_template_renders_t
         )
         assert tokenizer.decode(ids) == rendered
         assert "Whole numbers with + - * / and parentheses, such as" in rendered
-
-
-def test_a_template_that_shows_no_tools_is_refused(trained_bpe, tmp_path, artifacts_root):
-    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=CHAT_TEMPLATE)
-    dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
-    with pytest.raises(DataError, match=r"its chat template shows no tools to the model \(episode\.tools\)"):
-        filter_dataset(dataset.directory, folder, FilterConfig(), root=artifacts_root, tools=(CALCULATOR,))
 
 
 @pytest.mark.parametrize("name", ["data.calculator:calculates", f"{__name__}:undescribed"])

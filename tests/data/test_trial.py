@@ -11,9 +11,7 @@ from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import DataError
 
 
-def test_rows_of_local_files_are_counted_and_one_that_stands_twice_is_told_by_its_line(
-    mapped: MappedData, tmp_path: Path
-) -> None:
+def test_a_repeated_prompt_of_local_files_is_refused_by_line(mapped: MappedData, tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert require_sound_rows(mapped, 1, root, each_once=True) == 3
     assert require_sound_rows(mapped, 1, root, ("validation",), each_once=True) == 2

@@ -63,9 +63,7 @@ def test_rows_are_numbered_through_all_groups_and_counted_by_difficulty(
     }
 
 
-def test_a_row_of_another_type_is_told_with_the_rows_of_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_another_type_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "ROWS_PER_GROUP", 2)
     task = TaskRows("t", "math", "text", {"train": [row(1), row(2), row(3), Row((Message("user", "x"),), {"sun": 1})]})
     told = "t: rows 2 to 3 of train do not all have the types of the first row (row 3 has the field 'sun', which the"
@@ -120,7 +118,7 @@ def test_a_ground_truth_that_would_lose_something_is_refused(tmp_path, first, se
         write_splits(tmp_path, task, {})
 
 
-def test_a_type_that_a_task_declares_has_fields_that_its_first_row_lacks(tmp_path):
+def test_a_declared_type_may_have_more_fields_than_the_first_row(tmp_path):
     rows = [Row((Message("user", "x"),), truth) for truth in ({"sum": 1}, {"sum": 2, "word": "b"})]
     kind = pa.struct([("sum", pa.int64()), ("word", pa.string())])
     write_splits(
@@ -172,7 +170,7 @@ def test_the_card_of_a_dataset_says_what_the_rows_are(tmp_path: Path) -> None:
     assert "Made from these files" not in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_card_of_a_filtered_dataset_says_what_was_left_out(tmp_path: Path) -> None:
+def test_the_card_of_a_filtered_dataset_counts_dropped_rows(tmp_path: Path) -> None:
     settings = {"max_prompt_tokens": 64, "overlong": "drop", "duplicates": "keep", "decontaminate": "off"}
     lengths = {"train": {**{name: getattr(SUMMARY, name) for name in LengthSummary.__slots__}, "num_prompts": 1_205}}
     facts = {

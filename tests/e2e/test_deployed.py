@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -57,8 +58,9 @@ def messages_of(stack: Stack, *runs: str) -> list[str]:
 
 def test_each_stage_runs_alone(stack: Stack) -> None:
     given = ["name=clock", *TINY]
-    for together in (["train"], ["dataset", "filter", "warm-start", "validate"], ["report"]):
-        for run in [stack.start(f"{stage}/local", overrides=given) for stage in together]:
+    rows = ["pipeline/dataset", "pipeline/filter", "pipeline/warm-start", "validate/local"]
+    for together in (["pipeline/train"], rows, ["report/local"]):
+        for run in [stack.start(name, overrides=given) for name in together]:
             stack.wait(run, "COMPLETED")
     files = {path.name for path in stack.run_dir("clock").rglob("*")}
     assert {"before.json", "after.json", "report.html"} <= files
@@ -117,6 +119,15 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     (child,) = children_of(stack, stack.newest("sweep")["id"])
     assert child["name"] == "sweep-child/grid"
     assert child["state_type"] == "COMPLETED"
+
+    # The comparison says what the journals say.
+    points = points_of(stack, "grid")
+    for point in points:
+        scores = [numbers(Path(one["run_dir"]))[1]["val-core/countdown/reward/mean@2"] for one in point["runs"]]
+        assert point["score"] == pytest.approx(fmean(scores))
+    (comparison,) = stack.root.glob("sweeps/grid-*/comparison/comparison.json")
+    assert len(json.loads(comparison.read_text())["tables"]["runs"]["rows"]) == 4
+    assert f"best: point {max(points, key=lambda one: (one['score'], -one['point']))['point']}," in done.out
 
 
 def hold_the_next(stack: Stack) -> None:
@@ -215,14 +226,14 @@ def test_a_run_joins_the_ray_head_and_the_login_is_hidden(stack: Stack) -> None:
     head = read_stack(stack.root).service("ray")
     assert head is not None
     joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]
-    stack.wait(stack.start("train/local", overrides=joins), "COMPLETED")
+    stack.wait(stack.start("pipeline/train", overrides=joins), "COMPLETED")
     assert sorted(numbers(stack.run_dir("on_head"))) == [0, 1]
     stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
 def test_the_log_of_ray_workers_is_in_prefect(stack: Stack) -> None:
     loud = "algo.policy_loss=tests.flows.spoken:speaks"
-    run = stack.start("train/local", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
+    run = stack.start("pipeline/train", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
     stack.wait(run, "COMPLETED")
     lines = messages_of(stack, run)
     assert any(re.search(r"pid=\d+.*a worker speaks", line) for line in lines), lines

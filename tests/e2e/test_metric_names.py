@@ -8,9 +8,9 @@ import torch
 
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.journal import read_journal
+from tests.helpers.metrics_page import reference_log
 from tests.helpers.sessions import session_of
 from tests.small_run import prepare
-from tests.tracking.test_metrics_page import reference_log
 
 GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
 SETTINGS = (

@@ -8,10 +8,10 @@ from rlcore.config.fingerprint import run_id
 from rlcore.run.faults import read_faults
 from rlcore.tracking.delivery import sync_run
 from rlcore.tracking.journal import load_journal, read_journal
+from tests.helpers.mlflow import client_of, main_run, points
 from tests.helpers.running import disturb, said, steps_of
 from tests.helpers.sessions import elsewhere, run_to_the_end
 from tests.small_run import prepare
-from tests.tracking.reading import client_of, main_run, points
 
 SETTINGS = (
     "trainer.steps_per_chunk=2", "trainer.total_steps=2", "validation.every_steps=0", "tracking.enabled=false",

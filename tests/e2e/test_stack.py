@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -24,9 +25,9 @@ from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
 from tests.helpers.attempts import Attempt, told_to_a_page
+from tests.helpers.chromium import open_tab
 from tests.helpers.serving import serving
 from tests.helpers.stack import RETRY, SUSPEND, Stack, stack_up
-from tests.report.chromium import open_tab
 from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
 
@@ -98,10 +99,10 @@ def test_a_second_up_leaves_processes_and_what_people_have_changed(
     deployment = stack.deployment("sweep/countdown-lr")
     added = {"active": True, "schedule": {"cron": "0 3 1 1 *", "timezone": "UTC"}}
     (mine,) = stack.ask(f"deployments/{deployment['id']}/schedules", [added])
-    stack.ask(f"deployments/{stack.deployment('dataset/local')['id']}", {"paused": True}, "PATCH")
+    stack.ask(f"deployments/{stack.deployment('pipeline/dataset')['id']}", {"paused": True}, "PATCH")
     up(stack.root)
     said = capsys.readouterr().out.splitlines()
-    assert stack.deployment("dataset/local")["paused"] is True
+    assert stack.deployment("pipeline/dataset")["paused"] is True
     changed = stack.deployment("sweep/countdown-lr")
     (kept,) = changed["schedules"]
     assert (kept["id"], kept["active"], kept["schedule"]["cron"]) == (mine["id"], True, mine["schedule"]["cron"])
@@ -195,7 +196,7 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     assert stack.mlflow_status("cancelled") == "KILLED"
 
 
-@pytest.mark.lengthy  # what stop says: test_run_commands.py; a cancellation: test_a_cancelled_run_has_saved
+@pytest.mark.lengthy  # what stop says: test_runs.py; a cancellation: test_a_cancelled_run_has_saved
 def test_a_run_stopped_by_millrace_is_cancelled_and_resumes_by_retry(
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,14 +37,14 @@ def subsets(n: int, c: int, k: int) -> list[tuple[bool, ...]]:
 
 
 @given(COUNTS)
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(counts):
+def test_pass_at_k_is_a_share_of_subsets(counts):
     n, c, k = counts
     drawn = subsets(n, c, k)
     assert pass_at_k([n], [c], k)[0] == pytest.approx(sum(map(any, drawn)) / len(drawn), abs=1e-12)
 
 
 @given(COUNTS)
-def test_pass_all_at_k_is_the_share_of_subsets_without_a_wrong_answer(counts):
+def test_pass_all_at_k_is_a_share_of_subsets(counts):
     n, c, k = counts
     drawn = subsets(n, c, k)
     assert pass_all_at_k([n], [c], k)[0] == pytest.approx(sum(map(all, drawn)) / len(drawn), abs=1e-12)
@@ -206,7 +206,7 @@ def exact_coverage(chance: float, num_problems: int, intervals: Sequence[Interva
 
 
 @pytest.mark.parametrize("chance", [0.01, 0.05, 0.5, 0.95])
-def test_figures_of_0_and_1_cover_the_truth_as_often_as_they_say(chance):
+def test_intervals_of_shares_cover_as_often_as_stated(chance):
     """By the binomial sum, 64 problems; the bootstrap covers a chance of 0.01 in less than half of all validations."""
     outcomes = [np.repeat([1.0, 0.0], [right, 64 - right]).reshape(-1, 1) for right in range(65)]
     assert 0.92 <= exact_coverage(chance, 64, [mean_intervals(values)[0] for values in outcomes]) <= 0.99

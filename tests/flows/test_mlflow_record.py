@@ -18,6 +18,7 @@ from flows.work.open_run import OpenRun, open_run
 from flows.work.recorded import Recorded, models_digest, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
+from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.user_code import code_of
 
@@ -39,8 +40,8 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         page = client.get_run(known.mlflow_run_id)
         assert page.info.status == status
         assert page.data.tags["code_fingerprint"] == code_of(config).fingerprint
-        kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/data")
-        assert "lineage/code/data/countdown.py" in {file.path for file in kept}
+        kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/millrace-source/data")
+        assert "lineage/code/millrace-source/data/countdown.py" in {file.path for file in kept}
         settings = Path(client.download_artifacts(known.mlflow_run_id, "config/settings.yaml")).read_text()
         assert "http://me:***@host" in settings
         assert "SECRET" not in settings
@@ -54,11 +55,10 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         assert f"/runs/{known.mlflow_run_id}" in known.url
         assert known.ui_command == f"mlflow ui --backend-store-uri sqlite:///{artifacts_root}/mlflow.db"
         assert run.shown.mlflow_page == known.url
-    shown = mlflow_record.Page(run, MlflowStore(config.tracking, artifacts_root), "7")
     monkeypatch.setenv(MLFLOW_PAGE, "http://stack")
-    located = mlflow_record._located(known, shown)
-    assert (located.url.partition("/#")[0], located.ui_command) == ("http://stack", "")
-    assert (located.mlflow_run_id, located.settings) == ("7", known.settings)
+    found = mlflow_record.located(Recorded(settings="s"), ensure_mlflow_run(run.layout.run_dir, config, {}))
+    assert (found.url.partition("/#")[0], found.ui_command) == ("http://stack", "")
+    assert (found.mlflow_run_id, found.settings) == (known.mlflow_run_id, "s")
 
 
 HERE = Path("here")

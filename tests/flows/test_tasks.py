@@ -137,13 +137,13 @@ def test_a_run_that_was_told_to_end_has_no_error_in_its_log(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.parametrize("name", ["pipeline", "train", "warm_start", "pass_rates"])
+@pytest.mark.parametrize("until", ["report", "export", "warm-start", "pass-rates"])
 def test_a_flow_that_no_command_has_checked_is_checked_before_anything_is_made(
-    client: SyncPrefectClient, artifacts_root: Path, name: str
+    client: SyncPrefectClient, artifacts_root: Path, until: str
 ) -> None:
     words = ["experiment=debug", "data.scorer=nowhere:score", "pass_rates.samples=2", f"paths.root={artifacts_root}"]
     with pytest.raises(ConfigError, match=r"data\.scorer: must name a function"):
-        getattr(pipeline, name)(overrides=words)
+        pipeline.pipeline(overrides=words, until=until)
     assert list(artifacts_root.iterdir()) == []
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.test_documented_commands import BLOCK, REPOSITORY
+from tests.flows.conftest import REPOSITORY
+from tests.helpers.pages import BLOCK
 from tests.helpers.stack import Stack
 
 pytestmark = pytest.mark.lengthy  # what each command does has its own tests

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from flows.stack.state import read_stack
 from tests.flows.conftest import basic
+from tests.helpers.chromium import Tab
 from tests.helpers.stack import Stack
-from tests.report.chromium import Tab
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rlcore.config.sweep_load import load_sweep
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
-from tests.report.runs import validation
+from tests.helpers.reports import validation
 
 UNTRACKED = ("tracking.enabled=false",)
 

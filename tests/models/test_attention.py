@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError
-from rlcore.models.attention import PackedLayout, build_layout, choose_attention, flash_package, packed_attention
+from rlcore.models.attention import build_layout, choose_attention, flash_package, packed_attention
 from tests.models.naive import causal_attention
-from tests.models.tiny import CPU, cumulated
+from tests.models.tiny import CPU, attend, cumulated
 
 MANY_LENGTHS = (*range(1, 70), 33, 12, 12, 100, 101, 64)
-
-
-def attend(qkv: list[Tensor], layout: PackedLayout, **options: object) -> Tensor:
-    """Float[T, Hq, D] in the order of the batch."""
-    ordered = [x[layout.token_order].transpose(0, 1)[None] for x in qkv]
-    out, _ = packed_attention(nn.Identity(), *ordered, None, packed_layout=layout, **options)
-    return out[0][layout.place]
 
 
 def heads(num_tokens: int, num_heads: int, seed: int) -> Tensor:

@@ -15,8 +15,7 @@ from rlcore.models.attention import build_layout, choose_attention
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state, shard
-from tests.models.test_attention import attend
-from tests.models.tiny import CPU, VOCAB, answers, assert_alike, cumulated, make_batch, outcome, policy_of
+from tests.models.tiny import CPU, VOCAB, answers, assert_alike, attend, cumulated, make_batch, outcome, policy_of
 
 pytestmark = [
     pytest.mark.cuda,

@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,41 @@ def test_an_unknown_hub_id_is_refused_when_offline() -> None:
     refused(NO_SUCH, "hub", "Check the path")
 
 
+def leave_out_a_weight(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def bring_own_code(directory: Path) -> None:
+    edit_config(directory, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    (directory / "own.py").write_text("raise SystemExit('ran')")
+
+
+def cut_off(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no JSON": (lambda at: (at / "config.json").write_text("{"), ("must be JSON", "Copy the directory again")),
+    "unknown architecture": (lambda at: edit_config(at, model_type="no_such_kind"), ("no_such_kind",)),
+    "code": (bring_own_code, ()),
+    "no weights": (lambda at: (at / "model.safetensors").unlink(), ("weights",)),
+    "a weight": (leave_out_a_weight, ("1 missing keys", "model.layers.1.mlp.up_proj.weight")),
+    "cut off": (cut_off, ("must be whole safetensors files", "Copy the directory again")),
+    "another shape": (lambda at: edit_config(at, intermediate_size=64), ()),
+    "scaled logits": (lambda at: edit_config(at, final_logit_softcapping=30.0), ("final_logit_softcapping=30.0",)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_or_foreign_model_is_refused_and_never_run(directory: Path, damage: str) -> None:
+    do, fragments = DAMAGE[damage]
+    do(directory)
+    refused(directory, *fragments)
+
+
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", "must be a model directory")
@@ -90,54 +126,10 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "config.json")
 
 
-def test_a_config_that_is_no_json_is_refused(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
-    refused(directory, "must be JSON", "Copy the directory again")
-
-
-def test_an_unknown_architecture_is_refused(directory: Path) -> None:
-    edit_config(directory, model_type="no_such_architecture")
-    refused(directory, "no_such_architecture")
-
-
 def test_an_architecture_of_another_build_is_refused(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=16, bos_token_id=0, eos_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     refused(tmp_path, "GPT2Model", "Llama or Qwen")
-
-
-def test_code_in_the_directory_is_never_run(directory: Path) -> None:
-    edit_config(directory, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
-    (directory / "own.py").write_text("raise SystemExit('ran')")
-    refused(directory)
-
-
-def test_missing_weights_are_refused(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-    refused(directory, "weights")
-
-
-def test_incomplete_weights_are_refused_by_name(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    refused(directory, "1 missing keys", "model.layers.1.mlp.up_proj.weight")
-
-
-def test_weights_that_are_cut_off_are_refused(directory: Path) -> None:
-    (weights,) = directory.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-100])
-    refused(directory, "must be whole safetensors files", str(directory), "Copy the directory again")
-
-
-def test_weights_of_another_shape_are_refused(directory: Path) -> None:
-    edit_config(directory, intermediate_size=64)
-    refused(directory)
-
-
-def test_a_head_that_scales_its_logits_is_refused(directory: Path) -> None:
-    edit_config(directory, final_logit_softcapping=30.0)
-    refused(directory, "final_logit_softcapping=30.0")
 
 
 def test_attention_that_cannot_run_is_refused_before_training(directory: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flows.plan.checks import _require_machine
+from flows.plan.checks import require_machine
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.run import PathsConfig
 from rlcore.errors import ModelError
@@ -93,6 +93,6 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch: pytest.Mon
     """Before a start, and where a worker lacks what the command's machine has."""
     config = RunConfig(model=ModelConfig(path="m", lora=LoraConfig(base="nf4")), paths=PathsConfig(root=str(tmp_path)))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say that there is none
-    for refused in (lambda: _require_machine(config), lambda: load_policy("m", model=config.model, device=CPU)):
+    for refused in (lambda: require_machine(config), lambda: load_policy("m", model=config.model, device=CPU)):
         with pytest.raises(ModelError, match=r"model\.lora\.base: nf4 needs the package bitsandbytes.*-e '\.\[nf4\]'"):
             refused()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from rlcore.batching.pack import pack, shared_prompts
 from rlcore.config.model import ModelConfig
+from rlcore.models.attention import PackedLayout, packed_attention
 from rlcore.models.load import load_policy
 from rlcore.models.parallel import gathered
 from rlcore.models.policy import CausalPolicy
@@ -175,3 +176,10 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, gradient in expected.items():
         assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.995, name
         assert 0.97 < found[name].norm() / gradient.norm() < 1.03, name
+
+
+def attend(qkv: list[Tensor], layout: PackedLayout, **options: object) -> Tensor:
+    """Float[T, Hq, D] in the order of the batch."""
+    ordered = [x[layout.token_order].transpose(0, 1)[None] for x in qkv]
+    out, _ = packed_attention(nn.Identity(), *ordered, None, packed_layout=layout, **options)
+    return out[0][layout.place]

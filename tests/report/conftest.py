@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.report.build import ReportFiles, build_report
-from tests.report.runs import write_run
+from tests.helpers.reports import write_run
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,7 @@ from rlcore.report.settings import meaning
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Stage
-from tests.report.pages import parse, table
-from tests.report.runs import with_stages, write_run
+from tests.helpers.reports import parse, table, with_stages, write_run
 
 FEW = ("critic/score/mean", "perf/total_num_tokens", "timing_s/step")
 STEPS = ("trainer.total_steps=40",)
@@ -259,7 +258,7 @@ def test_a_run_without_a_step_is_compared_too(run_dirs, tmp_path):
     assert {row["bare"] for row in table(files, "metrics")} == {None}
 
 
-def test_runs_of_the_same_name_in_two_places_are_told_apart(tmp_path):
+def test_runs_of_one_name_in_two_places(tmp_path):
     for place in ("a", "b"):
         write_run(tmp_path / place / "runs" / "same", experiment="debug", num_steps=2, num_problems=6, only=FEW[:1])
     files = compare_runs([tmp_path / "a" / "runs" / "same", tmp_path / "b" / "runs" / "same"])

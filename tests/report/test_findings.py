@@ -10,8 +10,8 @@ from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.report.findings import converged, learned, learning_limit, speed_limit, stability_checks, stable
 from rlcore.report.performance import mean_phases
 from rlcore.report.series import series_of, trend_of
-from tests.evaluation.results import problem, random_result, result
-from tests.report.records import record_of
+from tests.helpers.reports import record_of
+from tests.helpers.validations import problem, random_result, result
 
 STEPS = 120
 NOISE = np.random.default_rng(0).normal(0, 0.02, STEPS)

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rlcore.algos.off_policy import importance_weights
-from rlcore.config.algo import ImportanceConfig
 from tests.rollout.real_vllm import real_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,7 +221,7 @@ def test_the_engine_sleeps_while_another_process_takes_memory_of_the_gpu(folder:
 
 
 def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
-    facts = facts_of(folder, "importance")["logits"]
+    facts = facts_of(folder, "bfloat16")["logits"]
     assert facts["dtype"] == "torch.float32"
     assert facts["off"] < 1e-4 < 1e-3 < facts["off_when_rounded"]
     assert facts["differing"] == []
@@ -232,31 +229,7 @@ def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
 
 def test_a_bfloat16_weight_sync_finds_a_stale_tensor(folder: Path) -> None:
     """The rounding hides such a step from the log-probabilities: the tensors are compared."""
-    facts = facts_of(folder, "importance")["rounded"]
+    facts = facts_of(folder, "bfloat16")["rounded"]
     assert facts["difference"] > 1e-4
     assert facts["warning"] == ""
     assert "Tensors that differ (1): model.layers.0.mlp.gate_proj.weight. Nothing was sampled" in facts["stale"]
-
-
-@pytest.mark.parametrize("mode", ["off", "truncate", "mask"])
-def test_the_correction_changes_the_loss_as_its_formula_says(folder: Path, mode: Any) -> None:
-    found = facts_of(folder, "importance")
-    facts = found[mode]
-    assert facts["difference"] > 1e-4, "the engine's bfloat16 must be seen, or the test shows nothing"
-    old, behavior = torch.tensor(found["truncate"]["old"]), torch.tensor(facts["behavior"])
-    advantages = torch.tensor(facts["advantages"])
-    settings = ImportanceConfig(mode=mode, cap=1.001)
-    rows = (torch.ones(len(old), dtype=torch.bool), torch.zeros(len(old), dtype=torch.int64), 1)
-    weights = importance_weights(old, behavior, *rows, settings=settings)
-    ratio = (old - behavior).exp()
-    naive = {
-        "off": [1.0] * len(ratio),
-        "truncate": [min(r, 1.001) for r in ratio.tolist()],
-        "mask": [r if 1 / 1.001 <= r <= 1.001 else 0.0 for r in ratio.tolist()],
-    }[mode]
-    assert weights.tolist() == pytest.approx(naive, abs=1e-6)
-    by_hand = -sum(w * a for w, a in zip(naive, advantages.tolist(), strict=True)) / len(naive)
-    assert facts["pg_loss"] == pytest.approx(by_hand, abs=1e-7)
-    if mode != "off":
-        moved = [abs(w - 1) * abs(a) for w, a in zip(naive, advantages.tolist(), strict=True)]
-        assert sum(moved) / len(moved) > 1e-5, "the correction must change the parts of this loss; they may cancel"

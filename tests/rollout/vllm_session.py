@@ -342,7 +342,7 @@ def main(folder: Path) -> None:
         "training": vllm_training.training_facts,
         "adapters": vllm_training.adapter_facts,
         "episodes": vllm_training.episode_facts,
-        "importance": vllm_training.importance_facts,
+        "bfloat16": vllm_training.bfloat16_facts,
         "refusals": refusal_facts,
     }
     for name, part in parts.items():

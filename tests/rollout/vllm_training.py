@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as handover
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer import step as step_module
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
 from rlcore.workers.canary import HandOver
@@ -90,39 +89,12 @@ def episode_facts(folder: Path) -> list[Metrics]:
         group.close()
 
 
-def importance_facts(folder: Path) -> dict[str, Any]:
-    """A step under each correction, the engine in bfloat16 and the trainer in float32: loss and its parts.
-
-    No step moves the weights, so that all three begin with the same answers in one engine.
-    """
-    settings = ("rollout.dtype=bfloat16", "algo.importance.cap=1.001", "optim.lr=1e-12")
-    runs = {mode: _run(folder, *settings, f"algo.importance.mode={mode}") for mode in ("off", "truncate", "mask")}
-    group = _group(runs["off"])
-    facts: dict[str, Any] = {}
-    for mode, run in runs.items():
-        seen: list[Any] = []
-        estimate = step_module.estimate
-
-        def spying(*args: Any, estimate: Callable[..., Any] = estimate, seen: list[Any] = seen, **kw: Any) -> Any:
-            seen.append(estimate(*args, **kw))
-            return seen[-1]
-
-        step_module.estimate = spying
-        try:
-            (metrics,) = train(run, group, 1)
-        finally:
-            step_module.estimate = estimate
-        batch = seen[0].batch
-        mask = batch.packed.loss_mask
-        facts[mode] = {
-            "pg_loss": metrics["actor/pg_loss"],
-            "difference": metrics["training/rollout_probs_diff_mean"],
-            "old": [] if batch.old_logprobs is None else batch.old_logprobs[mask].tolist(),
-            "behavior": batch.packed.behavior_logprobs[mask].tolist(),
-            "advantages": batch.advantages[mask].tolist(),
-        }
-    facts["logits"] = group.each(_logits_facts)[0]
-    facts["rounded"] = _rounded_facts(group)
+def bfloat16_facts(folder: Path) -> dict[str, Any]:
+    """An engine in bfloat16 beside a trainer in float32: its logits and its weight syncs."""
+    run = _run(folder, "rollout.dtype=bfloat16")
+    group = _group(run)
+    train(run, group, 1)
+    facts = {"logits": group.each(_logits_facts)[0], "rounded": _rounded_facts(group)}
     group.close()
     return facts
 

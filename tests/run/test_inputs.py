@@ -14,8 +14,8 @@ from rlcore.errors import ModelError
 from rlcore.run.inputs import find_start_model, stage_settings, start_model_fingerprint, suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
-from tests.config.test_fingerprint import changed
 from tests.helpers.published import edit_manifest
+from tests.helpers.settings import changed
 from tests.small_run import SmallRun
 from tests.small_run import make as prepare
 

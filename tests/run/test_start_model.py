@@ -20,7 +20,6 @@ def manifest(**values: object) -> Manifest:
 def test_a_model_from_elsewhere_has_no_figures() -> None:
     found = StartModel.of(Path("m"), None, cached=True)
     assert (found.directory, found.cached, found.steps, dict(found.figures)) == (Path("m"), True, 0, {})
-    assert found.is_over
     assert str(found) == "no supervised steps: training starts from m"
 
 
@@ -36,10 +35,6 @@ def test_the_line_shows_reward_and_held_out_loss(values: dict[str, object], show
         found = StartModel.of(Path("m"), manifest(steps=7, kind="model", **values), cached=cached)
         assert str(found) == f"{shown}{skipped} (m)"
         assert found.figures == {name: value for name, value in values.items() if value is not None}
-
-
-def test_an_unfinished_warm_start_names_its_step() -> None:
-    assert str(StartModel(Path("m"), False, 3, is_over=False)) == "step 3 is saved"
 
 
 def of_model(root: Path, path: Path | None, *, warm: bool) -> RunConfig:

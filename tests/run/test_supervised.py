@@ -22,7 +22,7 @@ from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
 from tests.helpers.running import WAIT_S, disturb, said, small
 from tests.repeatable import repeatable
-from tests.small_run import SmallRun, warm_start
+from tests.small_run import SmallRun
 from tests.small_run import make as prepare
 
 THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm_start.held_out_rows=0")
@@ -182,26 +182,6 @@ def test_another_model_under_the_same_path_makes_another_start_model(tmp_path: P
 
 
 # ---------------------------------------------------------------- going on
-
-
-def test_chunk_by_chunk_it_is_the_same(tmp_path: Path) -> None:
-    """Each chunk by workers of its own, which read the checkpoint before."""
-    settings = (
-        "warm_start.max_steps=6",
-        "warm_start.steps_per_chunk=2",
-        "warm_start.check_every=2",
-        "warm_start.stop_at_reward=null",
-    )
-    whole = prepare(tmp_path / "whole", *settings)
-    parts = prepare(tmp_path / "parts", *settings)
-    shutil.rmtree(parts.model_directory)
-    shutil.rmtree(stage_layout(parts.config, parts.inputs.filtered_directory).run_dir)
-    found = [warm_start(parts.config, parts.inputs, to_step) for to_step in (2, 4, 6)]
-    assert [result.is_over for result in found] == [False, False, True]
-    assert steps_of(parts) == steps_of(whole)
-    assert (parts.model_directory / "model.safetensors").read_bytes() == (
-        whole.model_directory / "model.safetensors"
-    ).read_bytes()
 
 
 @pytest.mark.multiprocess

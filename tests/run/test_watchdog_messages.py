@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlcore.checkpoint.save import UnderWay
 from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
@@ -95,7 +94,7 @@ def test_a_slow_step_is_abandoned_before_its_update(
 
 def test_a_hang_names_the_state_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(tmp_path)
-    watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
+    watch.aside = lambda: "checkpoint of step 3: renaming x"
     watch._hangs("commit", 61.4)
     (fault,) = read_faults(tmp_path / "run")
     message = (
@@ -137,7 +136,7 @@ def test_a_stop_that_takes_too_long_says_where(tmp_path: Path, is_saving: bool) 
     watch = Watch(tmp_path, stop_deadline_s=30.0)
     where = "its end"
     if is_saving:
-        watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
+        watch.aside = lambda: "checkpoint of step 3: renaming x"
         where = "gen; checkpoint of step 3: renaming x"
         with watch.phase("testing"), watch.phase("gen"):
             watch._stop_takes_too_long()

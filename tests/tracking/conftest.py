@@ -1,115 +1,21 @@
-"""A real MLflow store for each test, and a real MLflow server on a free port."""
+"""Fixtures of an MLflow store, one for each test."""
 
-import os
-import shutil
-import socket
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from rlcore.config import PathsConfig, RunConfig, TrackingConfig
-from tests.forked import fork_module
+from rlcore.config import RunConfig
+from rlcore.tracking.mlflow_store import MlflowStore
+from tests.helpers.mlflow import config, offline, root, run_dir
 
-SERVER_START_S = 200.0
-
-
-class Server:
-    """MLflow's server on a sqlite file. It can be killed and started again on the same port."""
-
-    def __init__(self, database: Path) -> None:
-        self._database = database
-        self._log = database.with_suffix(".log")
-        self._process: BaseProcess | None = None
-        self._held = held_port()
-        self.port = int(self._held.getsockname()[1])
-
-    @property
-    def uri(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        self._process = fork_module(
-            "tests.tracking.mlflow_server",
-            [str(self._database), str(self.port)],
-            output=self._log,
-            environment=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-        )
-        until = time.monotonic() + SERVER_START_S
-        while not self._answers():
-            if self._process.exitcode is not None or time.monotonic() > until:
-                raise RuntimeError(f"mlflow server did not start:\n{self._log.read_text()[-2000:]}")
-            time.sleep(0.1)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=1.0) as answer:
-                return answer.read() == b"OK"
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        """As a crash would: no goodbye."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
-
-    def close(self) -> None:
-        self.kill()
-        self._held.close()
-
-
-def held_port() -> socket.socket:
-    """A bound socket that does not listen: its port answers nobody, nobody else is given it, a server may take it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+__all__ = ["config", "offline", "root", "run_dir"]
 
 
 @pytest.fixture
-def root(artifacts_root: Path, empty_store: Path) -> Path:
-    """`paths.root` with an empty MLflow store in it."""
-    shutil.copy(empty_store, artifacts_root / "mlflow.db")
-    return artifacts_root
+def store(config: RunConfig, root: Path) -> MlflowStore:
+    return MlflowStore(config.tracking, root)
 
 
 @pytest.fixture
-def config(root: Path) -> RunConfig:
-    return RunConfig(paths=PathsConfig(root=str(root)), tracking=TrackingConfig(ship_every_s=0.2))
-
-
-@pytest.fixture
-def run_dir(root: Path) -> Path:
-    return root / "runs" / "run-1"
-
-
-@contextmanager
-def running_server(folder: Path, empty_store: Path) -> Iterator[Server]:
-    """A server with an empty store of its own in this folder, for the block."""
-    database = folder / "mlflow.db"
-    shutil.copy(empty_store, database)
-    server = Server(database)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("server"), empty_store) as server:
-        yield server
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "what was waited for did not happen"
-        time.sleep(0.05)
+def run_id(store: MlflowStore) -> str:
+    return store.create_run("run-1", {"millrace.run_id": "run-1", "stage": "train"})

@@ -6,9 +6,8 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,7 @@ from rlcore.errors import DiskSpaceError, RunInUseError, TrackingError
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.delivery import FORMAT_VERSION, delivery_lock, ensure_mlflow_run, read_state, sync_run
 from rlcore.tracking.journal import WORKERS, RunJournal, read_journal
-from tests.storage.small_disk import fill, small_disk
-from tests.tracking.reading import (
+from tests.helpers.mlflow import (
     all_runs,
     client_of,
     delivery_of,
@@ -29,21 +27,21 @@ from tests.tracking.reading import (
     shown,
     values,
 )
+from tests.storage.small_disk import fill, small_disk
 
 __all__ = ["small_disk"]
-
-OFFLINE = {"tracking": {"enabled": False}}
-"""No process beside the trainer: the test delivers, at the moments it chooses."""
-
-
-@pytest.fixture
-def offline(config: RunConfig) -> RunConfig:
-    return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
 
 
 def deliver(run_dir: Path) -> None:
     with delivery_of(run_dir) as delivery:
         delivery.catch_up()
+
+
+def assert_delivered(root: Path, run_dir: Path, *names: str) -> None:
+    """That MLflow has each value of the journal, once."""
+    client = client_of(root)
+    for name in names or ("test/m0",):
+        assert points(client, main_run(client), name) == journal_points(run_dir / "metrics.jsonl", name)
 
 
 Begin = Callable[..., RunJournal]
@@ -68,15 +66,14 @@ def train(tracker: RunJournal, first: int, last: int, *, shift: float = 0.0) -> 
     return tracker.sync()
 
 
-def test_values_arrive_before_the_checkpoint_with_the_times_of_the_journal(begin: Begin, run_dir: Path, root: Path):
+def test_values_arrive_with_the_times_of_the_journal(begin: Begin, run_dir: Path, root: Path):
     train(begin(), 1, 7)
     deliver(run_dir)
     client = client_of(root)
     run = main_run(client)
     history = client.get_metric_history(run.info.run_id, "test/m0")
     assert [metric.timestamp / 1e3 for metric in history] == [r.time for r in read_journal(run_dir / "metrics.jsonl")]
-    for name in values(1):
-        assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
+    assert_delivered(root, run_dir, *values(1))
     assert len(points(client, run, "test/m0")) == 7
     assert [each.info.status for each in all_runs(client)] == ["RUNNING"], "there is one run"
 
@@ -92,7 +89,7 @@ def test_settings_and_tags_describe_the_run(begin: Begin, run_dir: Path, root: P
     assert run.data.params["algo.advantage"] == "grpo"
 
 
-def test_a_batch_that_was_sent_but_not_noted_is_sent_again_and_stays_single(begin: Begin, run_dir: Path, root: Path):
+def test_a_batch_that_is_sent_twice_is_stored_once(begin: Begin, run_dir: Path, root: Path):
     """What kill -9 between `log_batch` and the cursor leaves behind: the state of before the delivery."""
     tracker = begin()
     train(tracker, 1, 4)
@@ -102,11 +99,8 @@ def test_a_batch_that_was_sent_but_not_noted_is_sent_again_and_stays_single(begi
     deliver(run_dir)
     (run_dir / "tracking.json").write_bytes(before)
     deliver(run_dir)
-    client = client_of(root)
-    for name in values(1):
-        every = journal_points(run_dir / "metrics.jsonl", name)
-        assert len(every) == 400
-        assert points(client, main_run(client), name) == every
+    assert_delivered(root, run_dir, *values(1))
+    assert len(journal_points(run_dir / "metrics.jsonl", "test/m0")) == 400
 
 
 def test_a_run_without_its_journal_is_not_delivered(begin: Begin, run_dir: Path, root: Path):
@@ -120,9 +114,7 @@ def test_a_run_without_its_journal_is_not_delivered(begin: Begin, run_dir: Path,
     assert all_runs(client_of(root)) == []
 
 
-def test_two_folders_with_a_run_of_one_id_have_two_runs_in_a_shared_store(
-    begin: Begin, run_dir: Path, root: Path, offline: RunConfig
-):
+def test_two_folders_of_one_run_id_have_two_runs(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
     train(begin(), 1, 3)
     deliver(run_dir)
     theirs = root / "of_somebody_else" / run_dir.name
@@ -160,23 +152,6 @@ def test_a_step_with_more_metrics_than_a_batch_holds(begin: Begin, run_dir: Path
     assert points(client, main_run(client), "many/m1499") == [(1, 1499.0), (2, 2998.0)]
 
 
-@pytest.mark.parametrize(("second", "requests"), [(500, [1_000]), (501, [500, 501])])
-def test_lines_go_together_as_long_as_they_fit_a_batch(
-    begin: Begin, run_dir: Path, monkeypatch: pytest.MonkeyPatch, second: int, requests: list[int]
-):
-    tracker, sizes = begin(), list[int]()
-    for step, num_metrics in ((1, 500), (2, second)):
-        tracker.append_step(step, {f"many/m{i}": float(i) for i in range(num_metrics)})
-
-    def takes(run_id: str, metrics: Sequence[Any] = (), **other: Any) -> None:
-        sizes.extend([len(metrics)] * bool(metrics))
-
-    with delivery_of(run_dir) as delivery:
-        monkeypatch.setattr(delivery._run.store.client, "log_batch", takes)
-        delivery.catch_up()
-    assert sizes == requests
-
-
 def test_what_was_sent_before_a_failure_is_noted(begin: Begin, run_dir: Path):
     tracker = begin()
     train(tracker, 1, 400)  # two batches
@@ -199,7 +174,7 @@ def test_what_is_not_finite_is_counted_not_sent(begin: Begin, run_dir: Path, roo
     assert points(client, run, "training/num_nonfinite") == [(1, 2.0)]
 
 
-def test_a_name_that_mlflow_refuses_is_told_once_and_the_rest_arrives(
+def test_a_refused_name_is_logged_once_and_left_out(
     begin: Begin, run_dir: Path, root: Path, caplog: pytest.LogCaptureFixture
 ):
     tracker = begin()
@@ -224,7 +199,7 @@ def test_events_are_on_the_step_axis(begin: Begin, run_dir: Path, root: Path):
     assert "events/workers" not in run.data.metrics
 
 
-def test_a_run_that_was_made_and_not_noted_is_found_again(begin: Begin, run_dir: Path, root: Path):
+def test_a_run_that_is_not_noted_is_found_again(begin: Begin, run_dir: Path, root: Path):
     """What a kill, or an answer that comes too late, leaves behind."""
     train(begin(), 1, 3)
     deliver(run_dir)
@@ -232,8 +207,7 @@ def test_a_run_that_was_made_and_not_noted_is_found_again(begin: Begin, run_dir:
     (run_dir / "tracking.json").write_text(json.dumps(state | {"mlflow_run_id": None, "journal_bytes": 0}))
     deliver(run_dir)
     assert read_state(run_dir).mlflow_run_id == state["mlflow_run_id"]
-    client = client_of(root)
-    assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
+    assert_delivered(root, run_dir)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +224,7 @@ def test_a_state_that_is_not_ours_is_refused_by_name(tmp_path: Path, content: st
         read_state(tmp_path)
 
 
-def test_a_full_disk_keeps_the_cursor_and_the_rest_comes_later(
+def test_a_full_disk_keeps_the_cursor(
     offline: RunConfig, small_disk: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run_dir = small_disk / "run-1"
@@ -266,15 +240,14 @@ def test_a_full_disk_keeps_the_cursor_and_the_rest_comes_later(
     assert read_state(run_dir) == before
     assert not list(run_dir.glob(".tmp-*"))
     deliver(run_dir)
-    client = client_of(root)
-    assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
+    assert_delivered(root, run_dir)
 
 
 # ------------------------------------------------------------------ resume
 
 
 @pytest.mark.parametrize("delivered", ["never", "before", "not noted", "half"])
-def test_after_a_resume_the_last_value_of_each_step_is_shown(
+def test_the_last_value_of_a_repeated_step_is_shown(
     begin: Begin, run_dir: Path, root: Path, tmp_path: Path, empty_store: Path, delivered: str
 ):
     """Two attempts die after their checkpoint; what they repeat has other times and, here, other values."""
@@ -313,7 +286,7 @@ def test_after_a_resume_the_last_value_of_each_step_is_shown(
     assert journal_points(run_dir / "metrics.jsonl", "test/m0") == expected
 
 
-def test_the_cursor_goes_back_to_the_deepest_cut_and_no_further(begin: Begin, run_dir: Path, root: Path):
+def test_the_cursor_goes_back_to_the_deepest_cut(begin: Begin, run_dir: Path, root: Path):
     first = train(begin(), 1, 4)
     second = train(begin(4, first), 5, 8)
     train(begin(8, second), 9, 10)
@@ -328,19 +301,7 @@ def test_the_cursor_goes_back_to_the_deepest_cut_and_no_further(begin: Begin, ru
     assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 10]
 
 
-def test_after_the_attempts_are_lost_the_whole_journal_is_sent(begin: Begin, run_dir: Path, root: Path):
-    saved = train(begin(), 1, 4)
-    train(begin(4, saved), 5, 8, shift=100.0)
-    deliver(run_dir)
-    (run_dir / "attempts.jsonl").unlink()
-    begin(0, 0)
-    train(begin(), 1, 6)
-    deliver(run_dir)
-    client = client_of(root)
-    assert shown(client, main_run(client), "test/m0")[:6] == journal_points(run_dir / "metrics.jsonl", "test/m0")
-
-
-def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run_dir: Path, root: Path):
+def test_a_longer_run_continues_in_its_mlflow_run(begin: Begin, run_dir: Path, root: Path):
     """Its last validation stood after the last checkpoint, was delivered, and comes again with the longer run."""
     tracker = begin()
     saved = train(tracker, 1, 4)
@@ -392,7 +353,7 @@ def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path
     assert [step for step, _ in points(client, run, "test/m0")] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_process_is_gone_without_a_word_was_killed(begin: Begin, run_dir: Path, root: Path):
+def test_a_run_without_its_process_was_killed(begin: Begin, run_dir: Path, root: Path):
     train(begin(), 1, 3)
     attempts = run_dir / "attempts.jsonl"
     attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))  # another process
@@ -416,15 +377,14 @@ def test_doing_it_again_changes_nothing(begin: Begin, run_dir: Path, root: Path)
     assert (run_dir / "tracking.json").stat() == noted
     assert (first.num_bytes, again.num_bytes) == ((run_dir / "metrics.jsonl").stat().st_size, 0)
     assert (first.mlflow_run_id, again.status) == (main_run(client_of(root)).info.run_id, "FINISHED")
-    client = client_of(root)
-    assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
+    assert_delivered(root, run_dir)
 
 
-def test_a_run_that_ended_elsewhere_first_gets_the_new_end(begin: Begin, run_dir: Path, root: Path):
+def test_a_run_that_ended_elsewhere_first_gets_the_new_end(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
     saved = train(begin(), 1, 3)
     begin(3, saved).finish("KILLED")
     sync_run(run_dir)
-    idle = RunJournal(run_dir, RunConfig(paths={"root": str(root)}, **OFFLINE), tags={})  # type: ignore[arg-type]
+    idle = RunJournal(run_dir, offline, tags={})
     idle.finish("FINISHED")
     assert sync_run(run_dir).status == "FINISHED"
     assert main_run(client_of(root)).info.status == "FINISHED"
@@ -468,7 +428,7 @@ def test_another_experiment_gets_everything_from_the_beginning(
     client.delete_run(old)
     tracking = offline.tracking.model_copy(update={"experiment": "new"})
     elsewhere = offline.model_copy(update={"tracking": tracking})
-    new = ensure_mlflow_run(run_dir, elsewhere, {})
+    new = ensure_mlflow_run(run_dir, elsewhere, {}).id
     tracker = RunJournal(run_dir, elsewhere, tags={})
     tracker.resume_at(3, saved)
     train(tracker, 4, 6)

@@ -13,7 +13,7 @@ from rlcore.rollout.engine import requests_for
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.workers.worker import Worker
-from tests.models.test_tokenizer import tagged
+from tests.helpers.tagged_tokenizer import tagged
 from tests.small_run import prepare
 
 LENGTH = 64

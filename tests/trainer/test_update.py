@@ -26,7 +26,7 @@ from rlcore.trainer.update import (
 from rlcore.types import TrainBatch
 from rlcore.workers.trained import ModelUpdate
 from rlcore.workers.worker import Worker
-from tests.config.test_rules import settings
+from tests.helpers.settings import settings
 from tests.models.tiny import answers
 from tests.trainer.batches import UPDATE, Ranks, rank_updates, sums
 

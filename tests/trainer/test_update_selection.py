@@ -11,7 +11,7 @@ from rlcore.algos.selection import token_covariance
 from rlcore.batching.pack import pack, select_train, token_indices
 from rlcore.trainer.update import needs_old_logprobs, with_selection
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from tests.config.test_rules import settings
+from tests.helpers.settings import settings
 
 TWO_HALVES = "trainer.batch_size=4 trainer.mini_batch_size=2 rollout.samples_per_prompt=3"
 HALVES = (range(6), range(6, 12))

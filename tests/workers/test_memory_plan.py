@@ -241,7 +241,7 @@ def test_verls_experiment_is_set_for_the_cards_that_it_names() -> None:
 
 
 def test_a_critic_of_another_size_is_planned_by_its_own_shape() -> None:
-    """Its weights, moments, gradient, activations and largest piece; whether whole or offloaded."""
+    """Its weights, moments, gradient and activations; whether whole or offloaded."""
     name = "meta-llama/Llama-3.2-1B-Instruct"
     config = settings(f"critic.path={name}", "critic.optim.offload=true")
     phases = plan_memory(config, QWEN_05B, H200).phases
@@ -250,10 +250,6 @@ def test_a_critic_of_another_size_is_planned_by_its_own_shape() -> None:
     alone = plan_memory(settings("model.path=" + name, "critic.optim.offload=true"), LLAMA_1B, H200).phases
     for part in ("activations", "gathered weights"):
         assert update[part] == alone[planning.CRITIC_UPDATE][part] > phases[planning.POLICY_UPDATE][part]
-    assert phases[planning.OPTIMIZER_STEP] == {
-        **phases[planning.OPTIMIZER_STEP],
-        "moments, a piece brought back": 8 * LLAMA_1B.embedding,
-    }
     on_card = plan_memory(settings(f"critic.path={name}"), QWEN_05B, H200).phases[planning.GENERATION]
     assert on_card["critic: moments"] == 8 * LLAMA_1B.critic_parameters
     assert on_card["policy: moments"] == 8 * QWEN_05B.policy_parameters

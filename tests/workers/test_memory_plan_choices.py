@@ -113,20 +113,20 @@ def test_variants_go_from_the_fastest_to_the_one_that_needs_least(
     overrides: tuple[str, ...], chosen: list[str]
 ) -> None:
     config = settings(*overrides)
-    variants = [*planning._variants(config)]
+    variants = [*planning.variants(config)]
     words = [set(planning.chosen_settings(config, variant).split()) for variant, _ in variants]
     assert words == [set(text.split()) for text in chosen]
     has_vllm = config.rollout.engine == "vllm"
     assert [least for _, least in variants] == [16_384] * has_vllm + [1_024] * (len(variants) - has_vllm)
     offloaded = settings(REFERENCE, CHECKPOINTING, *BOTH.split())
-    first = next(planning._variants(offloaded))[0]
+    first = next(planning.variants(offloaded))[0]
     on_the_device = {f"{word.partition('=')[0]}=false" for word in (REFERENCE, CHECKPOINTING, *BOTH.split())}
     assert set(planning.chosen_settings(offloaded, first).split()) == {AWAKE, *on_the_device}
 
 
 def test_a_budget_that_is_worth_a_variant_holds_several_longest_answers() -> None:
     config = settings("rollout.max_response_tokens=4994", "trainer.max_tokens_per_micro_batch=5000")
-    assert [least for _, least in planning._variants(config)] == [20_000] * 5
+    assert [least for _, least in planning.variants(config)] == [20_000] * 5
 
 
 def test_the_engines_share_follows_its_answers() -> None:
@@ -138,13 +138,13 @@ def test_the_engines_share_follows_its_answers() -> None:
     ):
         device = Device("a card", 2, total)
         config = settings("rollout.max_batched_tokens=32768")
-        found = planning._with_share(config, SHAPE, device).rollout
+        found = planning.with_share(config, SHAPE, device).rollout
         assert (found.memory_share, found.max_batched_tokens) == (share, passes)
         assert wanted == planning.wanted_engine_bytes(config, SHAPE, 2, config.answers_together)
         many = settings("rollout.max_batched_tokens=32768", "rollout.max_num_seqs=10000")
-        assert planning._with_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
+        assert planning.with_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
     without = settings(HF)
-    assert planning._with_share(without, SHAPE, CARD) is without
+    assert planning.with_share(without, SHAPE, CARD) is without
 
 
 LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
@@ -156,12 +156,12 @@ def with_room(size: int) -> Device:
     return next(
         Device("a card", 2, near)
         for near in range(total - 2, total + 3)
-        if planning._room(Device("a card", 2, near)) == size
+        if planning.room(Device("a card", 2, near)) == size
     )
 
 
 def test_the_largest_budget_that_fits_is_taken_and_none_below_the_least() -> None:
-    config = planning._with(settings(HF, *LARGE), {"rollout.max_num_seqs": 1})
+    config = planning.with_values(settings(HF, *LARGE), {"rollout.max_num_seqs": 1})
     budget = planning.MAX_MICRO_BATCH_TOKENS - 20 * 1_024
     peak = plan_memory(config, SHAPE, UNKNOWN, tokens=budget).peak_bytes
     for size, least, expected in (
@@ -171,7 +171,7 @@ def test_the_largest_budget_that_fits_is_taken_and_none_below_the_least() -> Non
         (10 * peak, 10, planning.MAX_MICRO_BATCH_TOKENS),
         (10 * peak, 70_000, 70_000),
     ):
-        found = planning._with_budget(config, SHAPE, with_room(size), least=least)
+        found = planning.with_budget(config, SHAPE, with_room(size), least=least)
         assert (found and found.trainer.max_tokens_per_micro_batch) == expected
 
 

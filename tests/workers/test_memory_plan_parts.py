@@ -13,7 +13,6 @@ from rlcore.workers.memory_plan import (
     FROZEN_BASE,
     GENERATION,
     HAND_OVER,
-    OPTIMIZER_STEP,
     PASSES,
     POLICY_UPDATE,
     Device,
@@ -167,7 +166,6 @@ def test_every_part_on_two_ranks_with_offloading() -> None:
             "activations": activations,
         },
         HAND_OVER: {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H},
-        OPTIMIZER_STEP: {**held, **asleep, **policy_gradients, "moments, a piece brought back": 8 * POLICY // 2},
     }
     assert planning.engine_bytes(config, SHAPE, UNKNOWN) == engine - (64 - 8) * LONGEST * CACHED
     share = settings("rollout.memory_share=0.011")
@@ -224,7 +222,6 @@ def test_every_part_of_a_run_with_adapters(base: str) -> None:
             "head": 2 * LOGITS + 2 * TOKENS * H * 2,
         },
         HAND_OVER: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
-        OPTIMIZER_STEP: {**held, **gradients, **asleep, "moments, a piece brought back": 8 * adapters},
     }
     wide = plan_memory(config, replace(SHAPE, intermediate=500), CARD).phases[HAND_OVER]
     assert wide["one whole tensor"] == 2 * (4 + 2) * H * 500  # the merged matrix and its sum, of both types
@@ -246,7 +243,7 @@ def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
         (("trainer.max_tokens_per_micro_batch=10",), 10),
     ):
         assert planning.micro_batch_tokens(settings(*overrides)) == tokens
-    below = planning._with(settings(), {"trainer.max_tokens_per_micro_batch": 9})
+    below = planning.with_values(settings(), {"trainer.max_tokens_per_micro_batch": 9})
     assert planning.micro_batch_tokens(below) == 10
 
 

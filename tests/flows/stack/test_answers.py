@@ -19,8 +19,8 @@ from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
 from rlcore.config import AnswersConfig, RunConfig
 from rlcore.tracking.lineage import Origin, Stage
-from tests.answers.made import Made
-from tests.report.chromium import open_tab
+from tests.helpers.answers import Made
+from tests.helpers.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 RUN = "made-s1"

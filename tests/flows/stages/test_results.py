@@ -26,7 +26,7 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.tracking.lineage import Origin
-from tests.evaluation.results import problem, result
+from tests.helpers.validations import problem, result
 
 HERE = Path("here")
 

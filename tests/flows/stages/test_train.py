@@ -23,7 +23,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.storage.publish import published_directory
 from rlcore.user_code import code_of
-from tests.evaluation.results import problem, result
+from tests.helpers.validations import problem, result
 
 
 @pytest.fixture

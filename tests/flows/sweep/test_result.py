@@ -24,7 +24,7 @@ from flows.sweep.result import (
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, Spending, SweepStudy
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
-from tests.report.runs import write_run
+from tests.helpers.reports import write_run
 from tests.tracking.conftest import Server, running_server
 
 pytestmark = [pytest.mark.slow]

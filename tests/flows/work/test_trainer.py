@@ -134,22 +134,6 @@ def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "trainer-4.log").exists()
 
 
-def test_a_released_process_ends_and_a_call_starts_another(start: Start, heard: Heard) -> None:
-    with start("well") as client:
-        client.let_go()  # there is none yet
-        client.call("train", to_step=2)
-        first = client.pid
-        assert first is not None
-        client.let_go()
-        client.let_go()
-        wait_until(lambda: not is_running(first))
-        assert client.call("train", to_step=4) == {"step": 4}
-        assert client.pid != first
-        client.let_go()
-    assert heard.steps == [1, 2, 3, 4]
-    assert heard.lines == ["ready", "closed"] * 2
-
-
 def test_the_process_has_its_own_session(start: Start) -> None:
     with start("well") as client:
         who = client.call("who")
@@ -260,13 +244,9 @@ def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
         raise error
 
 
-def test_an_interrupt_between_two_calls_lets_the_process_save(start: Start, heard: Heard) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train_and_raise(start("good"), KeyboardInterrupt())
-    assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
-
-
-def test_neither_a_call_nor_a_stop_polls_by_popen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_two_calls_saves_without_popens_poll(
+    start: Start, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An interrupt inside `Popen.poll` left its lock taken: the stop after it never ended."""
 
     def poll(process: "subprocess.Popen[bytes]") -> None:
@@ -277,6 +257,7 @@ def test_neither_a_call_nor_a_stop_polls_by_popen(start: Start, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         train_and_raise(client, KeyboardInterrupt())
     assert client.pid is None
+    assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
 
 
 def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
@@ -322,16 +303,6 @@ client.call("who")
 (run_dir / "pid").write_text(str(client.pid))
 client.call("train", to_step=1000)
 """
-
-
-def test_the_process_saves_and_ends_when_its_flow_is_killed(tmp_path: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
-    wait_until(lambda: (tmp_path / "step").exists())
-    parent.send_signal(signal.SIGKILL)
-    assert parent.wait() == -signal.SIGKILL
-    pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not is_running(pid))
-    assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()
 
 
 class Run:
@@ -412,7 +383,7 @@ def test_an_error_in_a_step_lets_the_process_save(tmp_path: Path) -> None:
     assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
 
 
-def test_a_killed_flow_keeps_its_slot(tmp_path: Path) -> None:
+def test_a_killed_flow_keeps_its_slot_until_its_trainer_has_saved(tmp_path: Path) -> None:
     Slots(tmp_path).set_devices([""])
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
     wait_until(lambda: (tmp_path / "step").exists())
@@ -424,3 +395,4 @@ def test_a_killed_flow_keeps_its_slot(tmp_path: Path) -> None:
     trainer.resume()
     wait_until(lambda: Slots(tmp_path).look().num_free == 1)
     assert not is_running(trainer.pid)
+    assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()

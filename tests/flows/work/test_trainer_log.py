@@ -14,18 +14,18 @@ def test_a_log_is_read_line_by_line_while_it_grows(tmp_path: Path) -> None:
     log = tmp_path / "trainer-1.log"
     log.write_bytes(b"one\n\xff two\r\n10%\r 99%\r100%\nthr")
     tail = LogTail(log)
-    assert not tail.is_at_end
+    assert not tail.is_at_end()
     assert list(tail.new_lines()) == ["one", "\N{REPLACEMENT CHARACTER} two", "100%"]
-    assert (tail.rest, tail.is_at_end) == ("thr", True)
+    assert (tail.rest, tail.is_at_end()) == ("thr", True)
     assert list(tail.new_lines()) == []
     with log.open("ab") as file:
         file.write(b"ee\n\nfour")
-    assert not tail.is_at_end
+    assert not tail.is_at_end()
     assert list(tail.new_lines()) == ["three", ""]
     assert tail.rest == "four"
     log.unlink()
     assert list(tail.new_lines()) == []
-    assert (tail.is_at_end, tail.last_lines(3)) == (True, [])
+    assert (tail.is_at_end(), tail.last_lines(3)) == (True, [])
 
 
 def test_a_flood_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +34,9 @@ def test_a_flood_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     log.write_bytes(b"one\ntwo\nthree\n")
     tail = LogTail(log)
     assert list(tail.new_lines()) == ["one", "two"]
-    assert not tail.is_at_end
+    assert not tail.is_at_end()
     assert list(tail.new_lines()) == ["three"]
-    assert tail.is_at_end
+    assert tail.is_at_end()
     assert tail.last_lines(9) == ["o", "three"]
 
 

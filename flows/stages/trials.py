@@ -1,0 +1,238 @@
+"""Trials of code and files of the user's own, before anything expensive: scorer, environment, tokenizer, loss, rows.
+
+Code runs in processes with a deadline.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.work.open_run import OpenRun
+from rlcore import sandbox
+from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
+from rlcore.config.base import expanded
+from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of
+from rlcore.config.suite import suite_settings
+from rlcore.errors import ConfigError, EngineError, TrialError
+from rlcore.rollout.environment import PLAY, Episode, turn_of
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring_worker import wrong_weights
+from rlcore.rollout.tools import tool_schemas
+from rlcore.score import Score
+from rlcore.start import import_path
+
+if TYPE_CHECKING:
+    from data.trial import FirstRow
+
+LOSS_DEADLINE_S = 120.0
+"""Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
+FIRST_CALL_S = 60.0
+"""Seconds beyond `reward.deadline_s` for a scoring process to start, and the scorer to import what it needs."""
+NO_VERDICT = "JudgeError: "
+"""Beginning of a scorer's failure where its judge has given no verdict (`data.judge`)."""
+ANY_ANSWER = "0"
+"""An answer that is wrong for most tasks. A scorer is tried on the solution, this one and an empty one."""
+
+
+class Trial:
+    """A run whose stages are checked, and the first row of each of its tasks, which several checks take."""
+
+    def __init__(self, run: OpenRun) -> None:
+        self.run = run
+        self.config = run.seen
+        self._rows: dict[int, FirstRow | None] = {}
+
+    @cached_property
+    def tasks(self) -> list[TaskData]:
+        """The task, or those of a mixture."""
+        return [part.data for part in parts_of(self.config.data)]
+
+    @property
+    def model(self) -> Path | None:
+        """The folder at `model.path`; None where there is none."""
+        path = self.config.model.path
+        return None if path is None or not Path(path).is_dir() else Path(path)
+
+    def first_row(self, task: TaskData) -> "FirstRow | None":
+        """The first row of one of `tasks`; None where it is not known before the dataset is made."""
+        from data.trial import first_row
+
+        if id(task) not in self._rows:
+            root = Path(self.config.paths.root).resolve()
+            self._rows[id(task)] = first_row(task, self.config.data.seed, root)
+        return self._rows[id(task)]
+
+    def try_scorers(self) -> None:
+        """Try the scorer of each task, or the environment, on first rows.
+
+        Raises:
+            TrialError: it fails; says on which answer.
+        """
+        config = self.config
+        if config.data.environment:
+            if rows := [row for task in self.tasks if (row := self.first_row(task)) is not None]:
+                _try_environment(rows[0], config)
+            return
+        for task in self.tasks:
+            is_ours = has_default_scorer(task) and isinstance(task, CountdownData | Gsm8kData)
+            if (not is_ours or config.reward.weights) and (row := self.first_row(task)) is not None:
+                _try_scorer(task.scorer, row, config)
+
+    def try_functions(self) -> None:
+        """Try loss and advantage of the user's own, or with options, on a few tokens."""
+        algo = self.config.algo
+        if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
+            _try_functions(algo)
+
+    def try_tokenizer(self) -> None:
+        """Load the model's tokenizer and render first rows with it, if its folder is here."""
+        if self.model is not None:
+            rows = [row for task in self.tasks if (row := self.first_row(task)) is not None]
+            try_tokenizer(self.model, rows, self.config)
+
+
+def count_rows(config: RunConfig) -> int | None:
+    """Check the rows of local files.
+
+    Returns:
+        The most training rows that there can be, of a build of the user's own those that it is asked for; None where
+        neither files here nor `data.train_size` say it.
+
+    Raises:
+        DataError: file and line of a row that cannot be used.
+    """
+    from data.trial import require_sound_rows
+
+    root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
+    found: list[int | None] = []
+    for data in (part.data for part in parts_of(config.data)):
+        made = require_sound_rows(data, config.data.seed, root, each_once=once)
+        found.append(made if made is not None else getattr(data, "train_size", None))
+    known = [rows for rows in found if rows is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def is_own_build(data: TaskData) -> bool:
+    """Whether the rows are made by a function of the user's own."""
+    return isinstance(data, CustomData) and not data.build.startswith("data.")
+
+
+def check_continued_prompts(config: RunConfig) -> list[str]:
+    """Check prompts that end with the assistant's words, as the filter will. Only files in the row schema have them.
+
+    Returns:
+        Warnings, "" for none.
+    """
+    from data.filter import check_continued
+
+    suites = (suite_settings(config, suite).data for suite in config.validation.suites)
+    held_out = [part.data for data in (config.data, *suites) for part in parts_of(data)]
+    files = [data.train_file for data in (part.data for part in parts_of(config.data)) if isinstance(data, ParquetData)]
+    files += [data.validation_file for data in held_out if isinstance(data, ParquetData)]
+    return [check_continued(expanded(name)) for name in files]
+
+
+def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
+    # A wrong answer and an empty one too: many a scorer returns nothing for what is not right.
+    sandbox.use(config.sandbox)
+    answers = list(dict.fromkeys((row.solution or ANY_ANSWER, ANY_ANSWER, "")))
+    settings = config.reward.model_copy(update={"num_processes": 1})
+    scores = _tried(scorer, answers, row.ground_truth_json, settings, "reward")
+    for answer, score in zip(answers, scores, strict=True):
+        if score.failure:
+            if problem := wrong_weights(score.failure):
+                raise ConfigError(problem)
+            raise TrialError(
+                of_the_judge(score.failure)
+                or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
+                f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
+                "says what it returns"
+            )
+
+
+def of_the_judge(failure: str) -> str:
+    """What to say where a scorer failed because its judge gave no verdict; '' where it failed by itself."""
+    if not failure.startswith(NO_VERDICT):
+        return ""
+    return (
+        f"reward.judge: must give a verdict on any answer; got {failure.removeprefix(NO_VERDICT)}. Look whether the "
+        "endpoint answers, and serves reward.judge.model"
+    )
+
+
+def _try_environment(row: "FirstRow", config: RunConfig) -> None:
+    settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
+    episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
+    (score,) = _tried(PLAY, [episode.asked()], episode.truth, settings, "episode")
+    if not score.failure:
+        episode.replies.append(turn_of(score).reply)
+        episode.texts.append(ANY_ANSWER)
+        (score,) = _tried(PLAY, [episode.asked()], episode.truth, settings, "episode")
+    if score.failure:
+        raise TrialError(
+            f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
+            f"failed in {'step' if episode.texts else 'reset'} on the task's first row, {row.ground_truth_json[:200]}: "
+            f"{score.failure}. docs/environments.md says what they return"
+        )
+
+
+def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str) -> list[Score]:
+    with ScoringPool(scorer, settings, section=section, num_logged=0) as pool:
+        job = pool.submit(answers, [truth_json] * len(answers))
+        if not job.done.wait(len(answers) * settings.deadline_s + FIRST_CALL_S):
+            return [Score(0.0, {}, failure="it did not come back")] * len(answers)
+        try:
+            return pool.collect(job)
+        except EngineError as error:
+            raise TrialError(str(error)) from error
+
+
+def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
+    """Load a tokenizer and render rows with it. Without rows it is only loaded."""
+    from data.tokenizer import PromptTokenizer, load_tokenizer
+
+    tools = tool_schemas(config.episode.tools) if config.episode.tools else []
+    forms = dict.fromkeys(row.prompt_form for row in rows)
+    if not forms:  # no row is known yet; what the folder holds is
+        load_tokenizer(directory)
+    template_kwargs = config.data.chat_template_kwargs
+    if template_kwargs and forms and "chat" not in forms:
+        raise ConfigError(
+            f"data.chat_template_kwargs={template_kwargs}: no prompt is a chat, so no chat template is applied. Leave "
+            "it out, or choose data.template=chat"
+        )
+    for form in forms:
+        tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools, chat_template_kwargs=template_kwargs)
+        tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
+        if config.data.environment:
+            from rlcore.rollout.turns import TurnTokens
+
+            role = "tool" if tools else "user"
+            TurnTokens(
+                load_tokenizer(directory),
+                chat=form == "chat",
+                max_reply_tokens=1,
+                role=role,
+                chat_template_kwargs=template_kwargs,
+            )
+
+
+def _try_functions(algo: AlgoConfig) -> None:
+    """Loss and advantage in a process of its own: it needs torch, and this one does not."""
+    named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
+            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": import_path()},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TrialError(
+            f"{named}: no end in {LOSS_DEADLINE_S:g} s on a few tokens; does a function wait for something?"
+        ) from None
+    if done.returncode:
+        kind = ConfigError if done.returncode == 2 else TrialError
+        raise kind(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")

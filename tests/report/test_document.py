@@ -1,0 +1,32 @@
+"""Short numbers."""
+
+import pytest
+
+from rlcore.report import document
+from tests.test_imports import loaded_by
+
+
+@pytest.mark.parametrize("statement", ["import rlcore.evaluation.result", "import rlcore.report"])
+def test_nothing_heavy_is_loaded_before_it_is_needed(statement):
+    heavy = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "matplotlib", "jinja2", "hydra", "pyarrow"}
+    assert not heavy & loaded_by(statement)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(float("nan"), "–"), (float("inf"), "∞"), (-0.00012345, "-1.23e-4"), (0.05, "0.05"), (9999.5, "10,000"),
+     (1e20, "100,000,000,000,000,000,000"), (None, "–")],
+)  # fmt: skip
+def test_compact(value, text):
+    assert document.compact(value) == text
+
+
+def test_no_number_shows_as_nothing():
+    nan = float("nan")
+    assert document.fixed(nan) == document.percent(nan) == document.duration(nan) == "–"
+
+
+def test_durations_carry_over():
+    assert document.duration(59.7) == "60 s"
+    assert document.duration(3_599.8) == "60 min"
+    assert document.duration(86_399.0) == "24 h"

@@ -1,0 +1,65 @@
+"""Text in pages and in Markdown."""
+
+import re
+
+import pytest
+from markdown_it import MarkdownIt
+
+from rlcore.report.build import build_report
+from rlcore.report.document import Finding, Report, Tile
+from rlcore.report.page import escape, markdown_of
+from tests.helpers.reports import parse, write_run
+
+HOSTILE = (
+    "</td></table></script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>",
+    '"><svg onload=alert(1)> ![x](http://evil.example/y) | a | `b` \n# head\n<!-- {{ 7*7 }} {% raw %} $x$ \x00',
+)
+
+
+def test_hostile_text_is_text_in_markdown():
+    """The summary goes into Prefect's and MLflow's pages, which render Markdown."""
+    tile = Tile(HOSTILE[1], HOSTILE[0], HOSTILE[1])
+    finding = Finding(HOSTILE[0], HOSTILE[1], "", HOSTILE[0], HOSTILE[1])
+    report = Report("run report", HOSTILE[0], HOSTILE[1], HOSTILE[0], "", (), tiles=(tile,), findings=(finding,),
+                    missing=HOSTILE, facts=HOSTILE, failure=HOSTILE[1])  # fmt: skip
+    text = markdown_of(report)
+    page = parse(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
+    assert set(page.tags) <= {"h1", "h2", "p", "strong", "ul", "li"}
+    assert page.attributes == []
+    assert HOSTILE[0] in page.words
+    assert r"http\://evil" in text, "readers that make links of bare addresses find none"
+    assert "http://" not in text
+    assert "&#" not in text, "Prefect's page shows such an entity as it is written"
+
+
+def test_text_between_backticks_is_code(tmp_path):
+    write_run(tmp_path / "run", num_steps=2, num_problems=4)
+    for file in (tmp_path / "run" / "validation").iterdir():
+        text = re.sub(r'"difficulty": ?\d+', '"difficulty":2', file.read_text())
+        file.write_text(text)
+    page = build_report(tmp_path / "run").html.read_text()
+    assert "<code>val-core/all</code>" in page
+    assert "`" not in re.sub(r"<(script|style|svg|pre)\b.*?</\1>", "", page, flags=re.DOTALL)
+    assert "Reward by difficulty" not in page
+
+
+@pytest.mark.parametrize("text", ["- a", "1. a", "1) a", "123456789. a", "1.", "# a", "+ a", "= a", "a\n- b"])
+def test_text_starts_no_list_or_heading(text):
+    page = MarkdownIt("commonmark").render(escape(text))
+    assert page.startswith("<p>")
+    assert page.count("<") == 2
+    assert "\n" not in escape(text)
+
+
+@pytest.mark.parametrize("text", ["0.3359", "2,303", "1.5 of 3", "\u22120.5", "mean@4", "val-core/x/acc/mean@16."])
+def test_numbers_and_names_are_shown_as_they_are(text):
+    assert MarkdownIt("commonmark").render(escape(text)) == f"<p>{text}</p>\n"
+    assert "&" not in escape(text)  # Prefect's page shows an entity by number as it is written
+
+
+@pytest.mark.parametrize("text", ["http://a.example", "see www.a.example", "me@a.b.example"])
+def test_an_address_is_text_and_no_link(text):
+    as_a_link = re.compile(r"https?://|www\.|[\w.+-]+@[\w-]+(\.\w)+")  # GFM's autolinks
+    assert as_a_link.search(text)
+    assert not as_a_link.search(escape(text))
+    assert MarkdownIt("commonmark").render(escape(text)) == f"<p>{text}</p>\n"

@@ -1,0 +1,57 @@
+"""Pictures in a page and as files."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from rlcore.report.plots import SETTINGS, legend
+from tests.helpers.reports import page_of
+
+pytestmark = pytest.mark.slow
+
+
+def test_ids_are_unique_and_references_are_kept(ppo_report):
+    page = page_of(ppo_report)
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    used = {value[1:] for tag, name, value in page.attributes if tag == "use" and name == "href"}
+    clips = {match for _, _, value in page.attributes for match in re.findall(r"url\(#([^)]+)\)", value)}
+    assert used
+    assert clips
+    assert used | clips <= set(ids)
+
+
+def test_pictures_take_the_colours_of_the_page(grpo_report):
+    html = grpo_report.html.read_text()
+    svgs = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert len(svgs) >= 10
+    for svg in svgs:
+        assert "var(--" in svg
+        assert not re.search(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b", svg), "a colour that no dark page can change"
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_pictures_lie_beside_as_files(grpo_report):
+    folder = grpo_report.html.parent / "figures"
+    names = re.findall(r'id="f-(\w+)"', grpo_report.html.read_text())
+    assert {"reward", "validation", "entropy", "ppo_kl", "grad_norm", "lengths", "phases", "throughput"} <= set(names)
+    for name in names:
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert ET.parse(folder / f"{name}.svg").getroot().tag.endswith("svg")
+
+
+def test_legends_are_whole():
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(6.4, 2.7), layout="constrained")
+        axes = figure.subplots()
+        for place in range(3):
+            axes.plot([0, 1], [0, place], label=f"algo.setting={'x' * 40 * (place + 1)}, optim.lr=0.0003 (3 seeds)")
+        legend(axes)
+        figure.draw_without_rendering()
+    box = axes.get_legend().get_window_extent()
+    assert figure.bbox.x0 <= box.x0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y1 <= figure.bbox.y1

@@ -1,0 +1,165 @@
+"""The trainer's journal: at once, without MLflow in its process, and forgiving."""
+
+import json
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
+from rlcore.tracking.delivery import ensure_mlflow_run, read_state
+from rlcore.tracking.journal import RunJournal, load_journal, read_journal
+from tests.helpers.mlflow import client_of, main_run, main_runs, points, shown, wait_until
+from tests.test_imports import loaded_by
+
+
+def test_a_trainer_delivers_without_mlflow_in_its_process(root: Path, run_dir: Path):
+    code = (
+        "from pathlib import Path; from rlcore.config import RunConfig\n"
+        "from rlcore.tracking.journal import RunJournal\n"
+        f"config = RunConfig(paths={{'root': {str(root)!r}}})\n"
+        f"t = RunJournal(Path({str(run_dir)!r}), config, tags={{'stage': 'train'}})\n"
+        "t.resume_at(0, 0); [t.append_step(step, {'a': step / 7}) for step in range(1, 21)]; "
+        "assert t.sync(); assert t.finish('FINISHED', timeout_s=240)"
+    )
+    assert "mlflow" not in loaded_by(code)
+    client = client_of(root)
+    run = main_run(client)
+    assert (run.info.status, run.data.tags["stage"]) == ("FINISHED", "train")
+    assert points(client, run, "a") == [(step, step / 7) for step in range(1, 21)]
+
+
+def test_without_mlflow_the_journal_is_all_there_is(offline: RunConfig, run_dir: Path, root: Path):
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.resume_at(0, 0)
+    tracker.append_step(1, {"a": 1.0})
+    assert not tracker.finish("FINISHED")
+    assert [record.metrics for record in read_journal(run_dir / "metrics.jsonl")] == [{"a": 1.0}]
+    assert not (run_dir / "tracking.json").exists()
+
+
+def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
+    first = RunJournal(run_dir, offline, tags={"stage": "train"})
+    first.resume_at(0, 0)
+    first.append_step(1, {"a": 1.0})
+    saved = first.sync()
+    first.append_step(2, {"a": 2.0})
+    second = RunJournal(run_dir, offline, tags={})
+    second.resume_at(1, saved)
+    second.append_step(2, {"a": 2.5})
+    second.finish("KILLED")
+    (begun, lost), (again, end) = read_attempts(run_dir)
+    assert lost is None
+    assert end is not None
+    assert (begun.from_step, begun.journal_bytes, begun.destination.tags["stage"]) == (0, 0, "train")
+    assert (again.from_step, again.journal_bytes, end.status) == (1, saved, "KILLED")
+    assert [time for time in (begun.time, end.time)] == [round(time, 3) for time in (begun.time, end.time)]
+    assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
+
+
+def test_going_back_is_a_new_attempt_if_lines_are_cut(offline: RunConfig, run_dir: Path):
+    """A worker is lost in the middle of a chunk, the trainer's process lives on."""
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.resume_at(0, 0)
+    tracker.append_step(1, {"a": 1.0})
+    saved = tracker.sync()
+    tracker.resume_at(1, saved)
+    assert len(read_attempts(run_dir)) == 1
+    tracker.append_step(2, {"a": 2.0})
+    tracker.resume_at(1, saved)
+    tracker.append_step(2, {"a": 2.5})
+    assert [attempt.from_step for attempt, _ in read_attempts(run_dir)] == [0, 1]
+    assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
+
+
+def test_repeated_steps_are_sent_again(config: RunConfig, root: Path, run_dir: Path):
+    tracker = RunJournal(run_dir, config, tags={})
+    tracker.resume_at(0, 0)
+    tracker.append_step(1, {"a": 1.0})
+    saved = tracker.sync()
+    tracker.append_step(2, {"a": 2.0})
+    wait_until(lambda: read_state(run_dir).journal_bytes > saved)
+    tracker.resume_at(1, saved)
+    tracker.append_step(2, {"a": 2.5})
+    tracker.append_step(3, {"a": 3.5})
+    assert tracker.finish("FINISHED", timeout_s=90.0)
+    client = client_of(root)
+    assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.0), (2, 2.5), (3, 3.5)]
+    assert shown(client, main_run(client), "a") == [(1, 1.0), (2, 2.5), (3, 3.5)]
+
+
+def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, run_dir: Path, caplog):
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.resume_at(20, 5_000)
+    tracker.append_step(21, {"a": 1.0})
+    contents = load_journal(run_dir / "metrics.jsonl")
+    assert "asked to go back to byte 5000" in caplog.text
+    assert [record.step for record in contents.steps] == [21]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        (None, "KILLED", ["KILLED"]),
+        (None, "FINISHED", ["FINISHED"]),
+        ("KILLED", "FINISHED", ["KILLED", "FINISHED"]),
+        ("FINISHED", "FAILED", ["FINISHED"]),
+        ("FINISHED", "KILLED", ["FINISHED"]),
+        ("FAILED", "KILLED", ["FAILED"]),
+    ],
+)
+def test_an_idle_process_changes_no_end_but_to_finished(
+    offline: RunConfig, run_dir: Path, first: FinalStatus | None, second: FinalStatus, found: list[FinalStatus]
+):
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.append_step(1, {"a": 1.0})
+    if first is not None:
+        tracker.finish(first)
+    RunJournal(run_dir, offline, tags={}).finish(second)
+    ends = [json.loads(line).get("status") for line in (run_dir / ATTEMPTS_FILE).read_text().splitlines()]
+    assert ends == [None, *found]
+
+
+@pytest.mark.parametrize("call", ["append_step", "append_event"])
+def test_the_first_line_of_a_trainer_begins_its_attempt(offline: RunConfig, run_dir: Path, call: str):
+    tracker = RunJournal(run_dir, offline, tags={})
+    for _ in range(2):
+        if call == "append_step":
+            tracker.append_step(3, {"a": 1.0})
+        else:
+            tracker.append_event("resume", 3, {})
+    ((begun, end),) = read_attempts(run_dir)
+    assert (begun.from_step, begun.journal_bytes, end) == (3, 0, None)
+
+
+def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_dir: Path):
+    tracker = RunJournal(run_dir, offline, tags={})
+    tracker.append_step(1, {"a": 1.0})
+    names = {Path(file.path).name for file in psutil.Process().open_files() if Path(file.path).parent == run_dir}
+    assert names == {"metrics.jsonl", "attempts.jsonl"}
+    tracker.finish("FINISHED")
+    assert not [file for file in psutil.Process().open_files() if Path(file.path).parent == run_dir]
+
+
+def test_a_run_that_never_began_is_not_made(config: RunConfig, run_dir: Path):
+    assert RunJournal(run_dir, config, tags={}).finish("KILLED")
+    assert read_attempts(run_dir) == []
+    assert not (run_dir / "tracking.json").exists()
+
+
+def test_a_flow_and_the_trainer_share_one_run(
+    config: RunConfig, root: Path, run_dir: Path, tmp_path: Path, empty_store: Path
+):
+    first = ensure_mlflow_run(run_dir, config, {"stage": "train"}).id
+    assert ensure_mlflow_run(run_dir, config, {}).id == first
+    assert read_state(run_dir).mlflow_run_id == first
+    assert len(main_runs(client_of(root))) == 1
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+    address = f"sqlite:///{tmp_path}/other/mlflow.db"
+    moved = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": address}))
+    other = ensure_mlflow_run(run_dir, moved, {}).id
+    assert other != first, "another store has a run of its own"
+    assert (read_state(run_dir).uri, read_state(run_dir).mlflow_run_id) == (address, other)

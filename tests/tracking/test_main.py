@@ -1,0 +1,144 @@
+"""The loop of the process beside the trainer, in this process: when it ends, and what it says."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from rlcore.config import RunConfig
+from rlcore.tracking import __main__ as program
+from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
+from rlcore.tracking.companion import PREFIX
+from rlcore.tracking.delivery import Delivery
+from rlcore.tracking.journal import RunJournal
+from tests.helpers.mlflow import client_of, delivery_of, main_run, points
+
+NOBODY = -1
+"""No process has this id: the trainer is gone."""
+
+
+@pytest.fixture
+def tracker(offline: RunConfig, run_dir: Path) -> RunJournal:
+    """A trainer that has done a step."""
+    tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
+    tracker.append_step(1, {"a": 1.5})
+    return tracker
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
+def test_it_ends_when_mlflow_has_the_trainers_end(
+    tracker: RunJournal, run_dir: Path, root: Path, status: FinalStatus, is_gone: bool
+) -> None:
+    tracker.finish(status)
+    with delivery_of(run_dir) as delivery:
+        program.carry(delivery, parent_pid=NOBODY if is_gone else os.getppid(), every_s=60.0)
+    client = client_of(root)
+    assert main_run(client).info.status == status
+    assert points(client, main_run(client), "a") == [(1, 1.5)]
+
+
+def test_a_lost_trainer_ends_the_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
+    lose(run_dir)
+    with delivery_of(run_dir) as delivery:
+        program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+    assert main_run(client_of(root)).info.status == "KILLED"
+
+
+def test_it_ends_without_a_status_where_another_trainer_goes_on(
+    tracker: RunJournal, offline: RunConfig, run_dir: Path, root: Path
+) -> None:
+    saved = tracker.sync()
+    lose(run_dir)
+    with delivery_of(run_dir) as delivery:
+        RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
+        program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+    assert main_run(client_of(root)).info.status == "RUNNING"
+
+
+def test_delivery_of_a_lost_trainer_ends_with_a_warning(
+    tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
+    with delivery_of(run_dir) as delivery:
+        delivery.catch_up()
+        client = client_of(root)
+        client.delete_run(main_run(client).info.run_id)
+        tracker.append_step(2, {"a": 2.5})
+        with caplog.at_level(logging.WARNING):
+            program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"MLflow does not take the values: tracking\.uri sqlite:.*was deleted there.*\. Training goes on, the journal "
+        r"keeps them; trying again every 60 s\.",
+        line,
+    )
+
+
+def lose(run_dir: Path) -> None:
+    """Make the attempt one of another process, which is gone."""
+    attempts = run_dir / ATTEMPTS_FILE
+    attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))
+
+
+def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: RunJournal) -> str:
+    """The id of the MLflow run, which is deleted, so that step 2 is not taken."""
+    delivery.catch_up()
+    deleted = str(main_run(client).info.run_id)
+    client.delete_run(deleted)
+    tracker.append_step(2, {"a": 2.5})
+    return deleted
+
+
+def test_values_that_are_taken_again_are_told_once(
+    tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two tries the run is back, and then the trainer ends."""
+    client, waits = client_of(root), list[float]()
+
+    def waited(delivery: Delivery, parent_pid: int, seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            client.restore_run(deleted)
+        if len(waits) == 3:
+            tracker.finish("FINISHED")
+
+    monkeypatch.setattr(program, "wait_for_turn", waited)
+    with delivery_of(run_dir) as delivery:
+        deleted = deleted_before_step_2(delivery, client, tracker)
+        with caplog.at_level(logging.WARNING):
+            program.carry(delivery, parent_pid=os.getppid(), every_s=2.0)
+    assert waits == [2.0, 2.0, 2.0]
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1] == "MLflow takes the values again; tries that failed: 2."
+    assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
+
+
+def test_the_wait_is_over_at_once_when_the_trainer_ends(
+    tracker: RunJournal, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "POLL_S", 0.0)
+    with delivery_of(run_dir) as delivery:
+        delivery.catch_up()
+        assert not delivery.has_news()
+        tracker.finish("FINISHED")
+        program.wait_for_turn(delivery, os.getppid(), 600.0)
+        assert delivery.catch_up() == "FINISHED"
+        assert not delivery.has_news()
+
+
+def test_the_process_says_why_mlflow_gets_nothing(tracker: RunJournal, run_dir: Path) -> None:
+    tracker.finish("FINISHED")
+    (run_dir / "metrics.jsonl").unlink()
+    command = [sys.executable, "-m", "rlcore.tracking", str(run_dir), f"--parent={os.getpid()}", "--every-s=60"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        f"{PREFIX}MLflow gets no values: {run_dir / 'metrics.jsonl'}: is not there, so there is nothing to deliver. "
+        "Put it back.\n",
+    )

@@ -1,0 +1,166 @@
+"""MlflowStore against a real sqlite store: what it writes, and what it says when something is wrong."""
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import TrackingConfig
+from rlcore.errors import TrackingError
+from rlcore.tracking import mlflow_store
+from rlcore.tracking.connection import (
+    has_store,
+    resolve_uri,
+)
+from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore, compare_url, search_run_ids
+
+
+def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("why?", "50%41", "#1 ?a=b&c#d"):
+        root = tmp_path / name
+        root.mkdir()
+        shutil.copy(empty_store, root / "mlflow.db")
+        store = MlflowStore(TrackingConfig(), root)
+        assert resolve_uri(TrackingConfig(uri=store.uri), tmp_path) == store.uri
+        assert has_store(store.uri)
+        store.client.log_text(store.create_run("r", {"millrace.run_id": "r"}), "text", "a.txt")
+        with closing(sqlite3.connect(root / "mlflow.db")) as database:
+            assert database.execute("select count(*) from runs").fetchone() == (1,)
+        assert [file.read_text() for file in root.rglob("a.txt")] == ["text"]
+    assert {file.name for file in tmp_path.iterdir()} == {"why?", "50%41", "#1 ?a=b&c#d"}
+
+
+def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Path, tmp_path: Path):
+    (tmp_path / "report.md").write_text("# Report")
+    store.client.log_artifact(run_id, str(tmp_path / "report.md"), "report")
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "a.txt").write_text("a")
+    store.client.log_artifacts(run_id, str(tmp_path / "samples"), "samples")
+    store.client.log_text(run_id, "seed: 1\n", "config/settings.yaml")
+    (folder,) = (root / "mlartifacts").glob("*/artifacts")
+    found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+    assert found == {"report/report.md": "# Report", "samples/a.txt": "a", "config/settings.yaml": "seed: 1\n"}
+
+
+def test_a_sweeps_run_is_below_its_parent(store: MlflowStore, run_id: str):
+    child = store.create_run("child", {"millrace.run_id": "child", PARENT_TAG: run_id}, start_time_s=12.5)
+    run = store.client.get_run(child)
+    assert run.data.tags["mlflow.parentRunId"] == run_id
+    assert run.info.start_time == 12_500
+
+
+def test_settings_are_parameters_and_long_ones_are_cut(store: MlflowStore, run_id: str):
+    settings = {f"key{i}": i for i in range(250)} | {"nested": {"deep": [1, 2], "none": None, "yes": True}}
+    store.log_params(run_id, settings | {"long": "x" * 20_000, "uri": "http://me:SECRET@host"})
+    params, tags = store.client.get_run(run_id).data.params, store.client.get_run(run_id).data.tags
+    assert not [key for key in tags if key.startswith("changed.")]
+    assert len(params) == 255
+    assert params["uri"] == "http://me:***@host"
+    assert (params["nested.deep"], params["nested.none"], params["nested.yes"]) == ("[1, 2]", "null", "true")
+    assert len(params["long"]) == 6_000
+    assert params["long"].endswith("... [cut: 20000 characters]")
+
+
+def test_settings_that_changed_are_told_by_a_tag(store: MlflowStore, run_id: str):
+    store.log_params(run_id, {"trainer": {"total_steps": 100}, "seed": 1})
+    store.log_params(run_id, {"trainer": {"total_steps": 200}, "seed": 1, "new": "x"})
+    run = store.client.get_run(run_id)
+    assert [key for key in run.data.tags if key.startswith("changed.")] == ["changed.trainer.total_steps"]
+    assert run.data.params == {"trainer.total_steps": "100", "seed": "1", "new": "x"}
+    assert run.data.tags["changed.trainer.total_steps"] == "200"
+
+
+def test_a_tag_that_mlflow_refuses_is_left_out_and_told(store: MlflowStore, caplog: pytest.LogCaptureFixture):
+    tags = {"a//b": "1", "größe": "2", "owner": "me"}
+    run = store.create_run("run", tags)
+    store.set_tags(run, tags)
+    store.log_params(run, {"seed": 1, "tags": tags})
+    data = store.client.get_run(run).data
+    assert {key: value for key, value in data.tags.items() if not key.startswith("mlflow.")} == {"owner": "me"}
+    assert data.params == {"seed": "1", "tags.owner": "me"}
+    assert any("'a//b'" in line for line in caplog.messages)
+
+
+def test_a_long_tag_is_cut_with_a_mark(store: MlflowStore, run_id: str):
+    longest = "z" * 8_000
+    store.set_tags(
+        run_id, {"mlflow.note.content": "y" * 9_000, "long": longest, **{f"tag{i}": "1" for i in range(150)}}
+    )
+    tags = store.client.get_run(run_id).data.tags
+    assert len(tags["mlflow.note.content"]) == 8_000
+    assert tags["mlflow.note.content"].endswith("... [cut: 9000 characters]")
+    assert tags["long"] == longest, "one of just that length stays whole"
+    assert tags["tag149"] == "1"
+
+
+def test_a_dataset_is_found_by_our_fingerprint(store: MlflowStore, run_id: str):
+    fingerprint = "0123456789abcdef"
+    for _ in range(2):  # a retried stage does it again
+        store.log_dataset(
+            run_id,
+            name="countdown",
+            fingerprint=fingerprint,
+            source="/data/train.parquet",
+            schema={"prompt": "list<struct>", "ability": "string"},
+            counts={"train": 100, "validation": 10},
+            context="training",
+        )
+    (found,) = store.client.search_runs([store.experiment_id], f"dataset.digest = '{fingerprint}'")
+    (given,) = found.inputs.dataset_inputs
+    assert given.dataset.name == "countdown"
+    assert json.loads(given.dataset.profile) == {"train": 100, "validation": 10}
+    assert json.loads(given.dataset.schema)["mlflow_colspec"][1] == {"name": "ability", "type": "string"}
+    tags = {tag.key: tag.value for tag in given.tags}
+    assert tags == {"mlflow.data.context": "training", "fingerprint": fingerprint}
+
+
+def test_metrics_of_a_stage_without_a_journal(store: MlflowStore, run_id: str):
+    store.log_metrics(run_id, 40, {"val-core/x/reward/mean@4": 0.5}, 3.25)
+    (metric,) = store.client.get_metric_history(run_id, "val-core/x/reward/mean_at_4")
+    assert (metric.step, metric.value, metric.timestamp) == (40, 0.5, 3_250)
+
+
+def test_where_to_look(store: MlflowStore, run_id: str, root: Path):
+    experiment = store.experiment_id
+    page, view = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs", "workflowType=machine_learning"
+    assert store.run_url(run_id) == f"{page}/{run_id}?{view}"
+    assert store.runs_url() == f"{page}?{view}"
+    assert store.ui_command() == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
+    compared = f"#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%22{experiment}%22%5D&{view}"
+    assert compare_url(store, ["a", "b"]) == f"http://127.0.0.1:5000/{compared}"
+    assert compare_url(store, ["a", "b"], "http://me:7000") == f"http://me:7000/{compared}"
+    served = MlflowStore(TrackingConfig(uri="http://me:SECRET@127.0.0.1:1"), root)
+    assert served.ui_command() is None
+    assert served.page_root("http://127.0.0.1:5000") == "http://me:***@127.0.0.1:1"
+
+
+def test_an_experiment_that_another_process_has_just_made_is_taken(store: MlflowStore, root: Path):
+    made = store.experiment_id
+    # The private call stands between two processes that both found no experiment.
+    assert store._create_experiment().experiment_id == made
+    with pytest.raises(Exception, match="maximum length"):
+        assert MlflowStore(TrackingConfig(experiment="x" * 501), root).experiment_id
+
+
+def test_a_search_says_when_it_ends_early(
+    store: MlflowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name in ("one", "two"):
+        store.create_run(name, {"millrace.run_id": name, "stage": "train"})
+    assert search_run_ids(store, "") == ["one", "two"]
+    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 1)
+    assert search_run_ids(store, "") == ["one"]
+    assert "more than 1 runs are found" in caplog.text
+
+
+def test_a_deleted_experiment_is_told(store: MlflowStore, root: Path):
+    experiment = store.experiment_id
+    store.client.delete_experiment(experiment)
+    with pytest.raises(
+        TrackingError, match=r"tracking\.experiment 'millrace': was deleted .*`mlflow experiments restore"
+    ):
+        assert MlflowStore(TrackingConfig(), root).experiment_id

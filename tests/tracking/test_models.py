@@ -1,0 +1,203 @@
+"""Logged models, and files of deleted runs, in a real sqlite store."""
+
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from rlcore.errors import TrackingError
+from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.models import (
+    Garbage,
+    find_garbage,
+    log_model,
+    model_of,
+    models_of,
+    name_models,
+    remove_garbage,
+)
+from tests.helpers.mlflow import points
+
+
+@pytest.fixture
+def model_directory(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    words = {"<pad>": 0, "<eos>": 1, "1": 2, "+": 3}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), eos_token="<eos>", pad_token="<pad>"
+    )
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=4, num_hidden_layers=1, **shape))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+KEEP = """
+import sys
+from pathlib import Path
+from rlcore.config import TrackingConfig
+from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.models import log_model
+root, run_id, model = sys.argv[1:]
+store = MlflowStore(TrackingConfig(), Path(root))
+print(log_model(store, run_id, Path(model), kind="transformers", name="last", step=20, metrics={}, time_s=1.0, tags={}))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
+def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_id: str, model_directory: Path):
+    store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
+    num_bytes = sum(file.stat().st_size for file in model_directory.iterdir())
+
+    def keep() -> str:
+        return log_model(
+            store,
+            run_id,
+            model_directory,
+            kind="transformers",
+            name="best",
+            step=20,
+            metrics={"val-core/x/reward/mean@4": 0.5},
+            time_s=3.25,
+            tags={"checkpoint": "step-000020"},
+            max_bytes=num_bytes,
+        )
+
+    model_id = keep()
+    assert keep() == model_id, "a retried stage keeps it once"
+    model = store.client.get_logged_model(model_id)
+    assert (model.name, model.source_run_id, model.tags["step"]) == ("best", run_id, "20")
+    assert (model.tags["size_bytes"], "mlflow.model.isExternal" in model.tags) == (str(num_bytes), False)
+    assert {file.path for file in store.client.list_logged_model_artifacts(model_id)} >= {"MLmodel", "model"}
+    assert [(metric.key, metric.value, metric.step) for metric in model.metrics] == [
+        ("val-core/x/reward/mean_at_4", 0.5, 20)
+    ]
+    run = store.client.get_run(run_id)
+    assert points(store.client, run, "val-core/x/reward/mean_at_4") == [(20, 0.5)], "the run's curve has it once"
+    assert [(output.model_id, output.step) for output in run.outputs.model_outputs] == [(model_id, 20)]
+
+
+@pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
+def test_weights_are_kept_without_torch_and_load_as_they_were(
+    store: MlflowStore, root: Path, run_id: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    command = [sys.executable, "-W", "ignore", "-c", KEEP, str(root), run_id, str(model_directory)]
+    kept = subprocess.run(command, capture_output=True, text=True)
+    assert kept.returncode == 0, kept.stderr[-2000:]
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", store.uri)
+    address = f"models:/{kept.stdout.strip()}"
+    components = mlflow.transformers.load_model(address, return_type="components")
+    folder = mlflow.artifacts.download_artifacts(address)
+    plain = PreTrainedTokenizerFast.from_pretrained(model_directory)
+    for text in ("1", "1 + 1"):
+        assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "another tokenizer"
+    wanted = load_file(model_directory / "model.safetensors")
+    for model in (components["model"], AutoModelForCausalLM.from_pretrained(f"{folder}/model")):
+        state = model.state_dict()
+        assert wanted
+        assert all(torch.equal(state[name].float(), value) for name, value in wanted.items())
+
+
+def test_a_model_over_the_limit_is_not_copied(store: MlflowStore, run_id: str, tmp_path: Path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "config.json").write_text("{}")
+    (tmp_path / "big" / "model.safetensors").write_bytes(b"0" * 1000)
+    place = tmp_path / "big"
+    model_id = log_model(store, run_id, place, kind="transformers", name="last", step=3, metrics={}, time_s=1.0,
+                         tags={}, max_bytes=999)  # fmt: skip
+    model = store.client.get_logged_model(model_id)
+    assert model.tags["path"] == str(tmp_path / "big")
+    assert model.tags["size_bytes"] == "1002"
+    assert store.client.list_logged_model_artifacts(model_id) == []
+
+
+def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, tmp_path: Path):
+    with pytest.raises(TrackingError, match=r"holds no config\.json"):
+        log_model(store, run_id, tmp_path, kind="transformers", name="last", step=3, metrics={}, time_s=1.0, tags={})
+
+
+def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_directory: Path, tmp_path: Path):
+    score = "val-core/x/reward/mean@4"
+    for step, value in ((20, 0.5), (40, 0.25)):
+        store.log_metrics(run_id, step, {score: value}, float(step))
+        for _ in range(2):  # a retried stage
+            log_model(store, run_id, tmp_path / f"step-0000{step}", kind="checkpoint", name=f"step-0000{step}",
+                      step=step, metrics={score: value}, time_s=step + 0.5, tags={"size_bytes": "9"})  # fmt: skip
+    weights = {
+        step: log_model(store, run_id, model_directory, kind="transformers", name=f"weights-{step}", step=step,
+                        metrics={score: value}, time_s=float(step), tags={}, max_bytes=1)
+        for step, value in ((20, 0.5), (40, 0.25))
+    }  # fmt: skip
+    by_name = {model.name: model for model in store.client.search_logged_models([store.experiment_id])}
+    assert sorted(by_name) == ["step-000020", "step-000040", "weights-20", "weights-40"]
+    checkpoint = by_name["step-000020"]
+    assert (checkpoint.model_type, checkpoint.tags["path"]) == ("checkpoint", str(tmp_path / "step-000020"))
+    assert (checkpoint.tags["mlflow.model.isExternal"], checkpoint.tags["size_bytes"]) == ("true", "9")
+    assert [(metric.value, metric.step) for metric in checkpoint.metrics] == [(0.5, 20)]
+    assert points(store.client, store.client.get_run(run_id), "val-core/x/reward/mean_at_4") == [(20, 0.5), (40, 0.25)]
+    before = mlflow.get_tracking_uri(), mlflow.is_tracking_uri_set()
+    name_models(store, run_id, {"best": weights[20], "last": weights[20]}, "mine")
+    for _ in range(2):
+        name_models(store, run_id, {"best": weights[20], "last": weights[40]}, "mine")
+    models = models_of(store.client, store.experiment_id, run_id)
+    by_alias = {alias: [model.model_id for model in models if alias in model.tags] for alias in ("best", "last")}
+    assert by_alias == {"best": [weights[20]], "last": [weights[40]]}
+    assert (mlflow.get_tracking_uri(), mlflow.is_tracking_uri_set()) == before
+    versions = {alias: store.client.get_model_version_by_alias("mine", alias) for alias in ("best", "last")}
+    assert {alias: version.version for alias, version in versions.items()} == {"best": 1, "last": 2}
+    assert (model_of(versions["best"]), versions["best"].run_id) == (weights[20], run_id)
+    last, named = versions["last"], store.client.get_run(run_id).info.run_name
+    assert last.tags == {"run": named, "step": "40", "val-core/x/reward/mean_at_4": "0.25"}
+    assert last.description == f"Step 40 of {named}"
+    assert len(store.client.search_model_versions("name = 'mine'")) == 2, "each model is there once"
+
+
+def test_files_of_a_deleted_run_are_counted_and_removed(store: MlflowStore, run_id: str, root: Path):
+    for name, text in (("a.txt", "12345"), ("config/b.txt", "678")):
+        store.client.log_text(run_id, text, name)
+    other = store.create_run("other", {})
+    store.client.log_text(other, "stays", "c.txt")
+    store.client.delete_run(run_id)
+    (found,) = find_garbage(store.uri)
+    location = store.client.get_run(run_id).info.artifact_uri
+    assert found == Garbage(run_id, "run-1", "", location, num_files=2, num_bytes=8, kept="")
+    remove_garbage(store.uri, replace(found, kept="it is in use"))
+    assert find_garbage(store.uri) == [found]
+    remove_garbage(store.uri, found)
+    assert find_garbage(store.uri) == []
+    assert [file.name for file in (root / "mlartifacts").rglob("*") if file.is_file()] == ["c.txt"]
+
+
+def test_files_outside_the_runs_own_place_stay(store: MlflowStore, run_id: str, root: Path):
+    store.client.log_text(run_id, "text", "a.txt")
+    store.client.delete_run(run_id)
+    with closing(sqlite3.connect(root / "mlflow.db")) as database:
+        database.execute("update runs set artifact_uri = ?", ((root / "mlartifacts").as_uri(),))
+        database.commit()
+    (found,) = find_garbage(store.uri)
+    assert found.kept == f"its place {(root / 'mlartifacts').as_uri()} does not name {run_id}"
+
+
+def test_files_of_all_models_of_a_run_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
+    experiment, weights = store.experiment_id, tmp_path / "weights"
+    weights.write_text("weights")
+    for step in range(101):  # a page has 100, the newest first
+        model = store.client.create_logged_model(experiment, name=f"step-{step}", source_run_id=run_id)
+        if step == 0:
+            store.client.log_model_artifact(model.model_id, str(weights))
+            first = str(model.model_id)
+    store.client.delete_run(run_id)
+    assert [found.model_id for found in find_garbage(store.uri)] == [first]
