@@ -22,6 +22,7 @@ from prefect.states import Cancelling
 from pydantic import Field
 
 from flows import chain
+from flows.artifacts import show
 from flows.parameters import NO_WORDS, Count, Positive, Root, all_overrides, experiment_name, root_of_the_flow
 from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, shown_on
@@ -29,7 +30,15 @@ from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, 
 from flows.stages.train import Train
 from flows.sweep.drive import POLL_S, Drive, pause
 from flows.sweep.points import Member, checked_sweep
-from flows.sweep.result import SweepResult, begin_in_mlflow, conclude, ended_in_mlflow, summary_of
+from flows.sweep.result import (
+    SweepResult,
+    begin_in_mlflow,
+    conclude,
+    description_of,
+    ended_in_mlflow,
+    finish_in_mlflow,
+    summary_of,
+)
 from flows.sweep.study import sweep_lock
 from flows.tasks import CHECKED, as_task, kept, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
@@ -113,6 +122,9 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
                 drive.run()
             with sweep_lock(checked):
                 result = conclude(checked, drive.study.points(), drive.spending.read(), parent)
+                about = description_of(checked, result)
+                show(checked.sweep_id, "sweep", f"{checked.sweep_id}: its points and outcome", lambda: about)
+                finish_in_mlflow(checked, result, about)
     for line in summary_of(result):
         tell(line)
     if result.failed and result.best is None:

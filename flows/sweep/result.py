@@ -16,7 +16,6 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from prefect.logging import get_run_logger
 
-from flows.artifacts import show
 from flows.commands.tracking import reachable
 from flows.parameters import MLFLOW_PAGE
 from flows.sweep.points import members_of
@@ -105,10 +104,10 @@ def write_record(sweep: Sweep, points: Points) -> None:
 
 
 def conclude(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
-    """Write what a sweep leaves, and show it. `spending`: of this call, see `flows.sweep.study.Spending`."""
+    """Write what a sweep leaves on disk. `spending`: of this call, see `flows.sweep.study.Spending`."""
     write_record(sweep, points)
     rows = rows_of(sweep, points)
-    result = SweepResult(
+    return SweepResult(
         sweep_id=sweep.sweep_id,
         folder=sweep.folder,
         points=rows,
@@ -120,10 +119,6 @@ def conclude(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_r
         comparison=write_comparison(sweep, rows),
         mlflow_run_id=mlflow_run_id,
     )
-    about = description_of(sweep, result)
-    show(sweep.sweep_id, "sweep", f"{sweep.sweep_id}: its points, outcome and files", lambda: about)
-    finish_in_mlflow(sweep, result, about)
-    return result
 
 
 def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:

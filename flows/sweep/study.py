@@ -117,7 +117,7 @@ class SweepStudy:
         with sweep_lock(sweep):
             self.optuna = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY_FILE))),
-                study_name="sweep",
+                study_name="points",
                 load_if_exists=True,
                 direction=sweep.spec.objective.direction,
                 pruner=pruner_of(sweep.spec.pruning),

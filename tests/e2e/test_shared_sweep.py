@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.flows.conftest import ended, forked, journal, nothing_left_running, wait_until
+from tests.flows.conftest import ended, forked, journal, wait_until
 from tests.helpers.sweep_shared import shared_sweep
 
-__all__ = ["nothing_left_running"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

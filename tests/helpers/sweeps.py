@@ -10,6 +10,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.sweep_load import load_sweep
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
+from rlcore.tracking.lineage import Origin
 from tests.helpers.reports import validation
 
 UNTRACKED = ("tracking.enabled=false",)
@@ -83,7 +84,7 @@ class RunWriter:
             raise error
         layout, config = RunLayout.of(member.config), member.config
         layout.run_dir.mkdir(parents=True, exist_ok=True)
-        layout.settings_json.write_text(config.model_dump_json())
+        Origin(config).write(layout.run_dir)
         with Journal(layout.journal) as journal:
             result = validation(config, f"step-{to_step:06d}", 40 * to_step, GAINS[config.optim.lr], 40)
             result.write(layout.validation / f"step-{to_step:06d}.json")

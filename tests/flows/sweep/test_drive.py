@@ -96,7 +96,6 @@ def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path:
 def test_a_run_that_is_finished_already_is_not_trained(tmp_path: Path) -> None:
     trainer = RunWriter()
     Drive(load(tmp_path, RATES), trainer, "call").run()
-    (tmp_path / "b").mkdir()
     listed = "objective: {direction: minimize}\nlist: [{optim.lr: 2e-4}, {optim.lr: 1e-4}]\n"
     sweep = load(tmp_path, listed)
     drive = Drive(sweep, trainer, "call")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed
@@ -21,6 +22,16 @@ from tests.helpers.sweeps import RunWriter
 pytestmark = pytest.mark.prefect
 Play = Callable[[SyncPrefectClient, FlowRun], None]
 """What becomes of a child that waits for a worker."""
+
+
+def around(drive: Drive, sweep: Sweep) -> None:
+    """A sweep's flow run."""
+
+    @flow
+    def sweep_flow() -> None:
+        work_on_workers(drive, sweep, {})
+
+    sweep_flow()
 
 
 @pytest.fixture
@@ -39,16 +50,17 @@ def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> It
     deployment = client.create_deployment(client.create_flow_from_name(name), deployed)
     children: list[FlowRun] = []
 
+    of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+
     def run(drive: Drive, sweep: Sweep, play: Play) -> list[FlowRun]:
         def paused() -> None:
-            waiting = [child for child in client.read_flow_runs() if child.deployment_id == deployment]
-            for child in waiting:
+            for child in client.read_flow_runs(flow_run_filter=of_it):
                 if child.state is not None and not child.state.is_final():
                     children.append(child)
                     play(client, child)
 
         monkeypatch.setattr("flows.sweep.flow.pause", paused)
-        flow(name="around")(lambda: work_on_workers(drive, sweep, {}))()
+        around(drive, sweep)
         return children
 
     yield run
@@ -112,4 +124,4 @@ def test_children_that_never_work_end_the_sweep_with_an_error(
 def test_a_missing_deployment_is_an_error_with_its_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
     drive = Drive(load(tmp_path), RunWriter(), "call")
     with pytest.raises(MillraceError, match=r"has no deployment sweep-child/local\. `millrace up`"):
-        flow(name="around")(lambda: work_on_workers(drive, load(tmp_path), {}))()
+        around(drive, load(tmp_path))

@@ -14,7 +14,9 @@ from flows.sweep.points import members_of
 from flows.sweep.result import (
     begin_in_mlflow,
     conclude,
+    description_of,
     ended_in_mlflow,
+    finish_in_mlflow,
     rows_of,
     summary_of,
     write_comparison,
@@ -62,8 +64,7 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
 def test_the_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
     sweep = load(tmp_path)
     study = with_scores(sweep, 0.1, 0.3)
-    with disable_run_logger():
-        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), None)
+    result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), None)
     assert summary_of(result) == [
         "2 of 3 points finished, 1 not finished, 0 runs worked on, 0 steps",
         "best: point 2, optim.lr=0.0002: 0.3",
@@ -102,7 +103,8 @@ def test_the_run_in_mlflow_has_scores_files_and_a_description(server: Server, tm
     with disable_run_logger():
         own = begin_in_mlflow(sweep)
         assert own is not None
-        conclude(sweep, study.points(), Spending(study, sweep, "call").read(), own)
+        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), own)
+        finish_in_mlflow(sweep, result, description_of(sweep, result))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
     text = run.data.tags[NOTE_TAG]
@@ -129,17 +131,9 @@ def test_a_page_that_nothing_serves_is_told_with_the_command_that_does(
     sweep = load(tmp_path)
     study = with_scores(sweep)
     with disable_run_logger(), shown_on(display_for_console()):
-        conclude(sweep, study.points(), Spending(study, sweep, "call").read(), begin_in_mlflow(sweep))
+        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), begin_in_mlflow(sweep))
+        finish_in_mlflow(sweep, result, description_of(sweep, result))
     *_, page, after = capsys.readouterr().out.splitlines()
     assert page.startswith("in MLflow: http://127.0.0.1:5000/#/")
     assert after.strip().startswith("after ")
     assert after.endswith(f"millrace ui --root {tmp_path} --port 5000")
-
-
-def test_an_mlflow_that_is_away_ends_no_sweep(tmp_path: Path) -> None:
-    sweep = load(tmp_path, "tracking.uri='http://127.0.0.1:9'")
-    study = with_scores(sweep, 0.1)
-    with disable_run_logger():
-        assert begin_in_mlflow(sweep) is None
-        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), "lost")
-    assert result.best is not None
