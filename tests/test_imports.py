@@ -1,25 +1,18 @@
 """What an import may load. The one-way rules between packages are import-linter's (make imports)."""
 
 import ast
-import subprocess
-import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
 
+from tests.helpers.imports import loaded_by
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = [file for file in sorted(BENCHMARKS.glob("*.py")) if f"python benchmarks/{file.name}" in file.read_text()]
 """Benchmarks whose docstring runs them by their file."""
 HEAVY = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "datasets", "pyarrow", "pandas"}
-
-
-def loaded_by(statement: str) -> set[str]:
-    """Top-level names in sys.modules of a fresh interpreter after the statement."""
-    code = f"{statement}; import sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
 
 
 def test_no_file_imports_itself_through_others() -> None:

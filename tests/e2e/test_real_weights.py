@@ -1,6 +1,6 @@
 """A real model, SmolLM2-135M-Instruct, against transformers' own forward and backward in float32 on a CPU.
 
-The real vLLM on these weights: tests/rollout/test_vllm_real_model.py.
+The real vLLM on these weights: tests/rollout/test_vllm_engine_real_model.py.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from rlcore.errors import ModelError
 from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, dithered, without_adapters, write_peft
 from rlcore.models.optim import build_optimizer
 from rlcore.models.parallel import adapter_state, full_state
-from tests.models.test_nf4 import nearest_levels
+from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, twin, write_model
 
 LORA = LoraConfig(rank=4, alpha=10.0)

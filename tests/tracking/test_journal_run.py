@@ -11,8 +11,8 @@ from rlcore.config import RunConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.journal import RunJournal, load_journal, read_journal
+from tests.helpers.imports import loaded_by
 from tests.helpers.mlflow import client_of, main_run, main_runs, points, shown, wait_until
-from tests.test_imports import loaded_by
 
 
 def test_a_trainer_delivers_without_mlflow_in_its_process(root: Path, run_dir: Path):

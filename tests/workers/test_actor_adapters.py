@@ -17,7 +17,7 @@ from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
 from rlcore.workers.trained import MiniBatch
 from rlcore.workers.worker import Worker
-from tests.models.test_nf4 import nearest_levels
+from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import plain_model
 from tests.small_run import prepare
 from tests.workers.ranks import batch_from, random_batch
