@@ -93,4 +93,4 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 
 def _put_to_sleep(worker: Worker) -> None:
     """What the verb begins with; done before, so that its first moment does not count as the phase before."""
-    worker._engine.sleep()
+    worker.engine.sleep()

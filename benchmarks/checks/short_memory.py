@@ -98,7 +98,7 @@ def _numbers(rig: Rig, result: StepResult) -> dict[str, float]:
 def weights_norm(worker: Worker) -> float:
     """2-norm of all weights of the policy."""
     return float(
-        torch.stack([gathered(parameter).float().norm() for parameter in worker.policy_model().parameters()]).norm()
+        torch.stack([gathered(parameter).float().norm() for parameter in worker.actor.model.parameters()]).norm()
     )
 
 

@@ -54,8 +54,8 @@ def check(rig: Rig) -> Verdict:
 
 def _weights(worker: Worker) -> dict[str, Tensor]:
     """All weights in the engine's type."""
-    dtype = next(worker._engine.model.parameters()).dtype  # type: ignore[attr-defined]
-    return {name: tensor.to(dtype, copy=True) for name, tensor in worker._actor.weights()}
+    dtype = next(worker.engine.model.parameters()).dtype  # type: ignore[attr-defined]
+    return {name: tensor.to(dtype, copy=True) for name, tensor in worker.actor.weights()}
 
 
 @contextmanager

@@ -46,7 +46,9 @@ def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     that the engine computes with them."""
     config = settings(job)
     weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
-    set_model_state_dict(group.each(Worker.policy_model)[0], weights, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(
+        group.each(lambda worker: worker.actor.model)[0], weights, options=StateDictOptions(full_state_dict=True)
+    )
     prompts = as_prompts(read_rows(Path(job.folder) / HELD_OUT), config.data.task)
     group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
     group.each(Worker.hand_over, step)

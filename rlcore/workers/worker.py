@@ -26,7 +26,6 @@ from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
-from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
@@ -64,7 +63,8 @@ class WorkerInfo:
 
 
 class Worker:
-    """All that one rank holds. Call `setup` on every rank before anything else."""
+    """All that one rank holds: `actor`, `critic`, `reference` and `engine`. Call `setup` on every rank before anything
+    else."""
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         self._config = config
@@ -73,9 +73,9 @@ class Worker:
         self._world_size = world_size
         self._place: Place
         self._mesh: DeviceMesh | None = None
-        self._reference: Reference | None = None
-        self._critic: Critic | None = None
-        self._actor: Actor
+        self.reference: Reference | None = None
+        self.critic: Critic | None = None
+        self.actor: Actor
         self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
         self._profiler = RankProfiler()
         self._meter = MemoryMeter()
@@ -103,32 +103,32 @@ class Worker:
             self._mesh = init_device_mesh(place.device.type, (self._world_size,))
         self._canary = Canary(self._config, engine_dtype(self._config, place.dtype))
         # The engine first: what it cannot do is said before any model loads, and its profile sees an empty device.
-        self._engine: RolloutEngine = build_engine(
+        self.engine: RolloutEngine = build_engine(
             self._config,
             self._model_directory,
             device=place.device,
             dtype=engine_dtype(self._config, place.dtype),
         )
-        self._engine.sleep()  # the hand-over that follows wakes it
+        self.engine.sleep()  # the hand-over that follows wakes it
         self._meter.engine_sleeps(True)
         self._build_models()
         if self._config.algo.kl.where != "off" and self._config.model.lora is None:
-            self._reference = Reference(self._config, self._model_directory, place)
+            self.reference = Reference(self._config, self._model_directory, place)
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
         self._rest_engine()  # the next hand-over, which follows, wakes it
-        del self._actor
-        self._critic = None
+        del self.actor
+        self.critic = None
         gc.collect()  # their hooks and parameters refer to each other
         release_cached_memory()
         self._build_models()
 
     def _build_models(self) -> None:
         config, place, mesh = self._config, self._place, self._mesh
-        self._actor = Actor(config, self._model_directory, place, mesh)
+        self.actor = Actor(config, self._model_directory, place, mesh)
         if config.critic is not None:
-            self._critic = Critic(config, config.critic, self._model_directory, place, mesh)
+            self.critic = Critic(config, config.critic, self._model_directory, place, mesh)
         self.cut_finer(self._times_cut)
 
     def cut_finer(self, times: int) -> None:
@@ -140,9 +140,9 @@ class Worker:
 
     def _passes(self) -> list[PassBudget]:
         """The budgets of all kinds of passes."""
-        trained = [model for model in (self._actor, self._critic) if model is not None]
+        trained = [model for model in (self.actor, self.critic) if model is not None]
         found = [budget for model in trained for budget in (model.update_pass, model.forward_pass)]
-        return found if self._reference is None else [*found, self._reference.forward_pass]
+        return found if self.reference is None else [*found, self.reference.forward_pass]
 
     def info(self) -> WorkerInfo:
         """What this rank found at its start."""
@@ -153,10 +153,10 @@ class Worker:
         return WorkerInfo(
             device_name=device_name,
             dtype=str(place.dtype).removeprefix("torch."),
-            attention=self._actor.model.attention.name,
-            num_parameters=num_parameters(self._actor.model),
-            shape=known_shape(self._actor.model.decoder.config.to_dict()),
-            critic_shape=None if self._critic is None else known_shape(self._critic.model.decoder.config.to_dict()),
+            attention=self.actor.model.attention.name,
+            num_parameters=num_parameters(self.actor.model),
+            shape=known_shape(self.actor.model.decoder.config.to_dict()),
+            critic_shape=None if self.critic is None else known_shape(self.critic.model.decoder.config.to_dict()),
             peak_flops=known if given is None else 1e12 * given,
             num_trained=sum(
                 parameter.numel()
@@ -165,10 +165,6 @@ class Worker:
                 if parameter.requires_grad
             ),
         )
-
-    def policy_model(self) -> CausalPolicy:
-        """The trained policy, for tests and tools in this process."""
-        return self._actor.model
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -179,7 +175,7 @@ class Worker:
         self._wake_engine()
         finished: list[tuple[int, Rollout]] = []
         num_missing = len(requests)
-        for pair in self._engine.stream(requests, sampling, max_response_tokens):
+        for pair in self.engine.stream(requests, sampling, max_response_tokens):
             finished.append(pair)
             if len(finished) >= max(LEAST_HANDFUL, num_missing // SHARE_OF_THE_REST):
                 num_missing -= len(finished)
@@ -193,15 +189,15 @@ class Worker:
     ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
         """Log-probabilities of the answers under the policy as it is now; `with_entropy`: its entropy beside them."""
         self._rest_engine()
-        return self._actor.logprobs(batch, num_micro, with_entropy=with_entropy)
+        return self.actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
         self._rest_engine()
         if self._config.model.lora is not None:
-            return self._actor.logprobs(batch, num_micro, adapters=False)
-        assert self._reference is not None, "algo.kl.where is off: there is no reference"
-        return self._reference.logprobs(batch, num_micro)
+            return self.actor.logprobs(batch, num_micro, adapters=False)
+        assert self.reference is not None, "algo.kl.where is off: there is no reference"
+        return self.reference.logprobs(batch, num_micro)
 
     def keep_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
         """As `ref_logprobs`, kept for the update on this batch, which follows."""
@@ -210,9 +206,9 @@ class Worker:
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """The critic's values."""
-        assert self._critic is not None, "critic is null: there are no values"
+        assert self.critic is not None, "critic is null: there are no values"
         self._rest_engine()
-        return self._critic.values(batch, num_micro)
+        return self.critic.values(batch, num_micro)
 
     def update_policy(
         self,
@@ -229,9 +225,9 @@ class Worker:
             batch, self._ref_logprobs = replace(batch, ref_logprobs=self._ref_logprobs), None
 
         def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
-            self._actor.seed_dropout(self._version, self._num_updates, self._rank)
+            self.actor.seed_dropout(self._version, self._num_updates, self._rank)
             self._num_updates += 1
-            return self._actor.update(
+            return self.actor.update(
                 batch,
                 num_micro,
                 denominator,
@@ -247,21 +243,21 @@ class Worker:
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], lr: float
     ) -> ModelUpdates[ValueStatistics]:
         """Take an optimizer step of the critic on each mini-batch of this rank's batch."""
-        assert self._critic is not None, "critic is null: there is nothing to update"
+        assert self.critic is not None, "critic is null: there is nothing to update"
         self._rest_engine()
-        return in_turn(partial(self._critic.update, lr=lr), batch, mini_batches)
+        return in_turn(partial(self.critic.update, lr=lr), batch, mini_batches)
 
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
         """Take one supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
         self._rest_engine()
-        return self._actor.supervise(batch, num_micro, num_tokens, lr=lr)
+        return self.actor.supervise(batch, num_micro, num_tokens, lr=lr)
 
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
         """Negative log-likelihood of answers under the policy as it is now."""
         self._rest_engine()
-        return self._actor.likelihood(batch, num_micro)
+        return self.actor.likelihood(batch, num_micro)
 
     def probe_with(self, prompts: Sequence[Prompt]) -> None:
         """Prompts of the run, by which each hand-over to vLLM is judged."""
@@ -277,12 +273,10 @@ class Worker:
         """
         self._version, self._num_updates = version, 0
         self._wake_engine()
-        weights = self._actor.weights(engine_dtype(self._config, self._place.dtype))
-        taken = self._engine.update_weights(weights, version)
-        if self._engine.policy_version != version:
-            raise EngineError(
-                f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
-            )
+        weights = self.actor.weights(engine_dtype(self._config, self._place.dtype))
+        taken = self.engine.update_weights(weights, version)
+        if self.engine.policy_version != version:
+            raise EngineError(f"the engine is at policy version {self.engine.policy_version} after hand-over {version}")
         if self._config.rollout.engine != "vllm":
             return HandOver(0.0)
         observed = [(taken, self._probed_difference())] * self._world_size
@@ -291,12 +285,12 @@ class Worker:
         return self._canary.judge(version, observed)
 
     def _probed_difference(self) -> float:
-        return probed_difference(self._engine, self._config, self._probe, self._probe_logprobs)
+        return probed_difference(self.engine, self._config, self._probe, self._probe_logprobs)
 
     def _probe_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         if self._config.model.lora is not None and self._config.model.lora.offload:
             self._rest_engine()  # the base comes in the place of its weights
-        return self._actor.logprobs(batch, num_micro)
+        return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """A step of a save on this rank."""
@@ -305,10 +299,10 @@ class Worker:
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
         """What a checkpoint holds, by the folder in it."""
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {
-            "policy": (self._actor.model, self._actor.optimizer)
+            "policy": (self.actor.model, self.actor.optimizer)
         }
-        if self._critic is not None:
-            models["critic"] = (self._critic.model, self._critic.optimizer)
+        if self.critic is not None:
+            models["critic"] = (self.critic.model, self.critic.optimizer)
         return models
 
     def load(self, directory: str) -> None:
@@ -319,11 +313,11 @@ class Worker:
 
     def full_weights(self) -> dict[str, Tensor]:
         """All weights on the CPU, on rank 0; empty elsewhere."""
-        return self._on_the_host(self._actor.weights())
+        return self._on_the_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
         """The adapters alone, under PEFT's names, on the CPU, on rank 0; empty elsewhere, and without `model.lora`."""
-        return self._on_the_host(adapter_state(self._actor.model))
+        return self._on_the_host(adapter_state(self.actor.model))
 
     def _on_the_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if self._rank != 0:
@@ -357,17 +351,17 @@ class Worker:
 
     def _rest_engine(self) -> None:
         """Let the engine release the memory that training needs."""
-        self._engine.sleep()
+        self.engine.sleep()
         self._meter.engine_sleeps(True)
-        self._actor.base.bring()
+        self.actor.base.bring()
 
     def _wake_engine(self) -> None:
         """Make room for the engine, which wakes when it is called."""
-        self._actor.put_base_away()
+        self.actor.put_base_away()
         self._meter.engine_sleeps(False)
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""
-        self._engine.close()
+        self.engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()

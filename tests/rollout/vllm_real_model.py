@@ -38,7 +38,7 @@ class Trained:
     """The worker's weights as training moves them, and the tensors of the hand-over before."""
 
     def __init__(self, worker: Worker) -> None:
-        self._parameters = dict(worker.policy_model().model.named_parameters())
+        self._parameters = dict(worker.actor.model.model.named_parameters())
         self._drawn = torch.Generator().manual_seed(1)
         self.before: dict[str, Tensor] = {}
 
@@ -90,7 +90,7 @@ def facts_of(model: Path) -> dict[str, Any]:
         "layer": (handover, "load", with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t)),
         "shard": (handover, "load", with_stale(half)),
         "head": (handover, "load", with_stale_head),
-        "prefix cache": (worker._engine._engine, "reset_prefix_cache", lambda: True),
+        "prefix cache": (worker.engine._engine, "reset_prefix_cache", lambda: True),
     }
     for version, (name, (owner, function, wrong)) in enumerate(faults.items(), start=1):
         trained.step()

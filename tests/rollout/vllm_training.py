@@ -114,8 +114,8 @@ def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
 
 def _logits_facts(worker: Worker) -> dict[str, Any]:
     """vLLM's logits in bfloat16, ten times as large as the model's, beside exact ones."""
-    engine = worker._engine
-    weight = worker.policy_model().head.weight.detach().bfloat16().float()
+    engine = worker.engine
+    weight = worker.actor.model.head.weight.detach().bfloat16().float()
     hidden = 10 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     exact = hidden.float() @ weight.t()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def _logits_facts(worker: Worker) -> dict[str, Any]:
         "dtype": str(found.dtype),
         "off": (found[:, : len(weight)] - exact).abs().max().item(),
         "off_when_rounded": (exact.bfloat16().float() - exact).abs().max().item(),
-        "differing": differing(engine, worker._actor.weights()),
+        "differing": differing(engine, worker.actor.weights()),
     }
 
 
@@ -157,7 +157,7 @@ class _Faulty:
 
 def _after_a_change(worker: Worker, version: int) -> HandOver:
     with torch.no_grad():
-        worker.policy_model().head.weight.mul_(1.5)
+        worker.actor.model.head.weight.mul_(1.5)
     return worker.hand_over(version)
 
 

@@ -25,7 +25,7 @@ def test_a_loss_that_is_not_a_number_is_found_with_its_rows(tmp_path: Path) -> N
         with pytest.raises(NonFiniteError, match=r"loss is nan.*Batch saved to .*step-000001") as caught:
             train(run, group, 1)
         after = group.each(Worker.full_weights)[0]
-        (gradients,) = group.each(lambda worker: [p.grad for p in worker._actor.model.parameters()])
+        (gradients,) = group.each(lambda worker: [p.grad for p in worker.actor.model.parameters()])
     finally:
         group.close()
     assert all(torch.equal(before[name], after[name]) for name in before), "a step was taken all the same"

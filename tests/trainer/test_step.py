@@ -121,7 +121,7 @@ def test_every_mini_batch_is_taken_in_every_epoch(root: Path) -> None:
     group = LocalGroup(run.config, str(run.model_directory))
     taken: list[int] = []
     try:
-        (optimizer,) = group.each(lambda worker: worker._actor.optimizer)
+        (optimizer,) = group.each(lambda worker: worker.actor.optimizer)
         optimizer.register_step_post_hook(lambda *_: taken.append(1))
         train(run, group, 1)
     finally:

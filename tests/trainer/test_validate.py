@@ -43,7 +43,7 @@ def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
             found = validate(answerer, prompts, name="before", step=0, policy_version=0, keep=keep)
         assert [len(kept[greedy]) for greedy in (False, True)] == [12, 6]
         requests = [SamplingRequest(prompt, 0, seed=99) for prompt in prompts]
-        likeliest = worker._engine.generate(
+        likeliest = worker.engine.generate(
             requests, SamplingConfig(temperature=0.0), config.rollout.max_response_tokens
         )
         assert [one.response_ids.tolist() for one in kept[True]] == [one.response_ids.tolist() for one in likeliest]

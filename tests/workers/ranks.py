@@ -103,11 +103,11 @@ def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: Min
     """Two optimizer steps in which the loss of one rank alone is no number, though its gradient is one; then two
     without a fault. The second line is the error's text."""
     bad = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan)) if is_wrong else batch
-    before = [parameter.detach().clone() for parameter in worker.policy_model().parameters()]
+    before = [parameter.detach().clone() for parameter in worker.actor.model.parameters()]
     outcomes, told = [], ""
     for given in (bad, batch):
         found = worker.update_policy(given, [mini_batch] * 2, LR, 0.01)
-        after = worker.policy_model().parameters()
+        after = worker.actor.model.parameters()
         same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
         error = type(found.failure).__name__
         told = told or str(found.failure)
@@ -131,7 +131,7 @@ def main() -> None:
         worker.setup("")
         if config.critic is not None:
             # A value head starts at 0, and with it every gradient below it: give it something to pass on.
-            torch.nn.init.constant_(worker._critic.model.value_head.weight, 0.1)
+            torch.nn.init.constant_(worker.critic.model.value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
         dealer = Dealer(num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape)
@@ -139,19 +139,19 @@ def main() -> None:
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
         mini_batch = MiniBatch(range(mine.packed.num_sequences), shares.num_micro, denominator)
-        seen = watch_gradients(worker._actor.optimizer, worker.policy_model())
+        seen = watch_gradients(worker.actor.optimizer, worker.actor.model)
         if case["supervised"]:
             worker.supervise(mine.packed, shares.num_micro, denominator.num_tokens, LR)
         else:
             worker.update_policy(mine, [mini_batch], LR, 0.01)
         found = {f"policy.{name}": value for name, value in seen.items()}
-        assert not has_gradients(worker.policy_model()), "they would lie beside the next model's update"
+        assert not has_gradients(worker.actor.model), "they would lie beside the next model's update"
         if config.critic is not None:
-            assert worker._critic is not None
-            seen = watch_gradients(worker._critic.optimizer, worker._critic.model)
+            assert worker.critic is not None
+            seen = watch_gradients(worker.critic.optimizer, worker.critic.model)
             worker.update_critic(mine, [mini_batch], LR)
             found |= {f"critic.{name}": value for name, value in seen.items()}
-            assert not has_gradients(worker._critic.model)
+            assert not has_gradients(worker.critic.model)
         if rank == 0:
             save_file(found, folder / f"{case['name']}-{world_size}.safetensors")
         if number == 0 and world_size > 1:

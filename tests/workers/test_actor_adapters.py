@@ -98,8 +98,8 @@ def test_the_engine_gets_a_base_in_4_bits_merged(opened: Open, batch: TrainBatch
         update(worker, batch, 2)
         worker.hand_over(number + 1)
     start = dict(plain_model(Path(worker._model_directory)).named_parameters())
-    policy, num_merged = worker.policy_model(), 0
-    for name, weight in worker._engine._policy.model.named_parameters():
+    policy, num_merged = worker.actor.model, 0
+    for name, weight in worker.engine._policy.model.named_parameters():
         expected = start[name].detach().double()
         layer = policy.model.get_submodule(name.rpartition(".")[0])
         if name.endswith("_proj.weight"):
@@ -122,7 +122,7 @@ def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
     expected = update(worker, batch, 1)
     again = opened(f"model.lora.base={base}")
     again.hand_over(0)
-    likely, calls = type(again.policy_model()).forward, []
+    likely, calls = type(again.actor.model).forward, []
 
     def refused_once(self: Any, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(len(token_ids))
@@ -130,7 +130,7 @@ def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return likely(self, token_ids, *args, **kwargs)
 
-    monkeypatch.setattr(type(again.policy_model()), "forward", refused_once)
+    monkeypatch.setattr(type(again.actor.model), "forward", refused_once)
     found = update(again, batch, 1)
     assert len(calls) > 2
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)

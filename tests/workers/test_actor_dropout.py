@@ -54,7 +54,7 @@ def test_dropout_of_a_repeated_pass_depends_on_its_cut(tmp_path: Path) -> None:
             worker.hand_over(3)
             mini_batch = MiniBatch(range(whole.packed.num_sequences), num_micro, counts)
             worker.update_policy(whole, [mini_batch], 0.05, 0.0)
-            return worker.old_logprobs(whole.packed, 1), num_micro * worker._actor.update_pass.factor
+            return worker.old_logprobs(whole.packed, 1), num_micro * worker.actor.update_pass.factor
 
         redone, num_micro = after_update(1)
         assert num_micro > 1

@@ -51,25 +51,25 @@ def test_without_a_request_the_engine_is_left_alone(worker: Worker) -> None:
 
 
 def test_an_engine_that_is_at_other_weights_is_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker._engine, "update_weights", lambda weights, version: TakenWeights())
+    monkeypatch.setattr(worker.engine, "update_weights", lambda weights, version: TakenWeights())
     with pytest.raises(EngineError, match=r"^the engine is at policy version 3 after hand-over 4$"):
         worker.hand_over(4)
 
 
 def test_only_the_first_rank_has_the_gathered_weights(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = worker.full_weights()
-    assert whole.keys() == {name for name, _ in worker._actor.weights()}
+    assert whole.keys() == {name for name, _ in worker.actor.weights()}
     monkeypatch.setattr(worker, "_rank", 1)
     assert worker.full_weights() == {}
 
 
 def test_repeated_passes_of_every_kind_are_counted_once(worker: Worker) -> None:
     assert worker.memory_peak() == MemoryPeak(0.0, 0.0, 0)
-    assert worker._critic is not None
-    assert worker._reference is not None
-    models: tuple[Any, ...] = (worker._actor, worker._critic)
+    assert worker.critic is not None
+    assert worker.reference is not None
+    models: tuple[Any, ...] = (worker.actor, worker.critic)
     passes = [one for model in models for one in (model.update_pass, model.forward_pass)]
-    for one in [*passes, worker._reference.forward_pass]:
+    for one in [*passes, worker.reference.forward_pass]:
         assert one.run(needs(2), answers(4), 1) == 2
     found = worker.memory_peak()
     assert found.num_redone == 5
@@ -138,11 +138,11 @@ def test_a_weight_of_the_entropy_that_is_added_has_a_gradient(worker: Worker, ad
     nothing = torch.zeros(packed.num_tokens)
     ref = worker.ref_logprobs(packed, 1)
     batch = TrainBatch(packed, ref, ref, None, nothing, None, packed.loss_mask.float())
-    found = worker._actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, entropy_added=added)
+    found = worker.actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, entropy_added=added)
     assert (found.grad_norm > 1e-4) == moves
     assert found.applied
     assert found.logprobs is not None
     torch.testing.assert_close(found.logprobs, ref)
     assert (
-        worker._actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, with_logprobs=False).logprobs is None
+        worker.actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, with_logprobs=False).logprobs is None
     )
