@@ -190,7 +190,9 @@ def record_of(
         )
         for step in range(1, length + 1)
     )
-    return RunRecord(Path("planted"), config or RunConfig(), steps, (), validations or {}, None, (), ())
+    return RunRecord(
+        Path("planted"), config or RunConfig(), steps, (), validations or {}, Origin(config or RunConfig()), (), ()
+    )
 
 
 FEW = ("critic/score/mean",)
