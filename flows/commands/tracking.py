@@ -118,7 +118,7 @@ def ui(
     """
     from flows.server.launch import end_of
     from flows.server.secret import how_to_log_in, login_of, mlflow_client
-    from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+    from flows.stack.services import end_server, is_free, start_mlflow, wait_until_ready
     from flows.stack.state import StackState, mlflow_database, mlflow_file, tracking_in_stack
     from rlcore.config import TrackingConfig
     from rlcore.tracking.connection import has_store
@@ -131,12 +131,10 @@ def ui(
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
         print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
         return
-    try:
-        free_port(port or 0)
-    except OSError as error:
+    if port is not None and not is_free(port):
         raise MillraceError(
             f"--port {port}: is in use on this machine. Name another one, or none: a free one is taken."
-        ) from error
+        )
     database = mlflow_database(root)
     if not has_store(database):
         raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")

@@ -114,11 +114,16 @@ def _locked(root: Path) -> HeldLock:
 
 
 def _require_fit(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
-    """Require that a server that is up is of the installed version, and has the port that was asked for."""
+    """Require that ports that were asked for are free, and that a server that is up fits: version and port."""
     again = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
         service = state.service(name)
         if service is None or service.process() is None:
+            if port is not None and not services.is_free(port):
+                raise MillraceError(
+                    f"--{name}-port: port {port} is in use on this machine (`ss -ltnp` shows by what). Choose another "
+                    "one, or leave the option out: then a free port is taken and kept."
+                )
             continue
         if service.version != version(name):
             raise MillraceError(

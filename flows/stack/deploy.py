@@ -21,6 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
@@ -60,7 +61,7 @@ def main() -> None:
         paused = {one.id for one in client.read_deployments(work_pool_filter=OUR_POOL) if one.paused}
         apply_deployments()
         for one in client.read_deployments(work_pool_filter=OUR_POOL):
-            ease_form(client, one.id, paused=one.id in paused)
+            ease_form(client, one, paused=one.id in paused)
     print(f"deployments are up to date in work pool {POOL}")
 
 
@@ -99,10 +100,10 @@ def apply_deployments() -> None:
 NOTHING = {"type": "null"}
 
 
-def ease_form(client: SyncPrefectClient, deployment: UUID, *, paused: bool) -> None:
+def ease_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
     """Let a deployment's form leave empty what may be None, and set whether the deployment is paused."""
-    schema = client.read_deployment(deployment).parameter_openapi_schema or {}
-    client.update_deployment(deployment, DeploymentUpdate(parameter_openapi_schema=eased_schema(schema), paused=paused))
+    schema = eased_schema(deployment.parameter_openapi_schema or {})
+    client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
 
 def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

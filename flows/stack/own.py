@@ -128,5 +128,5 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
         deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]
         made = deployment.apply()
         assert isinstance(made, UUID)
-        ease_form(client, made, paused=known is not None and known.paused)
+        ease_form(client, client.read_deployment(made), paused=known is not None and known.paused)
     return made

@@ -171,30 +171,31 @@ def _start(
     return Service(name, process.pid, born, port, url, ready_url, str(log), release)
 
 
-def free_port(port: int = 0) -> int:
-    """The port, if a server may listen on it; 0 takes any free one.
-
-    Raises:
-        OSError: it is in use.
-    """
+def free_port() -> int:
+    """A port on which nothing listens now."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        probe.bind((LOOPBACK, port))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
-def _port_of(state: StackState, name: str, *, default: int = 0, wanted: int | None = None) -> int:
+def is_free(port: int) -> bool:
+    """Whether a server may listen on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def _port_of(state: StackState, name: str, *, default: int | None = None, wanted: int | None = None) -> int:
     """The port that was asked for; else the one that it had, so that a page keeps its address; else a free one."""
     known = state.service(name)
-    for port in (wanted,) if wanted else (known.port if known else default, default):
-        try:
-            return free_port(port)
-        except OSError as error:
-            if wanted:
-                raise MillraceError(
-                    f"--{name}-port: port {port} is in use on this machine (`ss -ltnp` shows by what). Choose another "
-                    "one, or leave the option out: then a free port is taken and kept."
-                ) from error
+    for port in (wanted, None if known is None else known.port, default):
+        if port is not None and is_free(port):
+            return port
+        if port is not None:
             say(f"port {port} is in use on this machine; {name} takes another one")
     return free_port()
 

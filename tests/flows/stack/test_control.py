@@ -105,9 +105,10 @@ def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, po
         up(tmp_path, mlflow_port=port)
 
 
-def test_a_requested_port_in_use_is_refused(tmp_path: Path, busy_port: int) -> None:
-    with pytest.raises(MillraceError, match=rf"--prefect-port: port {busy_port} is in use"):
-        up(tmp_path, prefect_port=busy_port)
+@pytest.mark.parametrize("name", ["prefect", "mlflow"])
+def test_a_requested_port_in_use_is_refused_before_a_start(tmp_path: Path, busy_port: int, name: str) -> None:
+    with pytest.raises(MillraceError, match=rf"--{name}-port: port {busy_port} is in use"):
+        up(tmp_path, **{f"{name}_port": busy_port})
     assert states_of(tmp_path) == []
 
 
@@ -136,13 +137,11 @@ def test_another_process_at_its_port_is_not_the_service() -> None:
 
 
 @pytest.mark.prefect
-def test_an_up_that_fails_takes_down_what_it_has_started(
-    tmp_path: Path, busy_port: int, empty_store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefect_home(tmp_path / "prefect")
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    with pytest.raises(MillraceError, match=f"--mlflow-port: port {busy_port} is in use"):
-        up(tmp_path, mlflow_port=busy_port)
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(MillraceError, match="must be a file of sqlite"):
+        up(tmp_path)
     said = capsys.readouterr().out.splitlines()
     assert [text.split()[0] for text in said if text.endswith("has ended")] == ["prefect"]
     assert {state for _, state in states_of(tmp_path)} == {"gone"}
