@@ -59,4 +59,5 @@ Cfg = Annotated[
     str | None,
     typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
 ]
+Info = Annotated[bool, typer.Option("--info", help="Print what the settings are composed of, and stop.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]

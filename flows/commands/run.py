@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import Cfg, DryRun, Fork, PlanAsJson, RootOfRun, Run, Settings, Verbose
+from flows.commands.options import Cfg, DryRun, Fork, Info, PlanAsJson, RootOfRun, Run, Settings, Verbose
 from flows.commands.settings import (
     beside_python,
     compose_words,
@@ -37,6 +37,7 @@ def run(
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
     cfg: Cfg = None,
+    info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again.
@@ -46,7 +47,7 @@ def run(
       millrace run experiment=countdown_demo seed=2 trainer.total_steps=40
       millrace run experiment=debug --dry-run
     """
-    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg)
+    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
     if planned is None:
         return
     from flows import chain
@@ -80,6 +81,7 @@ def train(
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
     cfg: Cfg = None,
+    info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """The same training without Prefect. Data, warm start, chunks, validation, weights.
@@ -87,7 +89,7 @@ def train(
     Examples:
       millrace train experiment=countdown_demo trainer.total_steps=40
     """
-    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg)
+    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
     if planned is None:
         return
     from flows import chain
@@ -110,11 +112,12 @@ def _planned(
     dry_run: bool,
     as_json: bool,
     cfg: str | None,
+    info: bool,
 ) -> "tuple[RunSettings, RunPlan] | None":
-    """Compose, check and plan a run; None where that was only to be shown (`--cfg`, `--dry-run`)."""
+    """Compose, check and plan a run; None where that was only to be shown (`--cfg`, `--info`, `--dry-run`)."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
-    composed = compose_words(settings, root, fork=fork, dry_run=dry_run or cfg is not None)
-    if cfg is not None:
+    composed = compose_words(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
+    if cfg is not None or info:
         show_settings(composed, cfg)
         return None
     from flows.plan.checks import check_dry_run, plan_run

@@ -1,4 +1,4 @@
-"""Settings on the command line: words and options, `--root`, and settings that are only shown (`--cfg job`)."""
+"""Settings on the command line: words and options, `--root`, and settings that are only shown (`--cfg`, `--info`)."""
 
 import inspect
 import os
@@ -193,13 +193,24 @@ def warn(lines: Iterable[str]) -> None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def show_settings(settings: "RunSettings", part: str) -> None:
-    """Print the composed settings as YAML. `part`: `job`, as of Hydra's `--cfg`; there is no other."""
+def show_settings(settings: "RunSettings", part: str | None) -> None:
+    """Print the composed settings as YAML (`part` is `job`, as of Hydra's `--cfg`), or what they are composed of."""
+    from rlcore.config.compose import CONF_DIR, compose
     from rlcore.config.documents import to_yaml
+    from rlcore.config.fingerprint import run_id
+    from rlcore.config.problems import masked
 
-    if part != "job":
-        raise ConfigError(f"--cfg: must be job, the composed settings; got {part}. Write --cfg job")
-    print(to_yaml(settings.config), end="")
+    if part == "job":
+        print(to_yaml(settings.config), end="")
+        return
+    if part is not None:
+        raise ConfigError(f"--cfg: must be job, the composed settings; got {part}. --info prints their files")
+    composition = compose(settings.overrides, experiment=settings.experiment)
+    print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
+    print(f"conf       {CONF_DIR}")
+    print(f"experiment {', '.join(composition.files) or 'none: the defaults'}")
+    print(f"groups     {' '.join(f'{group}={member}' for group, member in composition.members.items())}")
+    print(f"overrides  {' '.join(map(masked, settings.overrides)) or 'none'}")
 
 
 def beside_python(command: str) -> str:

@@ -264,6 +264,12 @@ def test_the_composed_settings_are_printed(capsys: pytest.CaptureFixture[str]) -
     code, said = told(capsys, "run", "experiment=debug", "algo=rloo", "seed=3", "--cfg", "job")
     assert code == 0
     assert RunConfig.model_validate(yaml.safe_load(said)) == load_config(["experiment=debug", "algo=rloo", "seed=3"])
+    code, said = told(capsys, "train", "experiment=debug", "algo=rloo", "seed=3", "--info")
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert code == 0
+    assert lines["experiment"] == "experiment/debug.yaml"
+    assert {"data=countdown", "algo=rloo"} <= set(lines["groups"].split())
+    assert lines["overrides"] == "experiment=debug algo=rloo seed=3"
 
 
 @pytest.mark.parametrize(
