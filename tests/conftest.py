@@ -48,7 +48,11 @@ check_types()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for what many tests begin with, see `tests.small_run`; workers of xdist share that of their parent."""
+    """A folder for what many tests begin with, see `tests.small_run`; workers of xdist share that of their parent. And
+    the environment in which Ray is safe, before any test imports it; `tests.runtime.driver` begins without."""
+    from rlcore.runtime.cluster import loopback_environment
+
+    os.environ.update(loopback_environment())
     if SHARED_STAGES not in os.environ:
         folder = TemporaryDirectory(prefix="stages-")
         os.environ[SHARED_STAGES] = folder.name

@@ -120,10 +120,18 @@ def _value(section: Section, run: Run, name: str) -> Any:
 
 def _got(section: Section, run: Run, key: str, *others: str) -> str:
     """Values of settings in words: `48 with batch_size 64`."""
-    first, *rest = ("its settings" if isinstance(value := _value(section, run, name), Section) else shown(value)
-                    for name in (key, *others))  # fmt: skip
+    first, *rest = (_in_words(_value(section, run, name)) for name in (key, *others))
     values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
     return f"{first} with {', '.join(values)}" if values else first
+
+
+def _in_words(value: object) -> str:
+    """A setting's value; of sections their number."""
+    if isinstance(value, Section):
+        return "its settings"
+    if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
+        return str(len(value))
+    return shown(value)
 
 
 # ---------------------------------------------------------------------- settings without an effect

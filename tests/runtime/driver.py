@@ -21,7 +21,7 @@ from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import StopRequestedError, WorkerLostError
 from rlcore.run.stop import StopFlag
-from rlcore.runtime.cluster import restrict_ray
+from rlcore.runtime.cluster import loopback_environment, restrict_ray
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.group import WorkerGroup
@@ -177,6 +177,8 @@ def terminate_when_there_is(name: str, folder: Path) -> None:
 
 def main() -> None:
     scenario, root, out, *overrides = sys.argv[1:]
+    for name in loopback_environment():  # which the tests have for Ray in their own process
+        os.environ.pop(name, None)
     run = prepare(Path(root), "runtime=ray", *overrides)
     scenarios: dict[str, Callable[[], Any]] = {
         "metrics": lambda: metrics_of(run),

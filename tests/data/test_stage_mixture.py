@@ -149,13 +149,13 @@ def test_a_mixture_composes_from_overrides():
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
-        ("[]", "data.parts: must hold two datasets or more; got 0"),
+        ("[]", "data.parts: must hold two datasets or more; got []"),
         ("[{data:{task:countdown}}]", "data.parts: must hold two datasets or more; got 1"),
         ("[{name:x,data:{task:custom}},{name:x,data:{task:countdown}}]", "must name each dataset once"),
         ("[{name:all,data:{task:custom}},{data:{task:countdown}}]", "must name each dataset once"),
         (
             "[{data:{task:custom}},{data:{task:countdown,min_numbers:5}}]",
-            r"entry 1 (countdown): data.min_numbers: must be at most data.max_numbers",
+            r"entry 1 (countdown): data.min_numbers must be at most data.max_numbers",
         ),
         ("[{data:{task:custom}},{data:{task:mapped,scorer:'data.math:score'}}]", "entry 1 (mapped): reward.num_proc"),
     ],
