@@ -1,4 +1,4 @@
-"""What stands before each of our servers on loopback, where the pages of strangers and other users reach it too."""
+"""ASGI middleware that checks the host, origin and login of requests to our servers on loopback."""
 
 import hmac
 from base64 import b64decode

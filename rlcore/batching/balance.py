@@ -1,4 +1,4 @@
-"""Which sequences go to which mini-batch, rank and micro-batch: balanced by cost, under a token budget.
+"""Assign sequences to mini-batches, ranks and micro-batches, balanced by cost and under a token budget.
 
 Ranks and micro-batches use the largest differencing method of Karmarkar and Karp ("The differencing method of set
 partitioning", 1982). Ranks wait for each other at every micro-batch, whose layers they gather together, so both are

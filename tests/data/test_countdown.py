@@ -10,18 +10,7 @@ from data.calculator import Countdown
 from data.countdown import CALCULATOR, TURN_END, build, score, tagged_answer
 from rlcore.config import CountdownData
 from rlcore.models.tokenizer import EOS_TOKEN
-
-DEMO = CountdownData(
-    train_size=4_767,
-    validation_size=559,
-    max_numbers=3,
-    number_high=20,
-    target_high=40,
-    operations=("+", "-"),
-    template="bare",
-)
-LARGE = CountdownData(train_size=1_500, validation_size=200)
-UNIFORM = CountdownData(train_size=1_500, validation_size=200, targets="uniform")
+from tests.helpers.countdown import LARGE
 
 
 @pytest.mark.parametrize("template", ["bare", "base", "qwen-instruct", "chat", "few-shot"])
