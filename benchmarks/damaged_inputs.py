@@ -38,7 +38,7 @@ RUN = (
 STEPS, STOPPED_AT = 6, 4
 START_LIMIT_S = 900
 DEEP = b"[" * 200_000
-WITHOUT_ROOTS_RIGHTS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 """Before a command of root's: permissions then hold for it too."""
 
 
@@ -82,7 +82,7 @@ class Damage:
     limited: bool = False
 
 
-def flip(path: Path, share: float = 0.5, *, quietly: bool = False) -> None:
+def flip_byte(path: Path, share: float = 0.5, *, quietly: bool = False) -> None:
     """Flip a bit; `quietly`: the file's times stay."""
     times, content = path.stat(), bytearray(path.read_bytes())
     content[int(len(content) * share)] ^= 1
@@ -97,7 +97,7 @@ def rows(path: Path, order: Callable[[int], list[int]]) -> None:
     pq.write_table(table.take(order(table.num_rows)), path)
 
 
-def instead(path: Path, make: Callable[[Path], object]) -> None:
+def replace_with(path: Path, make: Callable[[Path], object]) -> None:
     """Something else under a name."""
     if path.is_dir():
         shutil.rmtree(path)
@@ -146,7 +146,7 @@ def journal_lines(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Pla
     return lambda at: lines(at.journal, change)
 
 
-def rights(pattern: str, mode: int = 0) -> Callable[[Place], object]:
+def set_mode(pattern: str, mode: int = 0) -> Callable[[Place], object]:
     """Take permissions away."""
     return lambda at: at.one(pattern).chmod(mode)
 
@@ -154,30 +154,32 @@ def rights(pattern: str, mode: int = 0) -> Callable[[Place], object]:
 CHECKPOINT = "runs/*/checkpoints/step-000004"
 DAMAGES: Mapping[str, Damage] = {
     # ------------------------------------------------------------- bits
-    "bit: dataset, training rows": Damage(lambda at: flip(at.one("datasets/*/train.parquet")), "train.parquet"),
-    "bit: dataset, manifest": Damage(lambda at: flip(at.one("datasets/*/manifest.json")), "manifest.json"),
-    "bit: filtered training rows": Damage(lambda at: flip(at.one("filtered/*/train.parquet")), "train.parquet"),
+    "bit: dataset, training rows": Damage(lambda at: flip_byte(at.one("datasets/*/train.parquet")), "train.parquet"),
+    "bit: dataset, manifest": Damage(lambda at: flip_byte(at.one("datasets/*/manifest.json")), "manifest.json"),
+    "bit: filtered training rows": Damage(lambda at: flip_byte(at.one("filtered/*/train.parquet")), "train.parquet"),
     "bit: filtered held-out rows": Damage(
-        lambda at: flip(at.one("filtered/*/validation.parquet")), "validation.parquet"
+        lambda at: flip_byte(at.one("filtered/*/validation.parquet")), "validation.parquet"
     ),
-    "bit: filtered rows, manifest": Damage(lambda at: flip(at.one("filtered/*/manifest.json")), "manifest.json"),
-    "bit: tokenizer": Damage(lambda at: flip(at.one("tokenizers/*/tokenizer.json")), "tokenizer.json"),
-    "bit: start model, weights": Damage(lambda at: flip(at.one("models/*/model.safetensors")), "model.safetensors"),
+    "bit: filtered rows, manifest": Damage(lambda at: flip_byte(at.one("filtered/*/manifest.json")), "manifest.json"),
+    "bit: tokenizer": Damage(lambda at: flip_byte(at.one("tokenizers/*/tokenizer.json")), "tokenizer.json"),
+    "bit: start model, weights": Damage(
+        lambda at: flip_byte(at.one("models/*/model.safetensors")), "model.safetensors"
+    ),
     "bit: start model, weights, times as before": Damage(
-        lambda at: flip(at.one("models/*/model.safetensors"), quietly=True), "model.safetensors"
+        lambda at: flip_byte(at.one("models/*/model.safetensors"), quietly=True), "model.safetensors"
     ),
-    "bit: start model, config": Damage(lambda at: flip(at.one("models/*/config.json")), "config.json"),
-    "bit: start model, tokenizer": Damage(lambda at: flip(at.one("models/*/tokenizer.json")), "tokenizer.json"),
+    "bit: start model, config": Damage(lambda at: flip_byte(at.one("models/*/config.json")), "config.json"),
+    "bit: start model, tokenizer": Damage(lambda at: flip_byte(at.one("models/*/tokenizer.json")), "tokenizer.json"),
     "bit: newest checkpoint, shard": Damage(
-        lambda at: flip(next((at.newest / "policy").glob("*.safetensors"))), "step-000004"
+        lambda at: flip_byte(next((at.newest / "policy").glob("*.safetensors"))), "step-000004"
     ),
-    "bit: newest checkpoint, state": Damage(lambda at: flip(at.newest / "state.json"), "step-000004"),
-    "bit: newest checkpoint, manifest": Damage(lambda at: flip(at.newest / "manifest.json"), "step-000004"),
+    "bit: newest checkpoint, state": Damage(lambda at: flip_byte(at.newest / "state.json"), "step-000004"),
+    "bit: newest checkpoint, manifest": Damage(lambda at: flip_byte(at.newest / "manifest.json"), "step-000004"),
     "bit: exported weights": Damage(
-        lambda at: flip(at.run / "model" / "model.safetensors"), "model.safetensors", finished=True
+        lambda at: flip_byte(at.run / "model" / "model.safetensors"), "model.safetensors", finished=True
     ),
     "bit: start model of a finished run": Damage(
-        lambda at: flip(at.one("models/*/model.safetensors")), "model.safetensors", finished=True
+        lambda at: flip_byte(at.one("models/*/model.safetensors")), "model.safetensors", finished=True
     ),
     "bit: a number in the journal": Damage(
         journal_lines(lambda all: [digit(line) if of_step(line, 3) else line for line in all]), "metrics.jsonl"
@@ -216,42 +218,44 @@ DAMAGES: Mapping[str, Damage] = {
     "rows: attempts, nested deeply": Damage(lambda at: (at.run / "attempts.jsonl").write_bytes(DEEP + b"\n"), ""),
     "rows: a validation, cut": Damage(lambda at: os.truncate(at.run / "validation" / "step-000000.json", 100), ""),
     # ------------------------------------------------------------- permissions
-    "rights: newest checkpoint": Damage(rights(CHECKPOINT), "step-000004", limited=True),
-    "rights: newest checkpoint, manifest": Damage(rights(f"{CHECKPOINT}/manifest.json"), "step-000004", limited=True),
-    "rights: newest checkpoint, shards": Damage(rights(f"{CHECKPOINT}/policy"), "step-000004", limited=True),
-    "rights: checkpoints": Damage(rights("runs/*/checkpoints"), "checkpoints", limited=True),
-    "rights: dataset": Damage(rights("datasets/*"), "datasets", limited=True),
-    "rights: filtered training rows": Damage(rights("filtered/*/train.parquet"), "train.parquet", limited=True),
-    "rights: start model, weights": Damage(rights("models/*/model.safetensors"), "model.safetensors", limited=True),
-    "rights: journal": Damage(rights("runs/*/metrics.jsonl"), "metrics.jsonl", limited=True),
-    "rights: the run's folder, read-only": Damage(rights("runs/*", 0o500), "runs/", limited=True),
+    "rights: newest checkpoint": Damage(set_mode(CHECKPOINT), "step-000004", limited=True),
+    "rights: newest checkpoint, manifest": Damage(set_mode(f"{CHECKPOINT}/manifest.json"), "step-000004", limited=True),
+    "rights: newest checkpoint, shards": Damage(set_mode(f"{CHECKPOINT}/policy"), "step-000004", limited=True),
+    "rights: checkpoints": Damage(set_mode("runs/*/checkpoints"), "checkpoints", limited=True),
+    "rights: dataset": Damage(set_mode("datasets/*"), "datasets", limited=True),
+    "rights: filtered training rows": Damage(set_mode("filtered/*/train.parquet"), "train.parquet", limited=True),
+    "rights: start model, weights": Damage(set_mode("models/*/model.safetensors"), "model.safetensors", limited=True),
+    "rights: journal": Damage(set_mode("runs/*/metrics.jsonl"), "metrics.jsonl", limited=True),
+    "rights: the run's folder, read-only": Damage(set_mode("runs/*", 0o500), "runs/", limited=True),
     # ------------------------------------------------------------- kinds of file
-    "kind: newest checkpoint, a file": Damage(lambda at: instead(at.newest, Path.touch), "step-000004"),
-    "kind: newest checkpoint, a link to itself": Damage(lambda at: instead(at.newest, loop), "step-000004"),
+    "kind: newest checkpoint, a file": Damage(lambda at: replace_with(at.newest, Path.touch), "step-000004"),
+    "kind: newest checkpoint, a link to itself": Damage(lambda at: replace_with(at.newest, loop), "step-000004"),
     "kind: newest manifest, a folder": Damage(
-        lambda at: instead(at.newest / "manifest.json", Path.mkdir), "step-000004"
+        lambda at: replace_with(at.newest / "manifest.json", Path.mkdir), "step-000004"
     ),
-    "kind: newest manifest, a pipe": Damage(lambda at: instead(at.newest / "manifest.json", os.mkfifo), "step-000004"),
+    "kind: newest manifest, a pipe": Damage(
+        lambda at: replace_with(at.newest / "manifest.json", os.mkfifo), "step-000004"
+    ),
     "kind: newest manifest, unreadable": Damage(
-        lambda at: instead(at.newest / "manifest.json", unreadable), "step-000004"
+        lambda at: replace_with(at.newest / "manifest.json", unreadable), "step-000004"
     ),
     "kind: newest manifest, nested deeply": Damage(
         lambda at: (at.newest / "manifest.json").write_bytes(DEEP), "step-000004"
     ),
     "kind: newest manifest, without keys": Damage(lambda at: without_keys(at.newest / "manifest.json"), "step-000004"),
     "kind: newest checkpoint, a shard is a pipe": Damage(
-        lambda at: instead(next((at.newest / "policy").glob("*.safetensors")), os.mkfifo), "step-000004"
+        lambda at: replace_with(next((at.newest / "policy").glob("*.safetensors")), os.mkfifo), "step-000004"
     ),
-    "kind: journal, a pipe": Damage(lambda at: instead(at.journal, os.mkfifo), "metrics.jsonl"),
-    "kind: journal, a folder": Damage(lambda at: instead(at.journal, Path.mkdir), "metrics.jsonl"),
-    "kind: samples, a file": Damage(lambda at: instead(at.run / "samples", Path.touch), "samples"),
-    "kind: checkpoints, a file": Damage(lambda at: instead(at.run / "checkpoints", Path.touch), "checkpoints"),
-    "kind: record, a pipe": Damage(lambda at: instead(at.run / "run.json", os.mkfifo), "run.json"),
+    "kind: journal, a pipe": Damage(lambda at: replace_with(at.journal, os.mkfifo), "metrics.jsonl"),
+    "kind: journal, a folder": Damage(lambda at: replace_with(at.journal, Path.mkdir), "metrics.jsonl"),
+    "kind: samples, a file": Damage(lambda at: replace_with(at.run / "samples", Path.touch), "samples"),
+    "kind: checkpoints, a file": Damage(lambda at: replace_with(at.run / "checkpoints", Path.touch), "checkpoints"),
+    "kind: record, a pipe": Damage(lambda at: replace_with(at.run / "run.json", os.mkfifo), "run.json"),
     "kind: filtered manifest, a folder": Damage(
-        lambda at: instead(at.one("filtered/*/manifest.json"), Path.mkdir), "filtered"
+        lambda at: replace_with(at.one("filtered/*/manifest.json"), Path.mkdir), "filtered"
     ),
-    "kind: start model, a link to itself": Damage(lambda at: instead(at.one("models/*"), loop), "models"),
-    "kind: dataset, a file": Damage(lambda at: instead(at.one("datasets/*"), Path.touch), "datasets"),
+    "kind: start model, a link to itself": Damage(lambda at: replace_with(at.one("models/*"), loop), "models"),
+    "kind: dataset, a file": Damage(lambda at: replace_with(at.one("datasets/*"), Path.touch), "datasets"),
     "kind: export, nested deeply": Damage(
         lambda at: (at.run / "model" / "manifest.json").write_bytes(DEEP), "manifest.json", finished=True
     ),
@@ -274,7 +278,7 @@ class Outcome:
     name: str
     verdict: str
     exit_code: int | None
-    told: tuple[str, ...]
+    output: tuple[str, ...]
 
 
 PASSED = ("equal", "refused", "gap told")
@@ -282,7 +286,7 @@ PASSED = ("equal", "refused", "gap told")
 
 def start(root: Path, steps: int = STEPS, *, limited: bool = False) -> tuple[int | None, str]:
     """The command; its exit code (None: it did not end) and what it said."""
-    before = WITHOUT_ROOTS_RIGHTS if limited and os.getuid() == 0 else ()
+    before = UNPRIVILEGED if limited and os.getuid() == 0 else ()
     command = [*before, sys.executable, "-m", "flows.cli", "train", *overrides(steps), f"paths.root={root}"]
     with tempfile.TemporaryFile() as said:
         try:
@@ -327,20 +331,20 @@ def try_one(name: str, base: Path, expected: Numbers) -> Outcome:
         damage.do(Place(root))
         try:
             code, said = start(root, limited=damage.limited)
-            verdict = judge(damage, root, expected, code, said)
+            verdict = verdict_of(damage, root, expected, code, said)
         finally:
             subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, capture_output=True)
     about = [line for line in said.splitlines() if damage.named and damage.named in line]
     return Outcome(name, verdict, code, tuple(line.replace(folder, "...")[:400] for line in about))
 
 
-def judge(damage: Damage, root: Path, expected: Numbers, code: int | None, said: str) -> str:
+def verdict_of(damage: Damage, root: Path, expected: Numbers, code: int | None, output: str) -> str:
     """The verdict on a start."""
     if code is None:
         return "hang"
-    if "Traceback" in said:
+    if "Traceback" in output:
         return "traceback"
-    is_named = damage.named in said
+    is_named = damage.named in output
     if code != 0:
         return "refused" if is_named else "refused without a name"
     found = numbers_of(root)

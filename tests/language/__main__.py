@@ -48,7 +48,7 @@ BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def of_source(text: str) -> Iterator[tuple[int, str]]:
+def source_findings(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and offence of a Python file: words in comments and strings, beginnings of docstrings."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (
@@ -56,7 +56,7 @@ def of_source(text: str) -> Iterator[tuple[int, str]]:
             tokenize.STRING,
             tokenize.FSTRING_MIDDLE if sys.version_info >= (3, 12) else -1,
         ):
-            yield from of_words(token.string, token.start[0])
+            yield from word_findings(token.string, token.start[0])
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, DEFINITIONS) and (doc := ast.get_docstring(node)):
             first = re.match(r"[A-Za-z']+", doc)
@@ -64,10 +64,10 @@ def of_source(text: str) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, f"a docstring begins with {first[0]!r}"
 
 
-def of_page(text: str) -> Iterator[tuple[int, str]]:
+def page_findings(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and offence of a Markdown page: words, and sentences that are too long. Tables count by cell."""
     text = BLOCK.sub(lambda block: "\n" * block[0].count("\n"), text)
-    yield from of_words(text, 1)
+    yield from word_findings(text, 1)
     line = 1
     for paragraph in re.split(r"(\n\s*\n|\n(?=[-*|#>]|\d+\.))", text):
         for sentence in re.split(r"(?<=[.:;?!])\s|\|", paragraph):
@@ -76,7 +76,7 @@ def of_page(text: str) -> Iterator[tuple[int, str]]:
         line += paragraph.count("\n")
 
 
-def of_words(text: str, line: int) -> Iterator[tuple[int, str]]:
+def word_findings(text: str, line: int) -> Iterator[tuple[int, str]]:
     """Yield line and offence for each word of the list in a text that begins at `line`."""
     for pattern, instead in WORDS.items():
         for found in pattern.finditer(text):
@@ -90,7 +90,7 @@ def main(names: list[str]) -> int:
     count = 0
     for name in files:
         text = (ROOT / name).read_text(encoding="utf-8")
-        for line, offence in sorted(of_page(text) if name.endswith(".md") else of_source(text)):
+        for line, offence in sorted(page_findings(text) if name.endswith(".md") else source_findings(text)):
             print(f"{name}:{line}: {offence}")
             count += 1
     print(f"{count} in {len(files)} files", file=sys.stderr)
