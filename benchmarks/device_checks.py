@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import command, numbers, plan, short_memory, warm_start, wrong_handover
+from benchmarks.checks import command, numbers, plan, short_memory, warm_start, wrong_weight_sync
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.harness import describe_lengths
 from benchmarks.shapes import SHAPES, model_of
@@ -35,7 +35,7 @@ ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
     "logprobs": numbers.differences,
     "correction": numbers.correction,
     "short_memory": short_memory.check,
-    "handover": wrong_handover.check,
+    "handover": wrong_weight_sync.check,
 }
 BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
     "demo": command.demo,
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def keep(name: str, check: Callable[[], Verdict]) -> None:
-        found[name] = _tried(name, check)
+        found[name] = _run_check(name, check)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(_summary(arguments, found), indent=1) + "\n")
 
@@ -76,7 +76,7 @@ def _summary(arguments: argparse.Namespace, found: Mapping[str, Any]) -> dict[st
     }
 
 
-def _tried(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
+def _run_check(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
         verdict = check()

@@ -44,7 +44,7 @@ SETTINGS = {
 }
 
 
-def trained(name: str, overrides: list[str]) -> dict[str, object]:
+def train(name: str, overrides: list[str]) -> dict[str, object]:
     """Train with a method, unless that has been done; its validations and seconds."""
     arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
     begun = time.perf_counter()
@@ -86,7 +86,7 @@ def main() -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         wanted = given.only or [name for name in SETTINGS if name not in done]
         overrides = [*(f"{key}={given.steps}" for key in LENGTHS), *given.overrides]
-        for future in as_completed([pool.submit(trained, name, overrides) for name in wanted]):
+        for future in as_completed([pool.submit(train, name, overrides) for name in wanted]):
             try:
                 run = future.result()
             except RuntimeError as error:

@@ -131,7 +131,7 @@ def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
     """What one step computes on each rank."""
     known = SHAPES[shape]
     assert result.batch is not None, "a step of reinforcement learning has a batch"
-    computed = Sizes.of(result.batch.packed, share_prompts=config.model.share_prompts).num_computed()
+    computed = Sizes.from_batch(result.batch.packed, share_prompts=config.model.share_prompts).num_computed()
     heads, ranks = known["num_attention_heads"], config.runtime.num_workers
     body, head = matrix_weights(shape)
     lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]

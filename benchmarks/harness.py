@@ -26,11 +26,11 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Answerer, ExperienceCollector
+from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt, Rollout
-from rlcore.workers.canary import NUM_PROMPTS, HandOver
-from rlcore.workers.group import Answered, Pending, WorkerGroup
+from rlcore.workers.canary import NUM_PROMPTS, WeightSync
+from rlcore.workers.group import Completed, Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
@@ -51,16 +51,16 @@ class FixedLengths:
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """The verb."""
-        if verb is Worker.hand_over:
+        if verb is Worker.sync_weights:
             return self.begin(verb, [args] * self.world_size).result()
         return self._group.each(verb, *args, **kwargs)
 
     def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
         """The verb, with the hand-over's version noted."""
-        if verb is Worker.hand_over:
+        if verb is Worker.sync_weights:
             self._version = arguments[0][0]
             if not self._real:
-                return Answered([HandOver(0.0)] * self.world_size)
+                return Completed([WeightSync(0.0)] * self.world_size)
         return self._group.begin(verb, arguments)
 
     def send(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -170,11 +170,11 @@ def training_loop(
     with contextlib.ExitStack() as opened:
         scoring = opened.enter_context(ScoringPool(config.data.scorer, config.reward))
         failures = opened.enter_context(tempfile.TemporaryDirectory())
-        group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
-        group.each(Worker.hand_over, 0)
+        group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
+        group.each(Worker.sync_weights, 0)
         episodes = opened.enter_context(_episodes(config, tokenizer, decode))
         collector = ExperienceCollector(
-            Answerer(config, group, scoring, decode, episodes), PromptStream(prompts, seed=1)
+            ResponseSampler(config, group, scoring, decode, episodes), PromptStream(prompts, seed=1)
         )
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
 

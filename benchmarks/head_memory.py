@@ -44,14 +44,14 @@ def main() -> None:
         f"hidden {arguments.hidden}, {arguments.dtype} on {arguments.device}"
     )
     for loss in [arguments.loss] if arguments.loss else LOSSES:
-        full, chunked = (in_own_process(version, LOSSES[loss]) for version in ("full", "chunked"))
+        full, chunked = (in_new_process(version, LOSSES[loss]) for version in ("full", "chunked"))
         print(
             f"gradient of {loss}: full logits {full / 1e9:.3f} GB, chunked {chunked / 1e9:.3f} GB, "
             f"ratio {chunked / full:.4f}"
         )
 
 
-def in_own_process(version: str, entropy: str) -> int:
+def in_new_process(version: str, entropy: str) -> int:
     """Peak bytes of one version, measured where nothing ran before."""
     command = [sys.executable, __file__, *sys.argv[1:], "--one", version, entropy]
     # Fresh pages for every large tensor, given back when it dies: resident memory then follows the tensors.

@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from rlcore.config.compose import load_config
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 from tests.repeatable import repeatable
@@ -65,7 +65,7 @@ class Kill:
 
 
 @dataclass
-class Found:
+class Findings:
     """What came of the killed runs. `codes`: exit code -> starts; `raw`: ends without a clear message."""
 
     kills: list[Kill] = field(default_factory=list)
@@ -126,7 +126,9 @@ def kill_everything(pid: int) -> int:
     return len(family)
 
 
-def kill_all_of_it(root: Path, overrides: Sequence[str], num_kills: int, rng: random.Random, found: Found) -> None:
+def kill_process_tree(
+    root: Path, overrides: Sequence[str], num_kills: int, rng: random.Random, found: Findings
+) -> None:
     """Start, kill at a random step and moment, start again; the last start runs to the end."""
     where = layout(root, overrides)
     total = load_config(list(overrides)).trainer.total_steps
@@ -156,7 +158,7 @@ def part_of(process: psutil.Process) -> str | None:
     return NAMES.get(name) or next(found, None)
 
 
-def parts(flow: int) -> Mapping[str, psutil.Process]:
+def processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
     """The processes of a run by what they are; one of each kind."""
     found: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
@@ -170,7 +172,7 @@ def parts(flow: int) -> Mapping[str, psutil.Process]:
 class PartKiller:
     """Kills one process at a time; those that were hit least go first."""
 
-    def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Found) -> None:
+    def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
         self._window_s = window_s
         self._rng = rng
@@ -196,7 +198,7 @@ class PartKiller:
         """Kill until the command ends: each time another part, at a moment after its start."""
         part, since, wait_s = self._drawn()
         while self.left and process.poll() is None:
-            target = parts(process.pid).get(part)
+            target = processes_by_part(process.pid).get(part)
             with suppress(psutil.Error):
                 if target is not None and time.time() > max(since, target.create_time()) + wait_s:
                     age_s = time.time() - target.create_time()
@@ -223,10 +225,10 @@ class PartKiller:
             self._found.raw.append(f"code {code}: {said[-2000:]}")
 
 
-def wait_for_the_last(found: Found) -> None:
+def wait_for_orphans(found: Findings) -> None:
     """Processes that a run has left behind."""
     deadline = time.monotonic() + LEFT_WAIT_S
-    while (alive := living()) and time.monotonic() < deadline:
+    while (alive := alive_processes()) and time.monotonic() < deadline:
         time.sleep(0.2)
     for process in alive:
         with suppress(psutil.Error):
@@ -234,7 +236,7 @@ def wait_for_the_last(found: Found) -> None:
             process.kill()
 
 
-def living() -> list[psutil.Process]:
+def alive_processes() -> list[psutil.Process]:
     """Our descendants: as their subreaper we are the parent of orphans, which are reaped here."""
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -249,7 +251,7 @@ def living() -> list[psutil.Process]:
 # ---------------------------------------------------------------- comparison
 
 
-def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Found) -> None:
+def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings) -> None:
     """Every value of every step, and the weights."""
     expected, got = (
         [repeatable(dict(record.metrics)) for record in read_journal(layout(root, overrides).journal)]
@@ -265,7 +267,7 @@ def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Found) -
     found.different += different
     found.num_equal_runs += different == 0 and weights[0] == weights[1]
     found.faults += Counter(
-        f"{fault.kind} in {fault.phase or '?'}" for fault in read_faults(layout(killed, overrides).run_dir)
+        f"{fault.kind} in {fault.phase or '?'}" for fault in read_failures(layout(killed, overrides).run_dir)
     )
 
 
@@ -291,7 +293,7 @@ def main() -> None:
     if not any(one.startswith("experiment=") for one in overrides):
         overrides = [*(ON_RAY if by_parts else ["experiment=countdown_demo"]), *overrides]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    rng, found, whole = random.Random(given.seed), Found(), given.root / "whole"
+    rng, found, whole = random.Random(given.seed), Findings(), given.root / "whole"
     run_to_the_end(whole, overrides)
     killed = [given.root / f"killed-{given.seed}"]
     if by_parts:
@@ -303,8 +305,8 @@ def main() -> None:
                 shutil.copytree(whole / made, killed[-1] / made)
             killer.run(killed[-1], overrides)
     else:
-        kill_all_of_it(killed[0], overrides, given.kills, rng, found)
-    wait_for_the_last(found)
+        kill_process_tree(killed[0], overrides, given.kills, rng, found)
+    wait_for_orphans(found)
     for root in killed:
         compare(whole, root, overrides, found)
     result = {"aim": given.aim, "seed": given.seed, "num_runs": len(killed), "experiment": list(overrides)}

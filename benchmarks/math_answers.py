@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from math_verify import parse, verify
 
 from data.math import reference_problem, score
-from data.math_reading import Said, number_in_words, read
+from data.math_reading import Reading, number_in_words, read
 
 REFERENCES = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 _NUMBER = re.compile(r"[0-9]+")
@@ -140,7 +140,7 @@ def rule(reference: str, answer: str) -> str | None:
     return "a letter is a variable, no unit" if _has_letter_more(gold, said) else None
 
 
-def _number_rule(gold: Said, said: Said) -> str | None:
+def _number_rule(gold: Reading, said: Reading) -> str | None:
     number = said.number or number_in_words(said.plain)
     if number is None:
         return "an answer to a number is one written number"
@@ -151,7 +151,7 @@ def _number_rule(gold: Said, said: Said) -> str | None:
     return None
 
 
-def _has_letter_more(gold: Said, said: Said) -> bool:
+def _has_letter_more(gold: Reading, said: Reading) -> bool:
     letters = [set(re.findall("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", each.plain))) for each in (gold, said)]
     return letters[0] != letters[1]
 

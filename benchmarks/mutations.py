@@ -148,7 +148,7 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
             yield mutation
 
 
-def drawn(folders: list[str], each: int, seed: int) -> list[Mutation]:
+def sample_mutations(folders: list[str], each: int, seed: int) -> list[Mutation]:
     """`each` random mutations of every folder, which do not depend on the other folders."""
     found = []
     for folder in folders:
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "results" / "mutations.json")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
-    mutations = drawn(list(chosen.folders), chosen.each, chosen.seed)
+    mutations = sample_mutations(list(chosen.folders), chosen.each, chosen.seed)
     if chosen.list:
         for one in mutations:
             print(f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}")

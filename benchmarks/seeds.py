@@ -44,7 +44,7 @@ def read_seed(layout: RunLayout) -> dict[str, object]:
     for result in results:
         name = f"val-core/{result.data_source}/reward/mean@{result.num_samples}"
         greedy = f"val-core/{result.data_source}/reward/greedy"
-        summary = result.summary()
+        summary = result.metrics()
         steps.append(
             {
                 "step": result.step,

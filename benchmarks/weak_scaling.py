@@ -27,7 +27,7 @@ def steps_of(cards: Sequence[str], prompts: int, options: Sequence[str], out: Pa
     return subprocess.Popen([*command, f"--out={out}", *options], env=environment)
 
 
-def finished(running: Sequence[subprocess.Popen[bytes]], files: Sequence[Path]) -> list[dict[str, Any]]:
+def wait_for(running: Sequence[subprocess.Popen[bytes]], files: Sequence[Path]) -> list[dict[str, Any]]:
     """What each has written."""
     if any([process.wait() for process in running]):
         sys.exit("a run has failed: its output stands above")
@@ -45,8 +45,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{card}.json" for card in [*cards, "all"]]
         own = [steps_of([card], arguments.prompts, options, file) for card, file in zip(cards, files[:-1], strict=True)]
-        alone = finished(own, files[:-1])
-        (together,) = finished([steps_of(cards, arguments.gpus * arguments.prompts, options, files[-1])], files[-1:])
+        alone = wait_for(own, files[:-1])
+        (together,) = wait_for([steps_of(cards, arguments.gpus * arguments.prompts, options, files[-1])], files[-1:])
     found = {
         "what": "weak scaling of a GRPO step: the slowest card's own seconds over those of all together",
         "weak": max(run["step_s"] for run in alone) / together["step_s"],

@@ -29,10 +29,10 @@ class Expression:
     operations: tuple[_Operation, ...]
     """Left value, operator, right value and result, in the order of the computation."""
 
-    def worked(self) -> str:
+    def solution_steps(self) -> str:
         """Every operation with its result, in order.
 
-        >>> evaluate("44 - 14 - (38 - 21)").worked()
+        >>> evaluate("44 - 14 - (38 - 21)").solution_steps()
         '44 - 14 = 30, 38 - 21 = 17, 30 - 17 = 13'
         """
         return ", ".join(

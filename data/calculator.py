@@ -18,8 +18,8 @@ from data.arithmetic import evaluate
 from data.countdown import COMPUTED, score
 from rlcore.rollout.environment import Turn
 
-_ASKED = re.compile(r"<<([^<>=]{1,200})=$")
-_SOLVED = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
+_REQUEST = re.compile(r"<<([^<>=]{1,200})=$")
+_ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
 _DECIMAL = re.compile(r"(?<![0-9.])([0-9]{0,20})\.([0-9]{1,20})(?![0-9.])")
 _WHOLE = re.compile(r"(?<![0-9.])0+(?=[0-9])")
 _PLACES = 4
@@ -70,8 +70,8 @@ class WordProblems:
     def step(self, text: str) -> Turn:
         """Compute what the turn asks for, or score the answer."""
         self._texts.append(text)
-        asked = _ASKED.search(text.rstrip())
-        reply = computed(asked[1]) if asked else None
+        asked = _REQUEST.search(text.rstrip())
+        reply = calculator_line(asked[1]) if asked else None
         self._calls += asked is not None
         self._failed += asked is not None and reply is None
         found = gsm8k.score("\n".join(self._texts), self._row)
@@ -81,10 +81,10 @@ class WordProblems:
         return Turn("", done=True, reward=found.total, parts=parts)
 
 
-def computed(expression: str) -> str | None:
+def calculator_line(expression: str) -> str | None:
     """The value of an expression of numbers with or without decimals, to four places; None where there is none.
 
-    >>> computed("0.5*30"), computed("100/3"), computed("-2"), computed("1/0")
+    >>> calculator_line("0.5*30"), calculator_line("100/3"), calculator_line("-2"), calculator_line("1/0")
     ('15', '33.3333', None, None)
     """
     whole = _DECIMAL.sub(lambda found: f"({int(found[1] + found[2])}/{10 ** len(found[2])})", expression)
@@ -102,8 +102,8 @@ def episode(answer: str) -> list[dict[str, str]] | None:
     ['He has 48/2 = <<48/2=', '24', '24 clips.\\n#### 24']
     """
     messages, end = [], 0
-    for call in _SOLVED.finditer(answer):
-        value = computed(call[1])
+    for call in _ANNOTATION.finditer(answer):
+        value = calculator_line(call[1])
         try:
             stated = Fraction(call[2])
         except ValueError:

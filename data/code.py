@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data.records import Record, records
 from data.rows import Message, Row, TaskRows
 from rlcore.errors import DataError
-from rlcore.sandbox import Ran, in_use
+from rlcore.sandbox import ProgramResult, current_limits
 from rlcore.sandbox import run_python as run_in_sandbox
 from rlcore.score import Score
 
@@ -53,13 +53,13 @@ def _rows(folder: str, name: str, most: int) -> Iterator[Row]:
         solution = record.values.get("solution")
         yield Row(
             prompt=(Message("user", f"{record.text('question')}\n\n{_INSTRUCTION}"),),
-            ground_truth={"tests": json.dumps(_tests_of(record))},
+            ground_truth={"tests": json.dumps(_read_tests(record))},
             solution=f"```python\n{solution}\n```" if solution else "",
             where=record.where,
         )
 
 
-def _tests_of(record: Record) -> list[Any]:
+def _read_tests(record: Record) -> list[Any]:
     tests = record.values.get("tests")
     if isinstance(tests, list) and tests and all(map(_is_test, tests)):
         return tests
@@ -82,12 +82,12 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     """
     program = program_of(response)
     tests = json.loads(str(ground_truth["tests"]))
-    passed, until = 0, time.monotonic() + in_use().time_s
+    passed, until = 0, time.monotonic() + current_limits().time_s
     compiles: bool | None = None  # not known
     for test in tests:
         if (left := until - time.monotonic()) <= 0:
             break
-        is_passed, ran = _tried(program, test, left)
+        is_passed, ran = _run_test(program, test, left)
         passed += is_passed
         if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # of the answer, or of what it evaluates
             compiles = _compiles(program, until - time.monotonic())
@@ -108,17 +108,17 @@ def program_of(response: str) -> str:
 
 def _compiles(program: str, time_s: float) -> bool:
     ran = run_in_sandbox(f"compile({program!r}, 'program', 'exec')", "", time_s)
-    return ran.ended != "" or ran.code == 0
+    return ran.stop_reason != "" or ran.code == 0
 
 
-def _tried(program: str, test: str | Mapping[str, str], time_s: float) -> tuple[bool, Ran]:
+def _run_test(program: str, test: str | Mapping[str, str], time_s: float) -> tuple[bool, ProgramResult]:
     if isinstance(test, str):
         word = secrets.token_hex(8)
         both = f"_word = input()\nexec(compile({program!r}, 'program', 'exec'))\n{test}\nprint(chr(10) + _word)\n"
         ran = run_in_sandbox(both, word, time_s)
-        return ran.ended == "" and ran.code == 0 and ran.stdout.endswith(f"\n{word}\n"), ran
+        return ran.stop_reason == "" and ran.code == 0 and ran.stdout.endswith(f"\n{word}\n"), ran
     ran = run_in_sandbox(program, test["stdin"], time_s)
-    return ran.ended == "" and ran.code == 0 and _lines(ran.stdout) == _lines(test["stdout"]), ran
+    return ran.stop_reason == "" and ran.code == 0 and _lines(ran.stdout) == _lines(test["stdout"]), ran
 
 
 def _lines(text: str) -> list[str]:
@@ -132,7 +132,7 @@ def run_python(program: str) -> str:
         program: The whole program. It has to print its result.
     """
     ran = run_in_sandbox(program)
-    if ran.ended == "time":
+    if ran.stop_reason == "time":
         return f"{ran.stdout}\nerror: the program was ended after its time"
     problem = ran.stderr.strip().splitlines()[-1:] if ran.code else []
     return "\n".join([ran.stdout.rstrip(), *problem]).strip()

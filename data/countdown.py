@@ -131,7 +131,7 @@ def _work(settings: "CountdownData", problem: "Problem", equation: str, seed: in
         return "".join(f"{text} {TURN_END} {COMPUTED.format(value=one.value)} " for text, one in shown)
     if settings.search_tries is None:
         return f"{equation} = {last.value}"
-    return "".join(f"{one.worked()}, no\n" for _, one in wrong) + last.worked()
+    return "".join(f"{one.solution_steps()}, no\n" for _, one in wrong) + last.solution_steps()
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:

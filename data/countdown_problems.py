@@ -103,9 +103,9 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
     Raises:
         DataError: the settings contradict each other, or allow fewer problems than asked.
     """
-    _require_sound(settings)
+    _check_settings(settings)
     if _is_enumerated(settings):
-        found = _from_whole_space(settings, seed)
+        found = _enumerate_problems(settings, seed)
     else:
         found = _Dealer(settings, seed).deal(draw_chunk(settings, seed, chunk) for chunk in count())
     shuffled = {}
@@ -121,9 +121,9 @@ def require_enough(settings: CountdownData, seed: int) -> None:
     Raises:
         DataError: the settings contradict each other, or allow fewer problems than asked.
     """
-    _require_sound(settings)
+    _check_settings(settings)
     if _is_enumerated(settings):
-        _from_whole_space(settings, seed)
+        _enumerate_problems(settings, seed)
         return
     span = settings.number_high - settings.number_low + 1
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
@@ -131,7 +131,7 @@ def require_enough(settings: CountdownData, seed: int) -> None:
             continue
         total = sum(_num_problems(n, settings) for n in counts)
         if (asked := sum(quota.values())) > _SAMPLE_MARGIN * total:
-            _refuse_for_size(settings, counts, asked, round(total), about=True)
+            _raise_too_few(settings, counts, asked, round(total), about=True)
 
 
 def _num_problems(n: int, settings: CountdownData) -> float:
@@ -156,7 +156,7 @@ def _is_enumerated(settings: CountdownData) -> bool:
     return sum(_COST[n] * comb(span + n - 1, n) for n in counts) <= _MAX_ENUMERATED
 
 
-def _require_sound(settings: CountdownData) -> None:
+def _check_settings(settings: CountdownData) -> None:
     problems = []
     for low, high in (("min_numbers", "max_numbers"), ("number_low", "number_high"), ("target_low", "target_high")):
         a, b = getattr(settings, low), getattr(settings, high)
@@ -195,7 +195,7 @@ def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
 # ---------------------------------------------------------------- small spaces: solved whole
 
 
-def _from_whole_space(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
+def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
     """Problems out of all that exist, dealt to the splits multiset by multiset."""
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
@@ -211,7 +211,7 @@ def _from_whole_space(settings: CountdownData, seed: int) -> dict[str, list[Prob
         ]
         total, asked = sum(map(len, groups)), sum(quota.values())
         if total < asked:
-            _refuse_for_size(settings, counts, asked, total)
+            _raise_too_few(settings, counts, asked, total)
         held_out, rest = _deal(groups, quota[_VALIDATION] * total // asked, rng)
         for split, pool in ((_TRAIN, rest), (_VALIDATION, held_out)):
             found[split] += _sample(pool, quota[split], split, rng)
@@ -235,7 +235,7 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
     return problems
 
 
-def _refuse_for_size(
+def _raise_too_few(
     settings: CountdownData, counts: Sequence[int], asked: int, total: int, *, about: bool = False
 ) -> None:
     only = f"only about {total:,}" if about else f"only {total:,}"
@@ -315,7 +315,7 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class _RandomEquations:
     """Equations of one chunk: values (numerator, denominator) [M] and the merges that made them, `plan` [M, n-1, 3]."""
 
     numerator: np.ndarray
@@ -323,7 +323,7 @@ class _Drawn:
     plan: np.ndarray
 
 
-def _random_equations(rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]) -> _Drawn:
+def _random_equations(rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]) -> _RandomEquations:
     """A random equation over each row of `numbers` [M, n]: two slots merged by an operation, n - 1 times."""
     rows, n = numbers.shape
     every = np.arange(rows)
@@ -342,7 +342,7 @@ def _random_equations(rng: np.random.Generator, numbers: np.ndarray, operations:
         top[every, i] = np.choose(code, [a * d + c * b, a * d - c * b, a * c, a * d])
         bottom[every, i] *= d != 0
         top[every, j], bottom[every, j] = top[:, left - 1], bottom[:, left - 1]
-    return _Drawn(top[:, 0], bottom[:, 0], plan)
+    return _RandomEquations(top[:, 0], bottom[:, 0], plan)
 
 
 def equations_for(
@@ -364,7 +364,7 @@ def equations_for(
                     continue
                 merges = [*made, (i, j, _SIGNS.index(sign))]
                 left = list(slots)
-                left[i] = _merged(slots[i], sign, slots[j])
+                left[i] = _merge(slots[i], sign, slots[j])
                 left[j] = left[-1]
                 left.pop()
                 if len(left) > 1:
@@ -382,7 +382,7 @@ def equations_for(
     return plan, solved
 
 
-def _merged(left: Fraction, sign: str, right: Fraction) -> Fraction:
+def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
     """One operation; a division by zero leaves a denominator of 0, as do all operations after it."""
     (a, b), (c, d) = left, right
     if sign == "/":
@@ -402,7 +402,7 @@ def _equation(numbers: list[int], plan: list[list[int]]) -> str:
     return slots[0].text
 
 
-def _whole_values(drawn: _Drawn, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
+def _whole_values(drawn: _RandomEquations, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
     """Values [M] where they are whole and in the target's range, and where that is (bool [M])."""
     bottom = np.where(drawn.denominator == 0, 1, drawn.denominator)
     value, rest = np.divmod(drawn.numerator, bottom)

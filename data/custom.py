@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 
 from data.rows import TaskRows
-from rlcore.config.base import expanded
+from rlcore.config.base import expand_path
 from rlcore.config.data import CustomData
-from rlcore.errors import MODULES_ARE_FOUND, DataError
+from rlcore.errors import MODULE_REMEDY, DataError
 from rlcore.storage.documents import sha256_of
 from rlcore.user_code import code_for
 
@@ -26,7 +26,7 @@ def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
     except Exception as error:  # importing a user's module can raise anything
         raise DataError(
             f"data.build: must name a function as module:function, got {settings.build!r} "
-            f"({type(error).__name__}: {error}). {MODULES_ARE_FOUND}."
+            f"({type(error).__name__}: {error}). {MODULE_REMEDY}."
         ) from error
     return function
 
@@ -48,11 +48,10 @@ def inputs(settings: CustomData) -> dict[str, str]:
     sources = code_for(settings.build)
     if not sources:
         raise DataError(
-            f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
-            f"{MODULES_ARE_FOUND}."
+            f"data.build: must name a function in a module with a source file, got {settings.build!r}. {MODULE_REMEDY}."
         )
     found = {source.name: source.sha256 for source in sources}
-    for option in map(expanded, settings.options):
+    for option in map(expand_path, settings.options):
         for file in sorted(file for file in (option, *option.glob("*")) if file.is_file()):
             name = file.name if file == option else f"{option.name}/{file.name}"
             found[name] = " ".join(filter(None, (found.get(name), sha256_of(file))))  # two may have one name

@@ -35,14 +35,14 @@ import pyarrow as pa
 from data.records import Record, records_of
 from data.schema import ROWS_PER_GROUP, provenance_metadata
 from data.stage import StageResult
-from data.tokenizer import ID_BYTES, PromptTokenizer, UnwrittenError, encode_whole, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, PromptTokenizer, ResponseChangedError, encode_whole, tokenizer_fingerprint
 from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.inputs import FILE_SHA256
 from rlcore.run.model_digests import content_digest
-from rlcore.storage.finished import finished_or_set_aside
+from rlcore.storage.finished import read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 VERSION = 1
@@ -108,11 +108,11 @@ def tokenize_demonstrations(
     """
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
     directory = tokenized_directory(digest, root)
-    if (manifest := finished_or_set_aside(directory)) is not None:
+    if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     file = Path(config.demonstrations or "").expanduser()
     counts: Counter[str] = Counter()
-    kept = _fitting(file, partial(_encoder, tokenizer_dir, chat_template_kwargs), config.max_tokens, counts)
+    kept = _rows_that_fit(file, partial(_encoder, tokenizer_dir, chat_template_kwargs), config.max_tokens, counts)
     if len(kept) < 2:
         reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
         raise DataError(
@@ -136,7 +136,7 @@ def tokenize_demonstrations(
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
-def try_demonstrations(
+def preview_demonstrations(
     config: WarmStartConfig,
     tokenizer_dir: Path | None,
     num_rows: int,
@@ -156,7 +156,9 @@ def try_demonstrations(
         deque(rows, maxlen=0)
 
 
-def _fitting(file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
+def _rows_that_fit(
+    file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]
+) -> list[Tokenized]:
     """The rows that are left, in the file's order; the others are counted."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
@@ -247,14 +249,14 @@ def _turns(row: Record) -> tuple[Any, int]:
     if "messages" in values:
         return values["messages"], 0
     if "conversations" in values:
-        return _of_sharegpt(values["conversations"]), 0
+        return _from_sharegpt(values["conversations"]), 0
     if "instruction" in values:
-        return _of_alpaca(row)
+        return _from_alpaca(row)
     asked, completion = values["prompt"], values["completion"]
     return ([*asked, *completion], len(asked)) if isinstance(completion, list) else (completion, 0)
 
 
-def _of_sharegpt(turns: Any) -> Any:
+def _from_sharegpt(turns: Any) -> Any:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return turns
     roles = [turn.get("from") for turn in turns]
@@ -264,7 +266,7 @@ def _of_sharegpt(turns: Any) -> Any:
     ]
 
 
-def _of_alpaca(row: Record) -> tuple[list[dict[str, str]], int]:
+def _from_alpaca(row: Record) -> tuple[list[dict[str, str]], int]:
     values = row.values
     for name in ("instruction", "output"):
         _require_text(values.get(name), f"{row.where}: {name}")
@@ -353,7 +355,7 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
     texts = [row.values["prompt"] for row in rows]
     prompts = tokenizer.encode_prompts(texts)
     asked = [[{"role": "user", "content": text}] for text in texts]
-    answers, unwritten = tokenizer.encode_answers(asked, texts, [row.values["completion"] for row in rows])
+    answers, unwritten = tokenizer.encode_responses(asked, texts, [row.values["completion"] for row in rows])
     for place, why in unwritten.items():
         raise DataError(f"{rows[place].where}: completion: {why}; put white space between it and the prompt")
     return [
@@ -419,13 +421,13 @@ class _Conversations:
         for number, answer in enumerate(answers):
             before, after = 2 * number, 2 * number + 1
             try:
-                self._tokenizer.require_written(texts[before], texts[after], answer)
+                self._tokenizer.require_response(texts[before], texts[after], answer)
                 written = texts[after][len(texts[before]) :]
                 for call in turns[number].get("tool_calls", ()):
                     if (name := call["function"]["name"]) not in written:
-                        raise UnwrittenError(f"does not write the call of {name}")
-                learned = self._tokenizer.answer_ids(ids[before], ids[after], written)
-            except UnwrittenError as error:
+                        raise ResponseChangedError(f"does not write the call of {name}")
+                learned = self._tokenizer.response_ids(ids[before], ids[after], written)
+            except ResponseChangedError as error:
                 raise DataError(self._changed(where, number, str(error))) from error
             ended = ids[before] + learned
             if texts[after + 1] == texts[after]:

@@ -35,13 +35,13 @@ from data.schema import (
     require_row_schema,
 )
 from data.stage import SPLITS, StageResult, publish_mixture
-from data.tokenizer import ID_BYTES, Messages, PromptTokenizer, ShortWayError, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, FrameError, Messages, PromptTokenizer, tokenizer_fingerprint
 from data.write import parquet_writer, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.rollout.tools import tool_schemas
-from rlcore.storage.finished import finished, finished_or_set_aside
+from rlcore.storage.finished import read_finished, read_finished_or_set_aside
 from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import published_directory
 
@@ -107,7 +107,7 @@ def filter_dataset(
         DataError: a row that breaks the schema or the settings, no row left, or splits that overlap.
         DiskSpaceError: no room. Nothing is left behind.
     """
-    dataset = finished(dataset_dir)
+    dataset = read_finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
@@ -119,10 +119,10 @@ def filter_dataset(
             filter_dataset(part, tokenizer_dir, config, root=root, on_progress=on_progress, **rendering)
             for part in parts
         ]
-        if finished_or_set_aside(directory) is None:
+        if read_finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in found])
         return publish_mixture("filtered", directory, found)
-    if (manifest := finished_or_set_aside(directory)) is not None:
+    if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     document = {
         "fingerprint": digest,
@@ -133,7 +133,7 @@ def filter_dataset(
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
     opened = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
-    watch = SuiteWatch(suites or {})
+    watch = SuiteOverlap(suites or {})
     with published_directory(directory, facts) as folder:
 
         def run(*, short_way: bool) -> _Filter:
@@ -146,7 +146,7 @@ def filter_dataset(
 
         try:
             work = run(short_way=True)
-        except ShortWayError as difference:
+        except FrameError as difference:
             log.warning("%s: tokenized word by word, a prompt comes out differently; starting again", tokenizer_dir)
             log.debug("the prompt: %r", difference.args)
             work = run(short_way=False)
@@ -189,7 +189,7 @@ class _Filter:
         self,
         config: FilterConfig,
         tokenizer: Callable[..., PromptTokenizer],
-        suites: "SuiteWatch",
+        suites: "SuiteOverlap",
         on_progress: Progress | None,
     ) -> None:
         """`tokenizer`: by `chat`, that of chats or of plain text."""
@@ -234,11 +234,11 @@ class _Filter:
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
-        unique = self._unique(texts, multisets(truths), start)
+        unique = self._without_duplicates(texts, multisets(truths), start)
         if self._split == "train" and self._suites:
             unique = self._not_in_suites(prompts, unique)
         ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
-        kept = self._fitting(unique, ids, start)
+        kept = self._rows_that_fit(unique, ids, start)
         rows, ids = [unique[place] for place in kept], [ids[place] for place in kept]
         if unknown := self._tokenizer.with_unknown_words(ids):
             self.num_unknown += len(unknown)
@@ -251,12 +251,12 @@ class _Filter:
         extra = batch.column("extra_info")
         solutions = _answers(extra, "solution")
         self._require_open(asked[0], solutions, truths, [start + row for row in rows])
-        solution_ids, unwritten = self._tokenizer.encode_answers(*asked, solutions)
+        solution_ids, unwritten = self._tokenizer.encode_responses(*asked, solutions)
         self.unwritten += [(why, solutions[place]) for place, why in unwritten.items()]
         added = {
             "prompt_ids": _as_lists([found[-self._config.max_prompt_tokens * ID_BYTES :] for found in ids]),
             "solution_ids": _as_lists(solution_ids),
-            "distractor_ids": _as_lists(self._tokenizer.encode_answers(*asked, _answers(extra, "distractor"))[0]),
+            "distractor_ids": _as_lists(self._tokenizer.encode_responses(*asked, _answers(extra, "distractor"))[0]),
             "ground_truth_json": pa.array([ground_truth_json(truth) for truth in truths.to_pylist()], pa.string()),
         }
         arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
@@ -287,7 +287,7 @@ class _Filter:
             where = f"{self._source}: row {rows[place]}"
             self.num_given += _gives_answer(where, prompt[-1]["content"], solutions[place], truths[place].as_py())
 
-    def _unique(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
+    def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
         """Positions in the batch of the rows that stay as regards duplicates; refuses those that are held out."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
@@ -320,7 +320,7 @@ class _Filter:
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1
         return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
-    def _fitting(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
+    def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
         """Places of the prompts within the limits, or to be cut; `rows` are their positions in the batch."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(found) for found in ids], dtype=np.int64) // ID_BYTES
@@ -502,7 +502,7 @@ def ngrams(text: str) -> set[int]:
     return {hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1)}
 
 
-class SuiteWatch:
+class SuiteOverlap:
     """Finds prompts that occur in a suite: as a whole, or with `NGRAM` words in a row. False without a suite."""
 
     def __init__(self, suites: Mapping[str, Path]) -> None:

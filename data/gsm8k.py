@@ -91,7 +91,7 @@ def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> Score:
-    wanted, digits = _wanted(str(ground_truth["answer"]))
+    wanted, digits = _reference_value(str(ground_truth["answer"]))
     _, mark, tail = response[-_STRICT_CHARS:].rpartition("####")
     marked = _STRICT.match(tail) if mark else None
     number = last_number(response)
@@ -104,10 +104,10 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
 
 
 @lru_cache(maxsize=16_384)
-def _wanted(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
+def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
     """Number and digits of a reference, which is a number or GSM8K's whole `answer`; 76.0 may be written 76 too.
 
-    >>> _wanted(" $1,234"), _wanted("9 * 2 = 18\\n#### 18")[1], _wanted("76.0")[1], _wanted("18 or 19")
+    >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\\n#### 18")[1], _reference_value("76.0")[1], _reference_value("18 or 19")
     ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'), (None, ()))
     """
     stated = reference.rpartition("####")[2].strip()

@@ -16,7 +16,7 @@ from functools import cache
 
 import httpx
 
-from rlcore.config.base import expanded
+from rlcore.config.base import expand_path
 from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
 from rlcore.score import Score
@@ -25,7 +25,7 @@ _MOST_BYTES = 1_000_000
 """Longest reply that is read."""
 _FIRST_PAUSE_S = 0.5
 """Before the second try; doubled before each further one."""
-_BUSY = frozenset({408, 425, 429})
+_RETRY_STATUSES = frozenset({408, 425, 429})
 """Statuses that ask for another try, besides those of 500 and above."""
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _VERDICT = re.compile(rf'<score>\s*{_NUMBER}\s*</score>|\{{\s*"score"\s*:\s*{_NUMBER}\s*\}}')
@@ -49,11 +49,11 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
     rules = score_one(resolve_scorer(settings.rules), response, truth) if settings.rules else Score(0.0, {})
-    verdict = judged(settings, response, truth)
+    verdict = judge_response(settings, response, truth)
     return Score(rules.total + verdict, {**rules.parts, "judge": verdict}, rules.said)
 
 
-def judged(settings: JudgeConfig, response: str, truth: str) -> float:
+def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
     """The verdict on an answer, from the cache where the same was asked before. Raises JudgeError."""
     # one pass over the template: what an answer holds is never taken for a place in it
     words = {"{response}": response, "{ground_truth}": truth}
@@ -70,7 +70,7 @@ def judged(settings: JudgeConfig, response: str, truth: str) -> float:
     row = cached.execute("select verdict from verdicts where key = ?", (key,)).fetchone()
     if row is not None:
         return float(row[0])
-    verdict = read_verdict(asyncio.run(_reply(settings, asked)), settings.highest)
+    verdict = read_verdict(asyncio.run(_request(settings, asked)), settings.highest)
     with suppress(sqlite3.OperationalError), cached:  # locked or full: the verdict counts all the same
         cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
     return verdict
@@ -112,7 +112,7 @@ def read_verdict(text: str, highest: float) -> float:
     return number / highest
 
 
-async def _reply(settings: JudgeConfig, asked: str) -> str:
+async def _request(settings: JudgeConfig, asked: str) -> str:
     """The judge's text. Raises JudgeError."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if settings.key_variable:
@@ -127,7 +127,7 @@ async def _reply(settings: JudgeConfig, asked: str) -> str:
                         await asyncio.sleep(pause_s)
                         pause_s *= 2
                     try:
-                        return await _asked_once(client, settings.url, headers, asked)
+                        return await _request_once(client, settings.url, headers, asked)
                     except (httpx.TransportError, _BusyError) as error:
                         last = str(error) if isinstance(error, JudgeError) else type(error).__name__
     except TimeoutError:
@@ -147,12 +147,12 @@ def _secret(variable: str) -> str:
     return value
 
 
-async def _asked_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], asked: str) -> str:
+async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], asked: str) -> str:
     """The text of the first choice. A redirection is not followed: the key is for this endpoint alone."""
     address = f"{url.rstrip('/')}/chat/completions"
     async with client.stream("POST", address, headers=headers, content=asked.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()
-        if status >= 500 or status in _BUSY:
+        if status >= 500 or status in _RETRY_STATUSES:
             raise _BusyError(f"the endpoint answered with status {status}")
         if status != 200:
             raise JudgeError(f"the endpoint answered with status {status}")
@@ -177,8 +177,8 @@ def _cache(file: str) -> sqlite3.Connection:
     """Verdicts by what was asked: of this process, or in a file that all processes share. Raises JudgeError."""
     try:
         if file:
-            expanded(file).parent.mkdir(parents=True, exist_ok=True)
-        found = sqlite3.connect(expanded(file) if file else ":memory:", timeout=10)
+            expand_path(file).parent.mkdir(parents=True, exist_ok=True)
+        found = sqlite3.connect(expand_path(file) if file else ":memory:", timeout=10)
         with closing(found.execute("create table if not exists verdicts (key text primary key, verdict real)")):
             return found
     except (OSError, sqlite3.Error) as error:

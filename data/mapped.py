@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data.records import digests, records
 from data.rows import Message, Row, TaskRows
-from data.schema import has_no_number
+from data.schema import has_non_finite
 from rlcore.config.data import MappedData
 from rlcore.errors import DataError
 
@@ -36,7 +36,7 @@ def inputs(settings: MappedData) -> dict[str, str]:
 def _rows(settings: MappedData, split: str) -> Iterator[Row]:
     for record in records(settings.source, split, settings.subset, settings.revision):
         question, answer = record.text(settings.question), record.text(settings.answer)
-        if has_no_number(answer):
+        if has_non_finite(answer):
             raise DataError(
                 f"{record.where}: column {settings.answer}: must be a reference, got the text {answer!r} of a missing "
                 "value; repair or remove it, or name another column"

@@ -28,7 +28,7 @@ from data.math_reading import (
     COMMAND,
     LIST,
     LONGEST_CHARS,
-    Said,
+    Reading,
     closed_up,
     expression_problem,
     number_in_words,
@@ -75,14 +75,14 @@ _NAME = re.compile(r"[^-+*/^<>!,;|]*[a-zA-Z][^-+*/^<>!,;|]*")
 
 
 @lru_cache(maxsize=65_536)
-def _reference(answer: str) -> Said:
+def _reference(answer: str) -> Reading:
     stated = _boxed(answer) if _BOX.search(answer) else answer
     if stated is None:
-        return Said(answer, problem="its box is not closed")
+        return Reading(answer, problem="its box is not closed")
     said = read(stated)
     if all(_NAME.fullmatch(_OF.sub("", side)) for side in said.left):
         return said
-    return Said(said.plain, problem=expression_problem(said.plain))
+    return Reading(said.plain, problem=expression_problem(said.plain))
 
 
 # ---------------------------------------------------------------------- what a response states
@@ -155,7 +155,7 @@ def _statement(text: str) -> str | None:
 # ---------------------------------------------------------------------- equal or not
 
 
-def _equal(gold: Said, answer: Said) -> bool:
+def _equal(gold: Reading, answer: Reading) -> bool:
     if gold.number is not None:
         return _states_number(gold.number, gold.left, answer)
     if gold.based is not None:
@@ -171,7 +171,7 @@ def _equal(gold: Said, answer: Said) -> bool:
     return _equal_expressions(gold, answer)
 
 
-def _same_entries(gold: Said, answer: Said) -> bool:
+def _same_entries(gold: Reading, answer: Reading) -> bool:
     """Whether the entries are the same, each by the rule of its kind: by name, by place, or in any order."""
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
@@ -195,27 +195,27 @@ def _same_entries(gold: Said, answer: Said) -> bool:
     return True
 
 
-def _own_name(entry: Said) -> str:
+def _own_name(entry: Reading) -> str:
     return entry.name
 
 
-def _names_each(entries: Sequence[Said]) -> bool:
+def _names_each(entries: Sequence[Reading]) -> bool:
     """Whether each entry has a name of its own: `x = 1, y = 2`, but not `x = 1, x = 2`."""
     names = {entry.name for entry in entries}
     return "" not in names and len(names) == len(entries)
 
 
-def _states_number(wanted: Number, names: tuple[str, ...], answer: Said) -> bool:
+def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
     """Whether the answer is the number, under no other name, and so is every number in a chain (`x = 9 + 9 = 18`)."""
     number = answer.number or number_in_words(answer.plain)
-    if number is None or not wanted.says(number):
+    if number is None or not wanted.matches(number):
         return False
     left = list(answer.left) if answer.number else answer.plain.split("=")[:-1]
     own, said = _name(names), _name(left)
     if own and said and own != said:
         return False
     return all(
-        wanted.says(step) if (step := read_number(side.strip())) else _verified(_parsed(str(wanted.value)), side)
+        wanted.matches(step) if (step := read_number(side.strip())) else _verified(_parsed(str(wanted.value)), side)
         for side in left
         if not _has_letters(side)
     )
@@ -230,14 +230,14 @@ def _has_letters(side: str) -> bool:
     return re.search(r'[a-zA-Z"]', COMMAND.sub("", side)) is not None
 
 
-def _same_words(wanted: tuple[str, ...], said: tuple[str, ...] | None) -> bool:
+def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool:
     """Whether the words are the same; a choice's letter may stand alone, in the reference or the answer."""
-    if said is None or not wanted[0].startswith("("):
-        return wanted == said
-    return wanted[0] == said[0] and (wanted[1] == said[1] or not (wanted[1] and said[1]))
+    if stated is None or not wanted[0].startswith("("):
+        return wanted == stated
+    return wanted[0] == stated[0] and (wanted[1] == stated[1] or not (wanted[1] and stated[1]))
 
 
-def _equal_expressions(gold: Said, answer: Said) -> bool:
+def _equal_expressions(gold: Reading, answer: Reading) -> bool:
     """Whether math-verify finds the answer equal, and every number in a chain of equations too."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
@@ -262,7 +262,7 @@ def _parsed(plain: str) -> list[Any]:
 _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
-def _vote(answer: Said, gold: Said) -> str | None:
+def _vote(answer: Reading, gold: Reading) -> str | None:
     """The same text for equal answers: 1/2 for 0.5. A huge expression stays as it was written."""
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)

@@ -12,7 +12,7 @@ from data.written_numbers import UNIT, Number, is_counted, is_unit, makes_anothe
 LONGEST_CHARS = 2_000
 
 
-class Said(NamedTuple):
+class Reading(NamedTuple):
     """A statement, read. One of `number`, `words`, `based` and `entries` is set, or none of an expression."""
 
     plain: str
@@ -24,7 +24,7 @@ class Said(NamedTuple):
     """Of a choice the letter in brackets, and the text behind it."""
     based: tuple[str, str] | None = None
     """Digits and base."""
-    entries: tuple["Said", ...] = ()
+    entries: tuple["Reading", ...] = ()
     """Of a list; each may be a list again."""
     brackets: str = ""
     """Around a list that is ordered."""
@@ -40,39 +40,39 @@ _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _QUOTED = re.compile('"[^"]*"')
 
 
-def read(stated: str) -> Said:
+def read(stated: str) -> Reading:
     r"""What a text with or without LaTeX says.
 
     >>> read(r"x = \$36").number, read(r"\textbf{(B)}\ 36").words, read("1011_2").based, read(r"x \approx 3").problem
     (Number(value=Fraction(36, 1), percent=False), ('(b)', '36'), ('1011', '2'), 'the command \\approx is not known')
     """
     if len(stated) > LONGEST_CHARS:
-        return Said("", problem=f"it has more than {LONGEST_CHARS:,} characters")
+        return Reading("", problem=f"it has more than {LONGEST_CHARS:,} characters")
     plain = typeset(stated)
     if not plain:
-        return Said("", problem="it is empty")
+        return Reading("", problem="it is empty")
     return _read(plain)
 
 
-def _read(plain: str) -> Said:
+def _read(plain: str) -> Reading:
     *left, last = plain.split("=")
     if len(left) == 1 and _IS_NAME.fullmatch(last) and read_number(left[0].strip()):
         left, last = [last], left[0]
     number = read_number(without_introduction(last.strip()))
     if number is not None and _are_sides(left):
-        return Said(plain, tuple(left), number)
+        return Reading(plain, tuple(left), number)
     if based := _BASED.fullmatch(plain):
-        return Said(plain, based=(based[1], based[2]))
+        return Reading(plain, based=(based[1], based[2]))
     if _NO_VALUE.fullmatch(plain):
-        return Said(plain, problem=f"{plain!r} is no value")
+        return Reading(plain, problem=f"{plain!r} is no value")
     if listed := _read_list(plain):
         return listed
     if words := read_words(plain):
-        return Said(plain, words=words, problem=_unknown_word(plain, words))
+        return Reading(plain, words=words, problem=_unknown_word(plain, words))
     if ", " in plain or _AND.search(plain):
         plain = _THOUSANDS.sub("", plain)
     plain = _without_unit(plain)
-    return Said(plain, problem=expression_problem(plain))
+    return Reading(plain, problem=expression_problem(plain))
 
 
 _IS_NAME = re.compile(r" ?(?:\\?[a-zA-Z]|\\[a-z]+) ?")
@@ -153,7 +153,7 @@ def _split(text: str) -> list[str]:
     return found if depth == 0 and all(found) else []
 
 
-def _read_list(plain: str) -> Said | None:
+def _read_list(plain: str) -> Reading | None:
     """A list of two entries or more, with or without brackets around it; None of other texts."""
     name = _OF_LIST.match(plain)
     text = plain[name.end() :] if name else plain
@@ -175,7 +175,7 @@ def _read_list(plain: str) -> Said | None:
     if len({unit for text in texts if (unit := _unit_of(text))}) > 1:
         return None
     problem = next((entry.problem for entry in entries if entry.problem), None)
-    return Said(
+    return Reading(
         plain, entries=tuple(entries), brackets=brackets, name=closed_up(name["name"]) if name else "", problem=problem
     )
 
@@ -184,7 +184,7 @@ _BOTH = re.compile(r"([a-zA-Z] ?= ?)?\\pm ?([^-+]*)")
 _IS_LETTER = re.compile(r'\(?"?[A-Z]"?\)?')
 
 
-def _read_entry(text: str) -> Said:
+def _read_entry(text: str) -> Reading:
     name, equals, value = text.rpartition("=")
     if equals and _NAME.fullmatch(name):
         return _read(value.strip())._replace(name=re.sub(r"[\s{}]", "", name))

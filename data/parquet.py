@@ -6,18 +6,18 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from data.records import shown
+from data.records import format_names
 from data.rows import Message, PromptForm, Row, TaskRows
 from data.schema import (
     ROWS_PER_GROUP,
     find_type,
-    has_no_number,
+    has_non_finite,
     open_parquet,
     provenance,
     read_batches,
     require_row_schema,
 )
-from rlcore.config.base import expanded
+from rlcore.config.base import expand_path
 from rlcore.config.data import ParquetData, scorer_of_row
 from rlcore.errors import DataError
 from rlcore.storage.documents import sha256_of
@@ -81,7 +81,7 @@ def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
         named = {source or _name(settings) for source in sources}
         if unknown := [source for source in named if scorer_of_row(settings, source) is None]:
             raise DataError(
-                f"data.scorer: must be given for {path}: its rows have the data_source {shown(sorted(unknown))}, for "
+                f"data.scorer: must be given for {path}: its rows have the data_source {format_names(sorted(unknown))}, for "
                 "which no scorer is known. Set data.scorer, such as data.math:score or a function of your own, or "
                 "take rows of one kind (docs/data.md)"
             )
@@ -90,9 +90,9 @@ def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
 def _files(settings: ParquetData) -> dict[str, Path]:
     named = {"train": settings.train_file, "validation": settings.validation_file}
     for split, name in named.items():
-        if not name or not expanded(name).is_file():
+        if not name or not expand_path(name).is_file():
             raise DataError(f"data.{split}_file: must be a parquet file that exists, got {name!r}; give its path")
-    return {split: expanded(name) for split, name in named.items()}
+    return {split: expand_path(name) for split, name in named.items()}
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -108,7 +108,7 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
     if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
         raise DataError(f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it")
     truth = (values["reward_model"] or {}).get("ground_truth")
-    if truth is None or has_no_number(truth):
+    if truth is None or has_non_finite(truth):
         got = "nothing" if truth is None else truth
         raise DataError(f"{where}: reward_model.ground_truth must have a value, got {got}; repair or remove the row")
     extra = values.get("extra_info") or {}

@@ -24,7 +24,7 @@ import pyarrow as pa
 from pydantic_core import from_json
 
 from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
-from rlcore.config.base import expanded
+from rlcore.config.base import expand_path
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, Gsm8kData, MappedData, TaskData
 from rlcore.errors import DataError
 from rlcore.storage.documents import sha256_of
@@ -32,7 +32,7 @@ from rlcore.storage.documents import sha256_of
 _HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Of one request to the hub; without an answer the cache decides.
-_ANSWER_TIMEOUT_S = 10.0
+_HUB_TIMEOUT_S = 10.0
 _INDEX = re.compile(r"-?[0-9]+")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _LONGEST_CELL = 2**31 - 1
@@ -108,7 +108,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
         DataError: `source` is neither a folder with these files nor a hub id, shards are missing, or another file
             looks as if it belonged to the split.
     """
-    folder = expanded(source)
+    folder = expand_path(source)
     if not source or not folder.is_dir():
         if _HUB_ID.fullmatch(source) and not folder.exists():
             return None
@@ -121,7 +121,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
         inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if DATA_FILE.fullmatch(path.name))
         raise DataError(
             f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its data files: "
-            f"{shown(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
+            f"{format_names(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
             "or give the folder that has them"
         )
     return found
@@ -141,7 +141,9 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
     if state.is_file() and not found:
         saved = [f"{split}/{file['filename']}" for file in json.loads(state.read_text())["_data_files"]]
         if absent := [name for name in saved if not (folder / name).is_file()]:
-            raise DataError(f"data.source: {folder} lacks {shown(absent)}, which {state} names; save the dataset again")
+            raise DataError(
+                f"data.source: {folder} lacks {format_names(absent)}, which {state} names; save the dataset again"
+            )
         return tuple(folder / name for name in saved)
     if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
         return tuple(folder / name for name in found)
@@ -160,21 +162,21 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
         ]:
             raise DataError(
                 f"data.source: {folder} holds {count - len(absent)} of the {count} shards of {split}; missing: "
-                f"{shown(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
+                f"{format_names(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
             )
         if len(shards) == count:
             return tuple(folder / shards[number][0] for number in wanted)
     raise DataError(
         f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
-        f"{shown([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
+        f"{format_names([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
         "passed over"
     )
 
 
-def shown(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """A list for a message, cut.
 
-    >>> shown("abcdefghij")
+    >>> format_names("abcdefghij")
     'a, b, c, d, e, f, g, h and 2 more'
     """
     found = list(names)
@@ -187,7 +189,7 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
     files = local_files(source, splits)
     if files is None:
         return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
-    folder, read = expanded(source), {path for paths in files.values() for path in paths}
+    folder, read = expand_path(source), {path for paths in files.values() for path in paths}
     named = re.compile(rf"(?:{'|'.join(map(re.escape, splits))})(?![a-zA-Z]).*|(?:data|part)-?[0-9].*")
     if passed := sorted(
         path.name
@@ -195,7 +197,7 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
         if path.is_file() and path not in read and DATA_FILE.fullmatch(path.name) and named.fullmatch(path.name)
     ):
         raise DataError(
-            f"data.source: {folder}: {shown(passed)} would be passed over beside the files of "
+            f"data.source: {folder}: {format_names(passed)} would be passed over beside the files of "
             f"{' and '.join(splits)}. Move elsewhere what does not count, or name it as a shard of a split"
         )
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(read)}
@@ -242,7 +244,7 @@ def _from_json(path: Path) -> Iterator[Record]:
             values = _parsed(line)
         except ValueError as error:
             raise DataError(f"{where}: is no JSON ({error}); repair or remove the line") from error
-        yield _of_object(where, values)
+        yield _from_object(where, values)
 
 
 def _from_array(path: Path, text: bytes) -> Iterator[Record]:
@@ -250,10 +252,10 @@ def _from_array(path: Path, text: bytes) -> Iterator[Record]:
         entries = _parsed(text)
     except ValueError as error:
         raise DataError(f"{path}: begins as a JSON array and is none ({error}); repair it") from error
-    yield from (_of_object(f"{path}: entry {number}", values) for number, values in enumerate(entries))
+    yield from (_from_object(f"{path}: entry {number}", values) for number, values in enumerate(entries))
 
 
-def _of_object(where: str, values: object) -> Record:
+def _from_object(where: str, values: object) -> Record:
     if not isinstance(values, dict):
         raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]!r}; repair or remove it")
     return Record(where, values)
@@ -309,12 +311,12 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _from_batches(path: Path, kind: str) -> Iterator[Record]:
-    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP) if kind == "parquet" else _of_arrow(path)
+    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP) if kind == "parquet" else _from_arrow(path)
     rows = (values for batch in batches for values in batch.to_pylist())
     yield from (Record(f"{path}: row {number}", values) for number, values in enumerate(rows))
 
 
-def _of_arrow(path: Path) -> Iterator[pa.RecordBatch]:
+def _from_arrow(path: Path) -> Iterator[pa.RecordBatch]:
     """The rows of an Arrow file, as a stream (`save_to_disk`) or with an index."""
     try:
         with pa.memory_map(str(path)) as file:
@@ -354,9 +356,9 @@ def commit_of(source: str, revision: str) -> str:
     from huggingface_hub import HfApi
 
     try:
-        found = HfApi().dataset_info(source, revision=revision or None, timeout=_ANSWER_TIMEOUT_S).sha
+        found = HfApi().dataset_info(source, revision=revision or None, timeout=_HUB_TIMEOUT_S).sha
     except Exception as error:  # OSError, ValueError, the client's own classes and those of its HTTP library
-        cached = _cached(source, revision or "main")
+        cached = _find_in_cache(source, revision or "main")
         if cached is None:
             raise _unavailable(source, revision, error) from error
         return cached.name
@@ -380,21 +382,21 @@ def snapshot(source: str, revision: str) -> Path:
     commit = commit_of(source, revision)
     try:
         # A request by name lets the cache record the commit, so that a start without a network finds it.
-        folder = _fetched(source, revision or "main")
-        return folder if folder.name == commit else _fetched(source, commit)  # the branch has moved in between
+        folder = _download(source, revision or "main")
+        return folder if folder.name == commit else _download(source, commit)  # the branch has moved in between
     except Exception as error:
         if is_out_of_room(error):
             raise out_of_room(Path(constants.HF_HUB_CACHE), error) from error
         raise _unavailable(source, revision, error) from error
 
 
-def _fetched(source: str, revision: str) -> Path:
+def _download(source: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(source, repo_type="dataset", revision=revision))
 
 
-def _cached(source: str, revision: str) -> Path | None:
+def _find_in_cache(source: str, revision: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -45,7 +45,7 @@ from rlcore.config.data import (
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.scoring_worker import wrong_weights
+from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.score import Score
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.manifest import read_manifest
@@ -58,9 +58,9 @@ BUDGET_S = 60.0
 """Seconds for one dataset. A scorer that is slower is tried on rows spread evenly over the file."""
 SAMPLE = 64
 """References on which the form that a scorer reads is found."""
-SHOWN = 5
+MAX_SHOWN = 5
 """Rows that a message shows."""
-KEPT = 100
+MAX_SAVED = 100
 """Rows that the kept result has."""
 WRONG = "0"
 """An answer to rows of which none is known to be right."""
@@ -93,7 +93,7 @@ class RowReference:
 
 
 @dataclass(frozen=True, slots=True)
-class Unmet:
+class Mismatch:
     """A row whose own answer does not earn full marks: `answer` got `score`, or the scorer failed with `failure`."""
 
     split: str
@@ -110,14 +110,14 @@ class Unmet:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class ReferenceReport:
     """Result of a check: by split the rows that were checked, and those of them that do not earn full marks, the first
     of which are `shown`. `total`: rows of all splits, checked or not."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
     total: int
-    shown: tuple[Unmet, ...]
+    shown: tuple[Mismatch, ...]
 
     @property
     def share(self) -> float:
@@ -139,10 +139,10 @@ class Checked:
         lines = [
             f"data.scorer: must give full marks to the reference of each row and to its solution; {scorer} does not "
             f"for {counts}{part}:",
-            *(f"  {row}" for row in self.shown[:SHOWN]),
+            *(f"  {row}" for row in self.shown[:MAX_SHOWN]),
         ]
-        if num_unmet > SHOWN:
-            lines.append(f"  and {num_unmet - SHOWN:,} more")
+        if num_unmet > MAX_SHOWN:
+            lines.append(f"  and {num_unmet - MAX_SHOWN:,} more")
         return "\n".join(lines)
 
 
@@ -158,7 +158,7 @@ def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool
     """`check_references` of each task of a run, or of a suite as `suite_settings` gives it."""
     if config.data.environment:
         return ""
-    sandbox.use(config.sandbox)
+    sandbox.set_limits(config.sandbox)
     root, warm = Path(config.paths.root).resolve(), config.warm_start
     is_taught = "train" in splits and warm.enabled and warm.demonstrations is None
     found = (
@@ -191,7 +191,7 @@ def check_references(
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, splits)
-    kept = _kept_result(root, dataset, data, reward, is_taught=is_taught)
+    kept = _saved_result(root, dataset, data, reward, is_taught=is_taught)
     found = KNOWN.get(kept) or _read(kept)
     if found is None:
         rows = _rows(data, seed, root, dataset, splits)
@@ -211,11 +211,11 @@ def check_references(
     return text and f"warning: {text}"
 
 
-KNOWN: dict[Path, Checked] = {}
+KNOWN: dict[Path, ReferenceReport] = {}
 """Results of this process, by the files that keep them: a plan writes nothing, and the run after it checks once."""
 
 
-def _kept_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
+def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
     payload = {
         "dataset": dataset,
@@ -271,7 +271,7 @@ class _OutOfTimeError(Exception):
     """The time for one dataset is over."""
 
 
-def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> Checked:
+def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
     """Check the rows of each scorer."""
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
@@ -287,7 +287,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
         by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]
     deadline = time.monotonic() + BUDGET_S
     settings = reward.model_copy(update={"num_processes": max(reward.num_processes, os.cpu_count() or 1)})
-    checked, unmet = Counter[str](), list[Unmet]()
+    checked, unmet = Counter[str](), list[Mismatch]()
     with suppress(_OutOfTimeError):
         for scorer, own in by_scorer.items():
             with ScoringPool(scorer, settings, num_logged=0) as pool:
@@ -295,11 +295,11 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 num_batches = -(-len(own) // _BATCH)
                 for first in range(num_batches):
                     batch = own[first::num_batches]  # spread over the file, should time run out
-                    unmet += checker.unmet(batch)
+                    unmet += checker.mismatches(batch)
                     checked.update(row.split for row in batch)
     unmet.sort(key=lambda row: (row.split != "train", row.number))
     total = sum(map(len, by_scorer.values()))
-    return Checked(dict(checked), dict(Counter(row.split for row in unmet)), total, tuple(unmet[:KEPT]))
+    return ReferenceReport(dict(checked), dict(Counter(row.split for row in unmet)), total, tuple(unmet[:MAX_SAVED]))
 
 
 class _Checker:
@@ -312,14 +312,14 @@ class _Checker:
         self._known: dict[tuple[str, str], Score] = {}
         self._has_full_marks = False
         sample = rows[:: -(-len(rows) // SAMPLE)]
-        self._form = self._form_read(FORMS.get(scorer, USUAL_FORMS), sample, is_ours=scorer in FORMS)
+        self._form = self._find_form(FORMS.get(scorer, USUAL_FORMS), sample, is_ours=scorer in FORMS)
         is_solution_due = is_taught or (scorer in FORMS and self._form is None)
         self._reads_solutions = is_solution_due or any(
             score.failure is None and score.total > 0
             for score in self._scores([(row.solution, row.truth_json) for row in sample if row.solution])
         )
 
-    def _form_read(self, forms: Sequence[Form], sample: Sequence[RowReference], *, is_ours: bool) -> Form | None:
+    def _find_form(self, forms: Sequence[Form], sample: Sequence[RowReference], *, is_ours: bool) -> Form | None:
         """The form in which most references of the sample earn full marks; None where half of them do in none."""
         references = [(row, text) for row in sample if (text := _reference(row)) is not None]
         if not references or not forms:
@@ -329,11 +329,11 @@ class _Checker:
         earned = {}
         for before, after in forms:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
-            earned[before, after] = sum(_earns_all(score) for score in scores)
+            earned[before, after] = sum(_is_full_score(score) for score in scores)
         best = max(forms, key=lambda form: earned[form])
         return best if 2 * earned[best] >= len(references) else None
 
-    def unmet(self, rows: Sequence[RowReference]) -> list[Unmet]:
+    def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
         """The rows of which an answer that is right does not earn full marks."""
         asked: list[tuple[RowReference, str, bool]] = []
         for row in rows:
@@ -345,15 +345,15 @@ class _Checker:
                 asked.append((row, WRONG, False))
         scores = self._scores([(answer, row.truth_json) for row, answer, _ in asked])
         self._has_full_marks |= any(
-            is_right and _earns_all(score) for (_, _, is_right), score in zip(asked, scores, strict=True)
+            is_right and _is_full_score(score) for (_, _, is_right), score in zip(asked, scores, strict=True)
         )
-        found: dict[tuple[str, int], Unmet] = {}
+        found: dict[tuple[str, int], Mismatch] = {}
         for (row, answer, is_right), score in zip(asked, scores, strict=True):
             # A scorer that never gives 1 has full marks of its own, which are not known.
-            earns = _earns_all(score) if self._has_full_marks else score.total > 0
+            earns = _is_full_score(score) if self._has_full_marks else score.total > 0
             if score.failure is not None or (is_right and not earns):
                 failure = score.failure or ""
-                unmet = Unmet(row.split, row.number, row.where, row.truth_json, answer, score.total, failure)
+                unmet = Mismatch(row.split, row.number, row.where, row.truth_json, answer, score.total, failure)
                 found.setdefault((row.split, row.number), unmet)
         return list(found.values())
 
@@ -363,13 +363,13 @@ class _Checker:
         if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
             raise _OutOfTimeError
         for pair, score in zip(new, self._pool.collect(job), strict=True):
-            if problem := wrong_weights(score.failure):
+            if problem := weights_problem(score.failure):
                 raise ConfigError(f"{problem}, by {self._scorer}")
             self._known[pair] = score
         return [self._known[pair] for pair in asked]
 
 
-def _earns_all(score: Score) -> bool:
+def _is_full_score(score: Score) -> bool:
     return score.failure is None and score.solved
 
 
@@ -381,9 +381,9 @@ def _reference(row: RowReference) -> str | None:
     return str(truth) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
 
 
-def _read(path: Path) -> Checked | None:
+def _read(path: Path) -> ReferenceReport | None:
     try:
         values: dict[str, Any] = parse_json(read_ordinary(path))
-        return Checked(**{**values, "shown": tuple(Unmet(**row) for row in values["shown"])})
+        return ReferenceReport(**{**values, "shown": tuple(Mismatch(**row) for row in values["shown"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None

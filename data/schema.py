@@ -187,32 +187,32 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
-def has_no_number(ground_truth: object) -> bool:
+def has_non_finite(ground_truth: object) -> bool:
     """Whether NaN or an infinity stands somewhere in a ground truth, or it is the text that a missing value leaves.
 
-    >>> has_no_number({"numbers": [1, 2.5, float("nan")]}), has_no_number(["nan", 3]), has_no_number("NaN")
+    >>> has_non_finite({"numbers": [1, 2.5, float("nan")]}), has_non_finite(["nan", 3]), has_non_finite("NaN")
     (True, False, True)
     """
     if isinstance(ground_truth, str):
         return _NO_VALUE.fullmatch(ground_truth.strip()) is not None
-    return _has_no_number(ground_truth)
+    return _has_non_finite(ground_truth)
 
 
 # As Python, NumPy, pandas and JSON write them.
 _NO_VALUE = re.compile(r"[-+]?(?:nan|NaN|NAN|inf|Inf|[iI]nfinity)|None|null|NULL|NaT|<NA>")
 
 
-def _has_no_number(ground_truth: object) -> bool:
+def _has_non_finite(ground_truth: object) -> bool:
     if isinstance(ground_truth, Mapping):
-        return any(map(_has_no_number, ground_truth.values()))
+        return any(map(_has_non_finite, ground_truth.values()))
     if isinstance(ground_truth, list | tuple):
-        return any(map(_has_no_number, ground_truth))
+        return any(map(_has_non_finite, ground_truth))
     return isinstance(ground_truth, float) and not math.isfinite(ground_truth)
 
 
 def ground_truth_json(ground_truth: object) -> str:
     """A row's ground truth as the scoring pool carries it: a plain string becomes `{"answer": ...}`."""
     value = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
-    if has_no_number(value):
+    if has_non_finite(value):
         raise DataError(f"ground_truth: NaN and infinity are no references, got {ground_truth}; repair the task's rows")
     return _encode(value)

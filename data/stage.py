@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.storage.finished import finished_or_set_aside
+from rlcore.storage.finished import read_finished_or_set_aside
 from rlcore.storage.manifest import PARTS_KEY
 from rlcore.storage.publish import published_directory
 
@@ -44,7 +44,7 @@ def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) ->
     Counts are sums over the parts. Raises DiskSpaceError where there is no room.
     """
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
-    if finished_or_set_aside(directory) is not None:
+    if read_finished_or_set_aside(directory) is not None:
         return StageResult(directory, directory.name, cached=all(part.cached for part in parts), counts=counts)
     facts: dict[str, Any] = {
         "kind": f"{kind}-mixture",

@@ -13,7 +13,7 @@ from data.rows import TaskRows
 from data.stage import SPLITS, StageResult, publish_mixture
 from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
-from rlcore.storage.finished import finished_or_set_aside
+from rlcore.storage.finished import read_finished_or_set_aside
 from rlcore.storage.manifest import part_directories, read_manifest
 from rlcore.storage.publish import published_directory
 
@@ -26,7 +26,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "mapped": ("revision",),  # not the source: rows are named after it unless the settings give a name
 }
 """Settings that say where the files are. The files' digests count in place of them."""
-_DRAWN = ("countdown", "reasoning_gym", "custom")
+_GENERATED = ("countdown", "reasoning_gym", "custom")
 """Tasks whose rows depend on the seed."""
 
 
@@ -57,7 +57,7 @@ def _origin(config: TaskData, seed: int) -> dict[str, Any]:
         "format_version": DATASET_FORMAT,
         "task": config.task,
         "task_version": task_of(config).VERSION,
-        "seed": seed if config.task in _DRAWN else None,
+        "seed": seed if config.task in _GENERATED else None,
         "settings": config.model_dump(mode="json", exclude=left_out),
         "inputs": input_digests(config),
     }
@@ -112,12 +112,12 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
         return publish_mixture("dataset", dataset_directory(dataset_fingerprint(config, seed), root), parts)
     digest = dataset_fingerprint(config, seed, splits)
     directory = dataset_directory(digest, root)
-    if (manifest := finished_or_set_aside(directory)) is not None:
+    if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
-    return _made(config, seed, directory, splits)
+    return _build(config, seed, directory, splits)
 
 
-def _made(config: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> StageResult:
+def _build(config: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> StageResult:
     from data.write import write_dataset_card, write_splits
 
     origin = {**_origin(config, seed), "fingerprint": directory.name}

@@ -64,11 +64,11 @@ _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20a
 _OTHER_SPACE = re.compile(r"[^\S\n]")
 
 
-class UnwrittenError(Exception):
+class ResponseChangedError(Exception):
     """An answer has no tokens that could be learned; the message says why."""
 
 
-class ShortWayError(Exception):
+class FrameError(Exception):
     """The short way gave another result than the tokenizer itself. The filter starts again without it."""
 
 
@@ -181,7 +181,7 @@ class PromptTokenizer:
                 except DataError as error:
                     raise DataError(f"{where(place)}{error}") from error
                 if framed is not None and framed != rendered:
-                    raise ShortWayError(prompt)
+                    raise FrameError(prompt)
                 framed = rendered
             found.append(framed)
         return found
@@ -217,62 +217,62 @@ class PromptTokenizer:
         # A prompt that was rendered elsewhere may begin with the first token already.
         return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in self._encode(texts)]
 
-    def encode_answers(
-        self, prompts: Sequence[Messages], texts: Sequence[str], answers: Sequence[str]
+    def encode_responses(
+        self, prompts: Sequence[Messages], texts: Sequence[str], responses: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
         """Token ids of each answer as it follows its prompt, the token that ends it among them; none for ''. And by
-        their places the answers that have none for another reason, see `UnwrittenError`.
+        their places the answers that have none for another reason, see `ResponseChangedError`.
 
         `texts`: what `texts` gives for the prompts.
 
         Raises:
             DataError: an answer has a word without a token, which no model with this tokenizer can write.
         """
-        found, unwritten = [b""] * len(answers), dict[int, str]()
+        found, unwritten = [b""] * len(responses), dict[int, str]()
         wholes = dict[int, str]()
-        for place, answer in enumerate(answers):
+        for place, answer in enumerate(responses):
             if answer.strip():
                 try:
                     wholes[place] = self._whole(prompts[place], texts[place], answer, place % _CHECK_EVERY == 0)
-                except UnwrittenError as error:
+                except ResponseChangedError as error:
                     unwritten[place] = str(error)
         joined = self._joined([texts[place] for place in wholes], wholes.values())
         for (place, whole), (before, joint) in zip(wholes.items(), joined, strict=True):
             try:
-                found[place] = self.answer_ids(before, joint, whole[len(texts[place]) :])
-            except UnwrittenError as error:
+                found[place] = self.response_ids(before, joint, whole[len(texts[place]) :])
+            except ResponseChangedError as error:
                 unwritten[place] = str(error)
         if places := self.with_unknown_words(found):
             raise DataError(
-                f"{self._name}: the tokenizer has no token for a word of the answer {answers[places[0]][:200]!r}. Take "
+                f"{self._name}: the tokenizer has no token for a word of the answer {responses[places[0]][:200]!r}. Take "
                 "another model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of "
                 "a model made from nothing)"
             )
         return found, unwritten
 
-    def require_written(self, prompt: str, whole: str, answer: str) -> None:
+    def require_response(self, prompt: str, whole: str, answer: str) -> None:
         """Refuse an answer that the chat template does not write, white space aside, between a prompt's text and the
         end of its turn, which is the end of `whole`. A tag that the prompt opens (`<think>`) may begin the answer.
 
         Raises:
-            UnwrittenError: it does not.
+            ResponseChangedError: it does not.
         """
         if not whole.startswith(prompt):
-            raise UnwrittenError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
+            raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
         written = whole[len(prompt) :]
         if (tag := _LAST_TAG.search(prompt)) is not None:
             answer = answer.lstrip().removeprefix(tag[1])
         if not written.endswith(self._closing[0]) or "".join(answer.split()) not in "".join(written.split()):
-            raise UnwrittenError("does not write it as it is")
+            raise ResponseChangedError("does not write it as it is")
 
-    def answer_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
+    def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Token ids of an answer with the token that ends it. `before`: ids of what comes before it; `joint`: with the
         answer and what closes its turn, which together are the text `written`.
 
         Where one token of `joint` reaches over the boundary, the answer is tokenized from there on, as it is sampled.
 
         Raises:
-            UnwrittenError: no token ends it, or it has no tokens that follow those before it.
+            ResponseChangedError: no token ends it, or it has no tokens that follow those before it.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -280,7 +280,7 @@ class PromptTokenizer:
         closing = self._closing[1]
         if not closing or not found.endswith(closing):
             stops = ", ".join(f"{self.backend.id_to_token(id)} ({id})" for id in sorted(self.stop_ids))
-            raise UnwrittenError(
+            raise ResponseChangedError(
                 f"ends the assistant's turn without a token at which the model stops, {stops}; eos_token_id of "
                 "generation_config.json names them"
             )
@@ -339,7 +339,7 @@ class PromptTokenizer:
         return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
 
     @cached_property
-    def _answer_frame(self) -> "ChatFrame | None":
+    def _response_frame(self) -> "ChatFrame | None":
         """What the template writes around an answer to a single user message, from the prompt's end on."""
         asked = [{"role": "user", "content": "?"}]
 
@@ -358,18 +358,18 @@ class PromptTokenizer:
             return None
         return self._frame.text(messages[0]["content"])
 
-    def _framed_answer(self, prompt: Messages, answer: str) -> str | None:
+    def _framed_response(self, prompt: Messages, answer: str) -> str | None:
         """What follows the prompt of a single user message, in the short way; None where it has to be rendered."""
-        if self._answer_frame is None or answer != answer.strip() or self._framed(prompt) is None:
+        if self._response_frame is None or answer != answer.strip() or self._framed(prompt) is None:
             return None
-        return self._answer_frame.text(answer)
+        return self._response_frame.text(answer)
 
     def _whole(self, prompt: Messages, text: str, answer: str, check: bool) -> str:
-        """Prompt and answer as one text, to the end of its turn. Raises UnwrittenError as `require_written`."""
+        """Prompt and answer as one text, to the end of its turn. Raises ResponseChangedError as `require_written`."""
         if not self.chat:
             return text + answer
         try:
-            framed = self._framed_answer(prompt, answer)
+            framed = self._framed_response(prompt, answer)
             if framed is not None and not check:
                 return text + framed
             *before, last = prompt
@@ -378,11 +378,11 @@ class PromptTokenizer:
             else:
                 answered = [*before, last, {"role": "assistant", "content": answer}]
             whole = self.render(answered, opened=False)
-            self.require_written(text, whole, answer)
+            self.require_response(text, whole, answer)
         except DataError as error:
-            raise UnwrittenError(str(error)) from error
+            raise ResponseChangedError(str(error)) from error
         if framed is not None and text + framed != whole:
-            raise ShortWayError(answer)
+            raise FrameError(answer)
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
@@ -402,7 +402,7 @@ class PromptTokenizer:
         for found in ways:
             if self._decode(before + found) == text:
                 return found
-        raise UnwrittenError(f"leaves no token to begin with where the prompt ends, before {written[:40]!r}")
+        raise ResponseChangedError(f"leaves no token to begin with where the prompt ends, before {written[:40]!r}")
 
     def _decode(self, ids: bytes) -> str:
         return str(self.backend.decode(np.frombuffer(ids, dtype=np.int32).tolist(), skip_special_tokens=False))
@@ -414,7 +414,7 @@ class PromptTokenizer:
         sample = range(0, len(texts), _CHECK_EVERY)
         for index, ids in zip(sample, encode_whole(self.backend, [texts[i] for i in sample]), strict=True):
             if found[index] != ids:
-                raise ShortWayError(texts[index])
+                raise FrameError(texts[index])
         return found
 
     def _template(self) -> str:
@@ -522,7 +522,7 @@ def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool
     return [to_bytes(encoding.ids) for encoding in found]
 
 
-class _OddSpaceError(Exception):
+class _PieceSpaceError(Exception):
     """A piece does not stand between single spaces."""
 
 
@@ -535,7 +535,7 @@ class _Pieces(dict[str, bytes]):
 
     def __missing__(self, piece: str) -> bytes:
         if _OTHER_SPACE.search(piece) or (self._lead and not piece[:1].strip()):
-            raise _OddSpaceError
+            raise _PieceSpaceError
         if len(self) >= _MAX_PIECES:
             self.clear()
         [self[piece]] = encode_whole(self._backend, [self._lead + piece])
@@ -568,7 +568,7 @@ class PieceEncoder:
         head, *rest = text.split(" ")
         try:
             return b"".join((self._heads[head], *map(self._pieces.__getitem__, rest)))
-        except _OddSpaceError:
+        except _PieceSpaceError:
             return None
 
 

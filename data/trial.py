@@ -33,7 +33,7 @@ from rlcore.config.data import (
 )
 from rlcore.errors import DataError, MillraceError
 from rlcore.rollout.by_part import with_scorer
-from rlcore.start import import_path
+from rlcore.start import extend_import_path
 from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0
@@ -59,17 +59,17 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     """
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
-        return _of_dataset(config, dataset / "train.parquet")
+        return _read_first_row(config, dataset / "train.parquet")
     if isinstance(config, CustomData):
-        return _by_process(config, seed)
+        return _build_in_process(config, seed)
     if is_on_hub(config):
         return None  # files of the hub are fetched when the dataset is made
     if isinstance(config, CountdownData | ReasoningGymData):
         config = config.model_copy(update={"train_size": 1, "validation_size": 1})
-    return _made(config, seed)
+    return _build_first_row(config, seed)
 
 
-def require_sound_rows(
+def validate_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
 ) -> int | None:
     """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
@@ -111,14 +111,14 @@ def require_sound_rows(
     return counts[splits[0]]
 
 
-def _of_dataset(config: TaskData, parquet: Path) -> FirstRow:
+def _read_first_row(config: TaskData, parquet: Path) -> FirstRow:
     row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
     truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
     form = provenance(parquet).get("prompt_form", "chat")
     return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
 
 
-def _made(config: TaskData, seed: int) -> FirstRow:
+def _build_first_row(config: TaskData, seed: int) -> FirstRow:
     rows = task_of(config).build(config, seed)
     row = next(iter(rows.splits["train"]), None)
     if row is None:
@@ -136,13 +136,13 @@ def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str
     return with_scorer(ground_truth_json(ground_truth), scorer)
 
 
-def _by_process(config: CustomData, seed: int) -> FirstRow | None:
+def _build_in_process(config: CustomData, seed: int) -> FirstRow | None:
     wanted = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "data.trial"], input=wanted, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=BUILD_DEADLINE_S,
-            env={**os.environ, "PYTHONPATH": import_path()},
+            env={**os.environ, "PYTHONPATH": extend_import_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
@@ -157,7 +157,7 @@ def _main() -> None:
     wanted = json.load(sys.stdin)
     config = CustomData.model_validate(wanted["config"])
     try:
-        answer = asdict(_made(config, wanted["seed"]))
+        answer = asdict(_build_first_row(config, wanted["seed"]))
     except MillraceError as error:
         answer = {"error": str(error)}
     except Exception as error:  # a user's build can raise anything

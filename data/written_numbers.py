@@ -183,7 +183,7 @@ class Number(NamedTuple):
         """As few characters as say it, the same for equal numbers."""
         return f"{self.value}{'%' * self.percent}"
 
-    def says(self, other: "Number") -> bool:
+    def matches(self, other: "Number") -> bool:
         """Whether both are the same number: exactly, or to six places where no decimal writes one of them.
 
         A percentage is its number (50% is 50), but for one below 1%, and its hundredth where that is no whole number

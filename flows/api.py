@@ -15,7 +15,7 @@ from flows.plan.checks import check_run
 from flows.stages.validate import Validate
 from flows.work.checkpoints import checkpoint_name, checkpoint_store
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.runs import all_runs, named_run
+from flows.work.runs import all_runs, find_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.config import RunConfig
@@ -85,7 +85,7 @@ class Run:
             )
         return ValidationResult.read(file)
 
-    def answers(self, name: str = "after") -> "pd.DataFrame":
+    def responses(self, name: str = "after") -> "pd.DataFrame":
         """A row for each sampled answer of a validation: problem, prompt, ground truth, answer, score, its parts.
 
         An answer that its scorer failed on has no score (NaN), and why in `failure`.
@@ -158,11 +158,11 @@ def run(settings: RunSettings) -> Run:
         MillraceError: a mistake, told before anything begins, or a fault: the next call goes on from the last
             checkpoint.
     """
-    for line in settings.idle():
+    for line in settings.unused_settings():
         log.warning("%s", line)
     check_run(settings)
-    with chain.opened_here(settings, "train") as held, MlflowRecord(held, {}) as record:
-        chain.run_chain(held, chain.run_here, record, with_report=True)
+    with chain.open_on_console(settings, "train") as held, MlflowRecord(held, {}) as record:
+        chain.run_chain(held, chain.run_on_console, record, with_report=True)
     return Run(settings.config, RunLayout.of(settings.config))
 
 
@@ -186,9 +186,9 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
         )
     name = checkpoint_name(str(checkpoint))
     checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
-    with chain.opened_here(RunSettings(run.config, ()), "validate") as held:
+    with chain.open_on_console(RunSettings(run.config, ()), "validate") as held:
         chain.make_rows(held, chain.run_quietly)
-        judgement = chain.run_here(Validate(name), held)
+        judgement = chain.run_on_console(Validate(name), held)
     return ValidationResult.read(judgement.file)
 
 
@@ -198,7 +198,7 @@ def open(run: str | Path, root: str | Path | None = None) -> Run:
     Raises:
         DataError: there is no such run.
     """
-    return Run(*named_run([str(run)], None if root is None else Path(root)))
+    return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 
 def runs(root: str | Path = "artifacts") -> list[Run]:

@@ -13,21 +13,21 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
-from flows.work.judgement import CI_ENDS, Judgement, with_interval
 from flows.work.open_run import OpenRun
 from flows.work.runs import BYTES_PER_MB
 from flows.work.status import failure_of
+from flows.work.validation_summary import CI_SUFFIXES, ValidationSummary, with_interval
 from rlcore.checkpoint.catalog import scan
 
 NUM_VALIDATIONS = 4
 """Columns of the table of a run's latest validations; the first one is of step 0."""
-LEFT_ALONE_S = 30.0
+RETRY_AFTER_S = 30.0
 """Seconds before a server that was away is asked again."""
-Data = Callable[[], object]
+Content = Callable[[], object]
 """What an artifact shows: Markdown, rows as JSON, or per cent."""
 
 
-def artifact_key(of: str, what: str) -> str:
+def artifact_key(subject: str, content: str) -> str:
     """The key of an artifact of a run, a sweep or a comparison, by its id: Prefect shows the history of each key.
 
     Its letters are lower-case letters, digits and dashes.
@@ -35,15 +35,15 @@ def artifact_key(of: str, what: str) -> str:
     >>> artifact_key("countdown_demo-s1-1bb2114f", "report")
     'countdown-demo-s1-1bb2114f-report'
     """
-    return re.sub(r"[^a-z0-9]+", "-", f"{of}-{what}".lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{subject}-{content}".lower()).strip("-")
 
 
-def show(of: str, what: str, description: str, data: Data, kind: str = "markdown") -> None:
+def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
     """Make an artifact: Markdown, or a `table` of rows as JSON."""
-    harmless(lambda: _make(of, what, description, data, kind))
+    log_failure(lambda: _create(of, what, description, data, kind))
 
 
-def _make(of: str, what: str, description: str, data: Data, kind: str) -> Made:
+def _create(of: str, what: str, description: str, data: Content, kind: str) -> Made:
     # By its own class: the base class writes its data as JSON once more.
     named: dict[str, Any] = {"key": artifact_key(of, what), "description": description}
     shown: Any = data()
@@ -57,61 +57,63 @@ def _make(of: str, what: str, description: str, data: Data, kind: str) -> Made:
     return made
 
 
-def _follow(run: OpenRun, what: str, description: str, data: Data, kind: str = "markdown") -> None:
+def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
     """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it.
 
     A server that is away is left alone for a while: while it is asked nobody hears the trainer, which stops once the
     pipe to us is full.
     """
-    shown = run.shown
-    if time.monotonic() < shown.again_at:
+    shown = run.prefect_view
+    if time.monotonic() < shown.retry_at:
         return
 
     def ask() -> None:
-        shown.again_at = time.monotonic() + LEFT_ALONE_S
+        shown.retry_at = time.monotonic() + RETRY_AFTER_S
         if what not in shown.artifacts:
-            shown.artifacts[what] = _make(run.run_id, what, description, data, kind).id
+            shown.artifacts[what] = _create(run.run_id, what, description, data, kind).id
         else:
             with get_client(sync_client=True) as client:
                 client.update_artifact(shown.artifacts[what], ArtifactUpdate(data=data(), description=description))
-        shown.again_at = float("-inf")
+        shown.retry_at = float("-inf")
 
-    harmless(ask)
+    log_failure(ask)
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
     """A bar for each stage, one for all its chunks."""
-    _follow(run, f"progress-{stage}", text, lambda: percent, "progress")
+    _update(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
     """A table of the validations in training: the first one that this process saw, and the last few."""
-    known = run.shown.validations
+    known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
     rows = _rows({f"step {step}": known[step] for step in shown})
-    _follow(run, "latest-validation", f"{run.run_id} at step {step}", lambda: json.dumps(rows), "table")
+    _update(run, "latest-validation", f"{run.run_id} at step {step}", lambda: json.dumps(rows), "table")
 
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Show the run's progress and the link to its curves in MLflow."""
-    page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
+    page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})" if run.prefect_view.mlflow_page else ""
     text = "\n\n".join(part for part in (f"## {run.run_id}", now, page) if part)
-    _follow(run, "summary", f"{run.run_id}: its progress", lambda: text)
+    _update(run, "summary", f"{run.run_id}: its progress", lambda: text)
 
 
-def show_validation(run: OpenRun, judgement: Judgement) -> None:
+def show_validation(run: OpenRun, judgement: ValidationSummary) -> None:
     """A table of the run's validations."""
-    run.shown.judgements[judgement.name] = judgement
-    known = run.shown.judgements.values()
+    run.prefect_view.final_validations[judgement.name] = judgement
+    known = run.prefect_view.final_validations.values()
     rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
-    show(run.run_id, "validation", f"{run.run_id} on held-out problems: {steps}", lambda: json.dumps(rows), "table")
+    show_artifact(
+        run.run_id, "validation", f"{run.run_id} on held-out problems: {steps}", lambda: json.dumps(rows), "table"
+    )
 
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
     """A row for each figure, a column for each validation."""
-    figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_ENDS)})
+    figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_SUFFIXES)})
     return [
         {"figure": figure} | {name: with_interval(one, figure) for name, one in summaries.items()} for figure in figures
     ]
@@ -123,14 +125,14 @@ def show_checkpoints(run: OpenRun) -> None:
         {"step": info.step, "MB": round(info.size_bytes / BYTES_PER_MB, 1), "score": info.score, "path": str(info.path)}
         for info in scan(run.layout.checkpoints).checkpoints
     ]
-    _follow(run, "checkpoints", f"{run.run_id}: checkpoints on disk", lambda: json.dumps(rows), "table")
+    _update(run, "checkpoints", f"{run.run_id}: checkpoints on disk", lambda: json.dumps(rows), "table")
 
 
 def show_mlflow_page(run: OpenRun) -> None:
     """Link the run's page in MLflow, once its address is known."""
-    if run.shown.mlflow_page and "mlflow" not in run.shown.artifacts:
-        page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})"
-        _follow(run, "mlflow", f"{run.run_id}: its page in MLflow", lambda: page)
+    if run.prefect_view.mlflow_page and "mlflow" not in run.prefect_view.artifacts:
+        page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})"
+        _update(run, "mlflow", f"{run.run_id}: its page in MLflow", lambda: page)
 
 
 def show_report(run_dir: Path, html: Path) -> None:
@@ -141,10 +143,10 @@ def show_report(run_dir: Path, html: Path) -> None:
 
         return f"{summary_markdown(run_dir, failure_of(run_dir))}\n\nFull report: `{html}`\n"
 
-    show(run_dir.name, "report", f"{run_dir.name}: figures and conclusions", text)
+    show_artifact(run_dir.name, "report", f"{run_dir.name}: figures and conclusions", text)
 
 
-def harmless(action: Callable[[], object]) -> None:
+def log_failure(action: Callable[[], object]) -> None:
     """Whatever Prefect says to it, the run goes on."""
     try:
         action()

@@ -1,6 +1,6 @@
 """The chain of a run: the list of its stages, and ways to run them.
 
-`millrace train` and the Python API run each stage by `run_here`, flows run each as a Prefect task (`flows.tasks`), and
+`millrace train` and the Python API run each stage by `run_on_console`, flows run each as a Prefect task (`flows.tasks`), and
 a plan asks each for its status (`flows.plan`).
 """
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flows.parameters import RunSettings
-from flows.progress import display, display_for_console, shown_on
+from flows.progress import display, display_for_console, use_display
 from flows.stages.dataset import Dataset
 from flows.stages.demonstrations import Demonstrations
 from flows.stages.export import Export, ExportBest
 from flows.stages.filter import Filter
 from flows.stages.pass_rates import PassRates
-from flows.stages.report import Report, load_ahead
+from flows.stages.report import Report, preload_modules
 from flows.stages.rows import inputs_of
 from flows.stages.stage import Stage
 from flows.stages.suite import Suite
 from flows.stages.train import Train
 from flows.stages.validate import Evaluate, Validate
 from flows.stages.warm_start import WarmStart
-from flows.work.judgement import Judgement
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun, anchored, open_run
-from flows.work.recorded import Recorded
+from flows.work.open_run import OpenRun, open_run, with_absolute_paths
+from flows.work.recorded import MlflowContents
+from flows.work.validation_summary import ValidationSummary
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
@@ -45,7 +45,7 @@ def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]
         *([Demonstrations()] if warm.enabled and warm.demonstrations is not None else []),
         Filter(),
         WarmStart(),
-        *([PassRates()] if config.pass_rates.is_wanted else []),
+        *([PassRates()] if config.pass_rates.is_enabled else []),
         *Train.chunks(config, to_step),
         Export(),
         Validate("start"),
@@ -55,7 +55,7 @@ def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]
     ]
 
 
-class RunStage(Protocol):
+class StageRunner(Protocol):
     """A way to run a stage: it returns the result, and shows it in a line."""
 
     def __call__(self, stage: Stage[R], run: OpenRun, /) -> R:
@@ -68,13 +68,13 @@ class PipelineResult:
 
     run_id: str
     run_dir: Path
-    judgements: list[Judgement]
+    validations: list[ValidationSummary]
     report: Path | None
     weights: Path
-    mlflow: Recorded
+    mlflow: MlflowContents
 
 
-class Results(list[tuple[Stage[Any], Any]]):
+class StageResults(list[tuple[Stage[Any], Any]]):
     """Stages with their results."""
 
     def of(self, stage: Stage[R]) -> R:
@@ -90,29 +90,29 @@ def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> li
     return stages[: len(names) - names[::-1].index(last)]
 
 
-def run_stages(run: OpenRun, do: RunStage, last: str, to_step: int | None = None) -> Results:
+def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
     """Run the stages up to those of this name; those that are done give their results."""
-    return Results((stage, do(stage, run)) for stage in stages_until(run.config, last, to_step))
+    return StageResults((stage, run_stage(stage, run)) for stage in stages_until(run.config, last, to_step))
 
 
-def make_rows(run: OpenRun, do: RunStage) -> RunInputs:
+def make_rows(run: OpenRun, run_stage: StageRunner) -> RunInputs:
     """Run the stages of the rows, which need no trainer. The run may be one that is not open."""
-    run_stages(run, do, Filter.name)
+    run_stages(run, run_stage, Filter.name)
     return inputs_of(run)
 
 
-def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
+def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
     """Run all stages. What the run's page in MLflow has besides metrics goes there with them."""
-    made = Results()
+    made = StageResults()
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
     for stage in stages:
         if not stage.in_trainer:  # before the first stages there is no process, after the last ones it may end
             run.trainer.close()
-        made.append((stage, do(stage, run)))
+        made.append((stage, run_stage(stage, run)))
         if stage == Filter():
             record.start(made.of(Dataset()), made.of(Filter()))
             if with_report and Report().known(run) is None:
-                load_ahead()
+                preload_modules()
     run.trainer.close()
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None
@@ -122,31 +122,31 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
     return PipelineResult(run.run_id, run.layout.run_dir, judgements, html, last.directory, recorded)
 
 
-def run_evaluation(run: OpenRun, do: RunStage) -> list[ValidationResult]:
+def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
     """Validate the run's model on its suites: an evaluation has no other stages."""
     for suite in run.config.validation.suites:
-        do(Suite(suite), run)
-    return do(Evaluate(), run)
+        run_stage(Suite(suite), run)
+    return run_stage(Evaluate(), run)
 
 
-def finished(run: OpenRun) -> PipelineResult | None:
+def finished_result(run: OpenRun) -> PipelineResult | None:
     """The result of a run in which no stage has anything to do or to write; None where one has, or may have. The run's
     settings name the stack's store."""
-    if not run.layout.run_json.is_file() or run.origin.settings != anchored(run.config, run.layout):
+    if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
     last, best, report = Export().known(run), ExportBest().known(run), Report().known(run)
     judgements = [Validate(checkpoint).known(run) for checkpoint in ("start", "last")]
     if last is None or best is None or report is None or None in judgements:
         return None
-    recorded = Recorded.read(run.layout)
-    if run.config.tracking.enabled and not recorded.is_whole(run.config, run.layout, last, best):
+    recorded = MlflowContents.read(run.layout)
+    if run.config.tracking.enabled and not recorded.is_complete(run.config, run.layout, last, best):
         return None
     known = [one for one in judgements if one is not None]
     return PipelineResult(run.run_id, run.layout.run_dir, known, report.html, last.directory, recorded)
 
 
 @contextmanager
-def opened_here(settings: RunSettings, verb: str, *, verbose: bool = False) -> Iterator[OpenRun]:
+def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) -> Iterator[OpenRun]:
     """A run opened by this process (`open_run`), shown on the console with its trainer's events; if `verbose`, its log
     lines too."""
 
@@ -155,32 +155,32 @@ def opened_here(settings: RunSettings, verb: str, *, verbose: bool = False) -> I
             display().line(text)
 
     with (
-        shown_on(display_for_console()),
-        open_run(settings.config, settings.command(verb), say=display().line) as run,
-        run.heard_by(display().event, line),
+        use_display(display_for_console()),
+        open_run(settings.config, settings.command(verb), report=display().line) as run,
+        run.route_events(display().event, line),
     ):
         yield run
 
 
 def run_quietly(stage: Stage[R], run: OpenRun) -> R:
     """Run a stage without output or retries: for what is on disk already."""
-    return stage.result(run)
+    return stage.find_or_make(run)
 
 
-def run_here(stage: Stage[R], run: OpenRun) -> R:
+def run_on_console(stage: Stage[R], run: OpenRun) -> R:
     """Run a stage without Prefect, and show its result in a line."""
-    result = result_of(stage, run, display().line)
+    result = run_with_retries(stage, run, display().line)
     if line := stage.describe(result):
         display().line(line)
     return result
 
 
-def result_of(stage: Stage[R], run: OpenRun, say: Callable[[str], None]) -> R:
+def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
     """The result of a stage. One that has lost its trainer is run again, at most `runtime.max_chunk_retries` times."""
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:
-            return stage.result(run)
+            return stage.find_or_make(run)
         except WorkerLostError as error:
-            say(f"{error}\ntrying again from the last checkpoint ({attempt} of {retries})")
-    return stage.result(run)
+            report(f"{error}\ntrying again from the last checkpoint ({attempt} of {retries})")
+    return stage.find_or_make(run)

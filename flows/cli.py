@@ -25,11 +25,11 @@ from flows.commands.checkpoints import checkpoints
 from flows.commands.doctor import doctor
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rescore, rollouts
-from flows.commands.settings import group_of
+from flows.commands.settings import command_group
 from flows.sweep.command import sweep
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
-from rlcore.run.stop import ONE_WISH_S
-from rlcore.start import collect_rarely
+from rlcore.run.stop import SAME_REQUEST_S
+from rlcore.start import tune_garbage_collection
 
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
@@ -51,16 +51,16 @@ COMMANDS: dict[str, Callable[..., None]] = {
 DATA_COMMANDS: dict[str, Callable[..., None]] = {
     "make": data.make, "pass-rates": data.pass_rates, "inspect": data.inspect,
 }  # fmt: skip
-app = group_of(
+app = command_group(
     COMMANDS,
     "Experiments in reinforcement learning of language models: data, training, validation and report as one run.",
     pretty_exceptions_enable=False,
 )
-app.add_typer(group_of(DATA_COMMANDS, "Make datasets, and look into them."), name="data")
+app.add_typer(command_group(DATA_COMMANDS, "Make datasets, and look into them."), name="data")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from importlib import metadata
 
         typer.echo(f"millrace {metadata.version('millrace')}")
@@ -68,7 +68,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def of_all_commands(
+def global_options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
     ] = False,
@@ -79,8 +79,8 @@ def of_all_commands(
 def main() -> NoReturn:
     """Entry point: a mistake is a message, not a traceback."""
     open_standard_streams()
-    look_here_too()
-    leave(app)
+    extend_module_path()
+    run_and_exit(app)
 
 
 def open_standard_streams() -> None:
@@ -93,25 +93,25 @@ def open_standard_streams() -> None:
             getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
-def look_here_too() -> None:
+def extend_module_path() -> None:
     """Find a task in the folder that the command was started in, but never a `data.py` there in place of our own."""
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # it is deleted, as each command says
         sys.path.append(str(Path.cwd()))
 
 
-def leave(command: Callable[[], object]) -> NoReturn:
+def run_and_exit(command: Callable[[], object]) -> NoReturn:
     """Run a command and end the process as soon as its outputs are flushed and its exit handlers have run.
 
     To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
     """
-    collect_rarely()
-    signal.signal(signal.SIGTERM, _Terminated())
+    tune_garbage_collection()
+    signal.signal(signal.SIGTERM, _SigtermHandler())
     codes: list[int] = []
 
     def end() -> None:
         logging.shutdown()
-        said_all = _flushed()
+        said_all = _flush_stdout()
         with suppress(OSError):
             sys.stderr.flush()
         if codes:  # else it has failed in a way that nobody foresaw
@@ -120,35 +120,35 @@ def leave(command: Callable[[], object]) -> NoReturn:
     atexit.register(end)  # the first that is registered is called last
     codes.append(exit_code(command))
     if (url := os.environ.get("PREFECT_API_URL")) and "prefect" in sys.modules:
-        from flows.server.api import answers
+        from flows.server.api import is_reachable
 
-        if not answers(url):  # at its end Prefect waits for a server that takes the last events
+        if not is_reachable(url):  # at its end Prefect waits for a server that takes the last events
             print(f"Prefect was not told of the end, since no server answers at {url}", file=sys.stderr)
             end()
     sys.exit(codes[0])
 
 
-def _flushed() -> bool:
+def _flush_stdout() -> bool:
     """Whether all that was printed is written: a disk may be full, a reader gone."""
     try:
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             with suppress(OSError):
-                _told(f"not all of the output could be written: {error}", EXIT_FAILED)
+                _report(f"not all of the output could be written: {error}", EXIT_FAILED)
         return False
     return True
 
 
-class _Terminated:
-    """Turns SIGTERM into an interrupt at the keyboard. Several within `ONE_WISH_S` are one."""
+class _SigtermHandler:
+    """Turns SIGTERM into an interrupt at the keyboard. Several within `SAME_REQUEST_S` are one."""
 
     def __init__(self) -> None:
         self._asked_at = float("-inf")
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self._asked_at > ONE_WISH_S:
+        if now - self._asked_at > SAME_REQUEST_S:
             self._asked_at = now
             raise KeyboardInterrupt
 
@@ -159,22 +159,22 @@ def exit_code(command: Callable[[], object]) -> int:
         command()
     except SystemExit as exit:
         if exit.code == CLICK_INTERRUPTED:
-            return _told(INTERRUPTED, EXIT_RESUMABLE)
+            return _report(INTERRUPTED, EXIT_RESUMABLE)
         return exit.code if isinstance(exit.code, int) else EXIT_FAILED
     except MillraceError as error:
         failed = EXIT_WRONG_SETTINGS if isinstance(error, ConfigError) else EXIT_FAILED
-        return _told(error, EXIT_RESUMABLE if isinstance(error, RESUMABLE) else failed)
+        return _report(error, EXIT_RESUMABLE if isinstance(error, RESUMABLE) else failed)
     except OSError as error:
         if error.errno not in EXPECTED_OS_ERRORS:
             raise
         file = error.filename2 or error.filename or "the output, or a file"
-        return _told(f"{file}: {error.strerror}", EXIT_FAILED)
+        return _report(f"{file}: {error.strerror}", EXIT_FAILED)
     except KeyboardInterrupt:
-        return _told(INTERRUPTED, EXIT_RESUMABLE)
+        return _report(INTERRUPTED, EXIT_RESUMABLE)
     return 0
 
 
-def _told(message: object, code: int) -> int:
+def _report(message: object, code: int) -> int:
     from flows.progress import printable  # in a start that ends well nobody needs it
 
     print(printable(str(message)), file=sys.stderr, flush=True)

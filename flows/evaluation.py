@@ -13,20 +13,20 @@ from typing import Any
 from flows import chain
 from flows.plan.checks import check_evaluation
 from flows.progress import display
-from flows.stack.state import in_stack
+from flows.stack.state import with_stack_tracking
 from flows.work.open_run import EVALUATION, open_run
-from flows.work.weights import weights_of
+from flows.work.weights import find_weights
 from rlcore.config import RunConfig
-from rlcore.config.base import expanded
-from rlcore.config.compose import checked_config
-from rlcore.config.fingerprint import fingerprint, lasting_settings
+from rlcore.config.base import expand_path
+from rlcore.config.compose import override_config
+from rlcore.config.fingerprint import fingerprint, fixed_settings
 from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import Findings, settings_error
 from rlcore.config.suite import SUITES, read_suites, suite_settings
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 
-OF_THE_RUN = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
+INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
 """Sections of a run's settings by which its checkpoints are judged."""
 
 
@@ -53,12 +53,12 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
         DataError: there is neither a run nor a model of that name.
         CheckpointError: the run has no such checkpoint, or it is broken.
     """
-    with _suites_as_given():
+    with _errors_name_suite_option():
         findings = Findings()
         given = read_suites(suites, findings)
         if findings.problems:
             raise settings_error(findings.problems)
-    path, label, base = _model(model, root)
+    path, label, base = _resolve_model(model, root)
     settings = base.model_dump(mode="json")
     settings["model"] |= {"path": path, "lora": None}
     settings["validation"]["suites"] = given
@@ -71,19 +71,19 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     longest = sum(settings[section][key] for section, key in lengths)
     budget = settings["trainer"]["max_tokens_per_micro_batch"]
     settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
-    with _suites_as_given():
-        config = checked_config(settings, overrides)
+    with _errors_name_suite_option():
+        config = override_config(settings, overrides)
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
     judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
-    payload: dict[str, Any] = {"settings": lasting_settings(config), "suites": judged, "weights": _identity(path)}
+    payload: dict[str, Any] = {"settings": fixed_settings(config), "suites": judged, "weights": _weights_identity(path)}
     if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
         payload["limits"] = limits  # results of before had all problems
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
 
 
 @contextmanager
-def _suites_as_given() -> Iterator[None]:
+def _errors_name_suite_option() -> Iterator[None]:
     """Name `--suite` in errors, not the setting that it becomes."""
     try:
         yield
@@ -91,43 +91,43 @@ def _suites_as_given() -> Iterator[None]:
         raise ConfigError(str(error).replace(f"{SUITES}:", "--suite:")) from error
 
 
-def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
+def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     """`model.path`, a name, and the settings to start from."""
-    folder = expanded(model)
+    folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
-        return model, _plain(folder.resolve().name), RunConfig()
+        return model, _file_name(folder.resolve().name), RunConfig()
     try:
-        weights = weights_of(model, root)
+        weights = find_weights(model, root)
     except DataError as error:
         raise DataError(f"{error} A model is a folder with config.json.") from error
     run = weights.config
-    own = {name: getattr(run, name) for name in OF_THE_RUN}
+    own = {name: getattr(run, name) for name in INHERITED_SECTIONS}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
     own["model"] = run.model
     own["reward"] = run.reward.model_copy(update={"weights": {}})  # models are compared by one scale
-    return str(weights.ensure()), _plain(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
+    return str(weights.ensure()), _file_name(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
 
 
-def _plain(name: str) -> str:
+def _file_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "_.-" else "-" for letter in name)[:80]
 
 
-def _identity(path: str) -> list[Any]:
-    folder = expanded(path)
+def _weights_identity(path: str) -> list[Any]:
+    folder = expand_path(path)
     files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
     place = str(folder.resolve()) if files else path  # a hub id
     return [place, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
 
 
-def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.RunStage) -> Evaluation:
+def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: chain.StageRunner) -> Evaluation:
     """Judge a model by the settings of `evaluation_settings`, unless that is done."""
-    config = in_stack(config)
+    config = with_stack_tracking(config)
     check_evaluation(config)
-    with open_run(config, command, title=name) as run, run.heard_by(display().event, lambda line: None):
-        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, do)))
+    with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
+        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, run_stage)))
 
 
-def command_of(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
+def eval_command(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
     """The words of the command that judges these models on these suites."""
     more = [] if root is None else ["--root", str(root)]
     return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
@@ -139,7 +139,7 @@ def evaluate_all(
     overrides: Sequence[str],
     root: Path | None,
     command: Sequence[str],
-    do: chain.RunStage,
+    run_stage: chain.StageRunner,
 ) -> list[Evaluation]:
     """Judge each model on each suite. All names and settings are checked before the first one is judged."""
     if not models or not suites:
@@ -148,16 +148,16 @@ def evaluate_all(
             "artifacts/runs/<run id> --suite gsm8k"
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
-    return [evaluate(model, config, command, do) for model, config in configs.items()]
+    return [evaluate(model, config, command, run_stage) for model, config in configs.items()]
 
 
-def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
+def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
     """All figures as JSON values: of each model, and of each one against the first."""
     evaluations = [
         {
             "model": one.name,
             "folder": str(one.folder),
-            "suites": {each.data_source: _figures(each) for each in one.results},
+            "suites": {each.data_source: _metrics_json(each) for each in one.results},
         }
         for one in found
     ]
@@ -166,7 +166,7 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
             "first": found[0].name,
             "second": other.name,
             "suites": {
-                one.data_source: list(map(_difference, compare(one, another)))
+                one.data_source: list(map(_difference_json, compare(one, another)))
                 for one, another in zip(found[0].results, other.results, strict=True)
             },
         }
@@ -175,12 +175,12 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
     return {"evaluations": evaluations, "paired": differences}
 
 
-def _figures(result: ValidationResult) -> dict[str, Any]:
+def _metrics_json(result: ValidationResult) -> dict[str, Any]:
     figures = {name: asdict(one) for name, one in result.intervals.items()}
     return {"num_problems": len(result.problems), "figures": figures}
 
 
-def _difference(row: Comparison) -> dict[str, Any]:
+def _difference_json(row: Comparison) -> dict[str, Any]:
     return {
         "figure": row.statistic,
         "num_problems": row.num_problems,
@@ -199,15 +199,15 @@ def table_lines(found: Sequence[Evaluation]) -> list[str]:
         for statistic in result.intervals:
             own = [one.results[index].intervals[statistic] for one in found]
             rows.append([statistic, *(f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in own)])
-        lines += _aligned(rows)
+        lines += _align(rows)
         for other in found[1:]:
             lines += ["", f"  {other.name} less {found[0].name}, paired:"]
             compared = compare(result, other.results[index])
-            lines += _aligned([[row.statistic, _shown(row)] for row in compared])
+            lines += _align([[row.statistic, _difference_text(row)] for row in compared])
     return [*lines, "", *(f"{one.name}: {one.folder}" for one in found)]
 
 
-def _shown(row: Comparison) -> str:
+def _difference_text(row: Comparison) -> str:
     change = row.paired.difference
     sure = "" if change.excludes_zero else " (may be 0)"
     return (
@@ -216,7 +216,7 @@ def _shown(row: Comparison) -> str:
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return [f"  {'  '.join(row)}".rstrip() for row in padded]

@@ -8,11 +8,11 @@ from shlex import join, quote
 from prefect import flow
 
 from flows import evaluation
-from flows.artifacts import show
-from flows.parameters import NO_WORDS, Root, root_of_the_flow
-from flows.server.watch import watched
-from flows.stack.state import tracking_in_stack
-from flows.tasks import as_task, task_of, tell, tell_command
+from flows.artifacts import show_artifact
+from flows.parameters import NO_STRINGS, Root, flow_root
+from flows.server.watch import watch_flow_run
+from flows.stack.state import with_stack_store
+from flows.tasks import log_and_print, log_command, run_as_task, run_task
 from flows.work import runs as several
 from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
@@ -27,10 +27,10 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
         dry_run: Say what would be deleted, and delete nothing.
     """
-    at = Path(root_of_the_flow(root) or PathsConfig().root).resolve()
+    at = Path(flow_root(root) or PathsConfig().root).resolve()
     where = quote(str(at))
-    tell_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
-    folders, tracking = all_runs(at), tracking_in_stack(TrackingConfig(), at)
+    log_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
+    folders, tracking = all_runs(at), with_stack_store(TrackingConfig(), at)
     work: dict[str, Callable[[], list[Outcome]]] = {
         "prune": lambda: [several.prune(one, dry_run=dry_run) for one in folders],
         "sync": lambda: [] if dry_run else [several.sync(one, None) for one in folders],
@@ -38,7 +38,7 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     }
     outcomes: list[Outcome] = []
     for name, do in work.items():
-        outcomes += task_of(name, name, do, partial(_lines, name))
+        outcomes += run_task(name, name, do, partial(_lines, name))
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     if failed:
         raise TrackingError("not all went well:\n" + "\n".join(failed))
@@ -50,7 +50,7 @@ def _lines(name: str, outcomes: Sequence[Outcome]) -> str:
 
 
 @flow(name="compare", flow_run_name="compare")
-def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> Comparison:
+def compare(runs: list[str] = NO_STRINGS, search: str = "", root: Root = None) -> Comparison:
     """Write the comparison of runs: settings that differ, curves over one another, figures with intervals, costs.
 
     Args:
@@ -58,22 +58,22 @@ def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> 
         search: Also the runs that this finds in MLflow, such as tags.task = 'countdown'.
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    at = Path(root_of_the_flow(root) or PathsConfig().root).resolve()
-    tell_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
-    folders = several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at))
+    at = Path(flow_root(root) or PathsConfig().root).resolve()
+    log_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
+    folders = several.find_runs(runs, search, at, with_stack_store(TrackingConfig(), at))
     work = partial(several.compare, folders, at)
-    made = task_of("compare", "compare", work, lambda one: f"comparison: {one.html}")
+    made = run_task("compare", "compare", work, lambda one: f"comparison: {one.html}")
     name = f"comparison-{made.html.parent.name}"
     of = ", ".join(folder.name for folder in folders)
-    show(name, "report", f"{of}: compared", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
+    show_artifact(name, "report", f"{of}: compared", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
     if made.mlflow_page:
-        show(name, "mlflow", f"{of}: in MLflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
+        show_artifact(name, "mlflow", f"{of}: in MLflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
     return made
 
 
 @flow(name="eval", flow_run_name="eval")
 def evaluate(
-    models: list[str] = NO_WORDS, suites: list[str] = NO_WORDS, overrides: list[str] = NO_WORDS, root: Root = None
+    models: list[str] = NO_STRINGS, suites: list[str] = NO_STRINGS, overrides: list[str] = NO_STRINGS, root: Root = None
 ) -> list[str]:
     """Judge models or checkpoints on suites: figures with intervals, each model paired with the first.
 
@@ -83,14 +83,14 @@ def evaluate(
         overrides: Settings for all of them, such as rollout.engine=vllm.
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    given = root_of_the_flow(root)
+    given = flow_root(root)
     at = None if given is None else Path(given)
-    command = evaluation.command_of([*models, *overrides], suites, at)
-    tell_command(join(command))
-    with watched():
-        found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
+    command = evaluation.eval_command([*models, *overrides], suites, at)
+    log_command(join(command))
+    with watch_flow_run():
+        found = evaluation.evaluate_all(models, suites, overrides, at, command, run_as_task)
     lines = evaluation.table_lines(found)
-    tell("\n".join(lines))
+    log_and_print("\n".join(lines))
     of = f"{', '.join(models)} on {', '.join(suites)}"
-    show(found[0].folder.name, "evaluation", of, lambda: "\n".join(["```", *lines, "```"]))
+    show_artifact(found[0].folder.name, "evaluation", of, lambda: "\n".join(["```", *lines, "```"]))
     return [str(one.folder) for one in found]

@@ -12,17 +12,17 @@ from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
-from flows.stack.state import STACK, in_stack
+from flows.stack.state import STACK_ROOT, with_stack_tracking
 from rlcore.config import RunConfig
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import Composition, compose, experiment_names
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import override_value
 from rlcore.errors import ConfigError
-from rlcore.storage.documents import in_the_way
+from rlcore.storage.documents import find_obstacle
 
 _NAMES = experiment_names()
-_EITHER = {
+_EXPERIMENT_SCHEMA = {
     "type": "string",
     "anyOf": [
         {"title": "Name", "type": "string", "enum": list(_NAMES)},
@@ -30,15 +30,15 @@ _EITHER = {
     ],
     "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # says the same; Prefect's message shows it for a wrong name
 }
-Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EITHER, {"type": "null"}]})]
+Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EXPERIMENT_SCHEMA, {"type": "null"}]})]
 """A name in `conf/experiment`, or the path of a file; None takes the defaults. The form has a field for each."""
-NO_WORDS: list[str] = []
+NO_STRINGS: list[str] = []
 """The default of every flow; none of them changes it."""
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]
 Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
-"""`paths.root`; None: see `root_of_the_flow`."""
+"""`paths.root`; None: see `flow_root`."""
 MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"
 """Environment of flows under a stack: where its MLflow shows what they write."""
 
@@ -66,7 +66,7 @@ class RunSettings:
     config: RunConfig
     overrides: tuple[str, ...]
     experiment: str | None = None
-    seen: RunConfig | None = None
+    planning_config: RunConfig | None = None
     composed: Composition | None = None
 
     def __repr__(self) -> str:
@@ -78,9 +78,9 @@ class RunSettings:
         words = [f"{EXPERIMENT}{self.experiment}"] if self.experiment else []
         return ("millrace", *verb.split(), *words, *self.overrides)
 
-    def idle(self) -> list[str]:
+    def unused_settings(self) -> list[str]:
         """Settings that were given and have no effect, a line each."""
-        return self.composed.idle_settings() if self.composed else []
+        return self.composed.unused_settings() if self.composed else []
 
 
 def compose_settings(
@@ -98,11 +98,11 @@ def compose_settings(
     folder = str(Path(named).resolve().parent)
     if named.endswith(FILE_ENDINGS) and folder not in sys.path:
         sys.path.append(folder)  # the last, so that no file there takes the place of a module of ours
-    composed = compose(given, experiment=experiment).sound()
+    composed = compose(given, experiment=experiment).require_valid()
     root = composed.config.paths.root
-    if (other := in_the_way(Path(root)) if root else "''") is not None:
+    if (other := find_obstacle(Path(root)) if root else "''") is not None:
         raise ConfigError(f"paths.root: must be a folder, and {other} is none. Choose another paths.root.")
-    return RunSettings(in_stack(composed.config), tuple(given), experiment, composed=composed)
+    return RunSettings(with_stack_tracking(composed.config), tuple(given), experiment, composed=composed)
 
 
 def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path | None) -> list[str]:
@@ -114,9 +114,9 @@ def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path 
     ]
 
 
-def root_of_the_flow(root: Root) -> Root:
+def flow_root(root: Root) -> Root:
     """The root that a flow was given, else that of the stack whose worker runs it, if one does."""
-    return root or os.environ.get(STACK)
+    return root or os.environ.get(STACK_ROOT)
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:

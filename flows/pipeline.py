@@ -8,7 +8,7 @@ from prefect.runtime import deployment, flow_run
 from flows import chain
 from flows.artifacts import show_checkpoints, show_mlflow_page, show_report
 from flows.parameters import (
-    NO_WORDS,
+    NO_STRINGS,
     Count,
     Experiment,
     Positive,
@@ -16,28 +16,38 @@ from flows.parameters import (
     RunSettings,
     Seed,
     compose_settings,
-    root_of_the_flow,
+    flow_root,
     split_experiment,
 )
 from flows.plan.checks import check_run
 from flows.stages.report import Report, ReportPage
 from flows.stages.validate import Validate
-from flows.tasks import CHECKED, WHOLE, as_task, flow_run_name, kept, run_with, say_settings, tell, working_on
+from flows.tasks import (
+    CHECKED_SETTINGS,
+    LAST_STAGE,
+    call_flow,
+    flow_run_name,
+    keep_outcome,
+    log_and_print,
+    log_settings,
+    open_flow_run,
+    run_as_task,
+)
 from flows.work.checkpoints import checkpoint_name
-from flows.work.judgement import Judgement
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
+from flows.work.validation_summary import ValidationSummary
 from rlcore.errors import ConfigError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
-VERBS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
+COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
 """The command that runs the stages up to this one; `train` for the others."""
 
 
 def run_checked(settings: RunSettings) -> chain.PipelineResult:
     """Run the pipeline with settings that were checked already; in Prefect it has the parameters that give them."""
-    result = run_with(settings, lambda: pipeline(*split_experiment(settings.overrides)))
+    result = call_flow(settings, lambda: pipeline(*split_experiment(settings.overrides)))
     assert result is not None, "a whole run has one"
     return result
 
@@ -45,14 +55,14 @@ def run_checked(settings: RunSettings) -> chain.PipelineResult:
 @flow(name="pipeline", flow_run_name=flow_run_name)
 def pipeline(
     experiment: Experiment = None,
-    overrides: list[str] = NO_WORDS,
+    overrides: list[str] = NO_STRINGS,
     seed: Seed = None,
     total_steps: Count = None,
     learning_rate: Positive = None,
     batch_size: Count = None,
     samples_per_prompt: Count = None,
     root: Root = None,
-    until: Until = WHOLE,
+    until: Until = LAST_STAGE,
 ) -> chain.PipelineResult | None:
     """Run an experiment from its dataset to its report. What is finished already is not done again.
 
@@ -67,7 +77,7 @@ def pipeline(
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
         until: The last stage; the stages up to it are run.
     """
-    settings: RunSettings = CHECKED.get() or compose_settings(
+    settings: RunSettings = CHECKED_SETTINGS.get() or compose_settings(
         overrides,
         experiment,
         seed=seed,
@@ -75,10 +85,10 @@ def pipeline(
         learning_rate=learning_rate,
         batch_size=batch_size,
         samples_per_prompt=samples_per_prompt,
-        root=root_of_the_flow(root),
+        root=flow_root(root),
     )
-    say_settings(settings, VERBS.get(until, "train"))
-    return kept(lambda: _run_until(settings, until))
+    log_settings(settings, COMMANDS.get(until, "train"))
+    return keep_outcome(lambda: _run_until(settings, until))
 
 
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:
@@ -86,30 +96,30 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
     last = [stage for stage in chain.stages_of(settings.config) if stage.name == until]
     if not last:
         raise ConfigError(WITHOUT_PASS_RATES)
-    if until != WHOLE and not last[0].in_trainer:
-        chain.run_stages(OpenRun(settings.config), as_task, until)
+    if until != LAST_STAGE and not last[0].in_trainer:
+        chain.run_stages(OpenRun(settings.config), run_as_task, until)
         return None
-    if CHECKED.get() is None:  # a deployment's run has no command that has checked the settings
+    if CHECKED_SETTINGS.get() is None:  # a deployment's run has no command that has checked the settings
         check_run(settings)
-    with working_on(settings, "run") as run:
-        if until != WHOLE:
-            chain.run_stages(run, as_task, until)
+    with open_flow_run(settings, "run") as run:
+        if until != LAST_STAGE:
+            chain.run_stages(run, run_as_task, until)
             show_checkpoints(run)
             return None
         prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
         with MlflowRecord(run, prefect) as record:
-            result = chain.run_chain(run, as_task, record, with_report=True)
+            result = chain.run_chain(run, run_as_task, record, with_report=True)
             if result.report is not None:
                 show_report(run.layout.run_dir, result.report)
             show_mlflow_page(run)
             show_checkpoints(run)  # the last one is published after the last step
-            tell(f"done: {run.run_id}")
+            log_and_print(f"done: {run.run_id}")
             return result
 
 
 @flow(name="report", flow_run_name=flow_run_name)
 def report(
-    experiment: Experiment = None, overrides: list[str] = NO_WORDS, seed: Seed = None, root: Root = None
+    experiment: Experiment = None, overrides: list[str] = NO_STRINGS, seed: Seed = None, root: Root = None
 ) -> ReportPage:
     """Write the report of a run, finished or not, as one HTML file, and as JSON.
 
@@ -119,10 +129,10 @@ def report(
         seed: Of the run.
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    settings = compose_settings(overrides, experiment, seed=seed, root=root_of_the_flow(root))
-    say_settings(settings, "report")
+    settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
+    log_settings(settings, "report")
     run = OpenRun(settings.config)
-    made = as_task(Report(), run)
+    made = run_as_task(Report(), run)
     show_report(run.layout.run_dir, made.html)
     return made
 
@@ -130,11 +140,11 @@ def report(
 @flow(name="validate", flow_run_name=flow_run_name)
 def validate(
     experiment: Experiment = None,
-    overrides: list[str] = NO_WORDS,
+    overrides: list[str] = NO_STRINGS,
     seed: Seed = None,
     checkpoint: str = "last",
     root: Root = None,
-) -> list[Judgement]:
+) -> list[ValidationSummary]:
     """Judge the model before training, and a checkpoint of the run.
 
     Args:
@@ -144,8 +154,8 @@ def validate(
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    settings = compose_settings(overrides, experiment, seed=seed, root=root_of_the_flow(root))
-    say_settings(settings, "validate")
-    with working_on(settings, "validate") as run:
+    settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
+    log_settings(settings, "validate")
+    with open_flow_run(settings, "validate") as run:
         chain.make_rows(run, chain.run_quietly)
-        return [as_task(Validate(one), run) for one in ("start", checkpoint_name(checkpoint))]
+        return [run_as_task(Validate(one), run) for one in ("start", checkpoint_name(checkpoint))]

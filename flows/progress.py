@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unicodedata import category
 
-from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
+from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,11 +23,11 @@ LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}
 """Losses of supervised steps, as a line says them."""
 
 
-HEADLINE = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
+HEADLINE_METRIC = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
 """Of a validation's figures, those that stand in a line."""
 
 
-def skipped(cached: bool) -> str:
+def skipped_suffix(cached: bool) -> str:
     """End of the line of a result that was there already."""
     return ", skipped: done before" if cached else ""
 
@@ -122,7 +122,7 @@ class LiveDisplay(Display):
             description=event.stage,
             completed=event.step,
             total=event.total_steps,
-            figures=figures(event),
+            figures=metrics_text(event),
         )
 
     def close(self) -> None:
@@ -134,40 +134,40 @@ def describe(event: Event) -> str:
     """An event as a line of text."""
     match event:
         case Progress():
-            return f"{event.stage}: step {event.step}/{event.total_steps}  {figures(event)}".rstrip()
+            return f"{event.stage}: step {event.step}/{event.total_steps}  {metrics_text(event)}".rstrip()
         case Note(text):
             return text
         case CheckpointSaved(step, path):
             return f"checkpoint after step {step}: {path}"
         case Validated(name, step, summary):
-            found = {key.rpartition("/")[2]: value for key, value in summary.items() if HEADLINE.search(key)}
+            found = {key.rpartition("/")[2]: value for key, value in summary.items() if HEADLINE_METRIC.search(key)}
             # With weights a reward may be above 1, while pass@k is a share of problems.
             rewards = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if not key.startswith("pass@"))
             shares = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@"))
             return f"validation {name} (step {step}): reward {rewards}; share solved {shares}"
-        case Happening(_, {"text": text}):
+        case RunEvent(_, {"text": text}):
             return str(text)
-        case Happening(name, data):
+        case RunEvent(name, data):
             return f"{name}: " + ", ".join(f"{key} {value}" for key, value in data.items())
 
 
-def figures(progress: Progress) -> str:
+def metrics_text(progress: Progress) -> str:
     """Reward, speed and time left, as far as they are known."""
     parts = [f"{word} {progress.metrics[name]:.3f}" for name, word in LOSS_NAMES.items() if name in progress.metrics]
     reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if progress.tokens_per_s is not None:
-        parts.append(speed(progress.tokens_per_s, progress.num_devices))
+        parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
-        parts.append(f"ETA {'at most ' * progress.may_end_early}{duration(progress.eta_s)}")
+        parts.append(f"ETA {'at most ' * progress.may_end_early}{format_duration(progress.eta_s)}")
     return "  ".join(parts)
 
 
-def speed(tokens_per_s: float, num_devices: int) -> str:
+def format_speed(tokens_per_s: float, num_devices: int) -> str:
     """Tokens a second of each device, and of all of them where there are several.
 
-    >>> speed(9_000.4, 1), speed(9_000.4, 2)
+    >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
     ('9,000 tokens/s', '9,000 tokens/s a GPU, 18,001 in all')
     """
     if num_devices == 1:
@@ -175,10 +175,10 @@ def speed(tokens_per_s: float, num_devices: int) -> str:
     return f"{tokens_per_s:,.0f} tokens/s a GPU, {num_devices * tokens_per_s:,.0f} in all"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as people say them.
 
-    >>> duration(7.4), duration(95), duration(7_380)
+    >>> format_duration(7.4), format_duration(95), format_duration(7_380)
     ('7 s', '1:35', '2:03:00')
     """
     whole = round(seconds)
@@ -198,7 +198,7 @@ def display() -> Display:
 
 
 @contextmanager
-def shown_on(new: Display) -> Iterator[None]:
+def use_display(new: Display) -> Iterator[None]:
     """Show progress there inside the block."""
     global _display
     old, _display = _display, new

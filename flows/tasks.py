@@ -22,45 +22,48 @@ from flows.parameters import RunSettings, experiment_name
 from flows.progress import describe, display
 from flows.server import watch
 from flows.stages.stage import Stage
-from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
-from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
-from flows.work.status import was_told, worker_of
-from flows.work.trainer import WAITS
+from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
+from flows.work.status import is_stop_requested, worker_of
+from flows.work.trainer import WAITS_FOR_SLOTS
+from flows.work.validation_summary import ValidationSummary
 from rlcore.run.disk import PAUSED
-from rlcore.run.start_model import StartModel
+from rlcore.run.initial_policy import InitialPolicy
 
 R = TypeVar("R")
 
-WHOLE: Final = "report"
+LAST_STAGE: Final = "report"
 """The last stage of a whole run."""
 
 
 def flow_run_name() -> str:
     """`train/countdown_demo seed=2`: flow or last stage, the experiment, and the seed where one was given."""
     given = flow_run.parameters
-    until = given.get("until", WHOLE)
+    until = given.get("until", LAST_STAGE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
     return " ".join(
-        [f"{flow_run.flow_name if until == WHOLE else until}/{experiment_name(given.get('experiment'))}", *seed[:1]]
+        [
+            f"{flow_run.flow_name if until == LAST_STAGE else until}/{experiment_name(given.get('experiment'))}",
+            *seed[:1],
+        ]
     )
 
 
-CHECKED: ContextVar[Any] = ContextVar("checked", default=None)
+CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
 """What a command has composed and checked before its flow run began: a run's settings, or a sweep."""
 _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
-def run_with(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow, which finds in `CHECKED` what it need not compose and check again.
+def call_flow(checked: object, call: Callable[[], R]) -> R:
+    """Call a flow, which finds in `CHECKED_SETTINGS` what it need not compose and check again.
 
     Where Prefect fails after the flow's work, as it does when its server is gone by then, the work's outcome counts.
     """
     outcome: Future[R] = Future()
 
     def call_with() -> R:
-        CHECKED.set(checked)
+        CHECKED_SETTINGS.set(checked)
         _OUTCOME.set(outcome)
         return call()
 
@@ -72,8 +75,8 @@ def run_with(checked: object, call: Callable[[], R]) -> R:
         return outcome.result()
 
 
-def kept(work: Callable[[], R]) -> R:
-    """Do the work of a flow, and keep its outcome for `run_with`."""
+def keep_outcome(work: Callable[[], R]) -> R:
+    """Do the work of a flow, and keep its outcome for `call_flow`."""
     outcome = _OUTCOME.get(Future())
     try:
         outcome.set_result(work())
@@ -84,56 +87,56 @@ def kept(work: Callable[[], R]) -> R:
 
 
 @contextmanager
-def working_on(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
+def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
     """The run of these settings inside the block; the flow run is watched for cancellation."""
-    with watch.watched(), open_run(settings.config, settings.command(verb), say=tell) as run:
+    with watch.watch_flow_run(), open_run(settings.config, settings.command(verb), report=log_and_print) as run:
         yield run
 
 
-def say_settings(settings: RunSettings, verb: str) -> None:
+def log_settings(settings: RunSettings, verb: str) -> None:
     """Log to the flow run the command that does the same, and settings that have no effect."""
-    tell_command(join(settings.command(verb)))
-    tell_idle(settings.idle())
+    log_command(join(settings.command(verb)))
+    log_unused_settings(settings.unused_settings())
 
 
-def as_task(stage: Stage[R], run: OpenRun) -> R:
+def run_as_task(stage: Stage[R], run: OpenRun) -> R:
     """Run a stage of a run as a task.
 
     Raises:
         Pause: the flow run was suspended before it.
     """
     if not stage.in_trainer:
-        return task_of(stage.name, stage.title(run), lambda: stage.result(run), stage.describe)
+        return run_task(stage.name, stage.title(run), lambda: stage.find_or_make(run), stage.describe)
     run.trainer.on_event = display().event  # also after this task, where a signal may end the run too
 
     def work() -> R:
-        with reported(run):
-            return chain.result_of(stage, run, tell)
+        with report_to_task(run):
+            return chain.run_with_retries(stage, run, log_and_print)
 
     def describe(result: R) -> str:
-        if isinstance(result, Judgement):
+        if isinstance(result, ValidationSummary):
             artifacts.show_validation(run, result)
-        if isinstance(result, StartModel):
-            show_start_model(run, result)
+        if isinstance(result, InitialPolicy):
+            show_initial_policy(run, result)
         return stage.describe(result)
 
-    return task_of(stage.name, stage.title(run), work, describe)
+    return run_task(stage.name, stage.title(run), work, describe)
 
 
-def task_of(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
+def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
     """Do work as a task. `describe` gives its result as a line, '' for none.
 
     Raises:
         Pause: the flow run was suspended before it.
     """
     watch.end_if_suspended()
-    signals = watch.SignalsHeld()
+    signals = watch.DeferredSignals()
 
     def do() -> R:
-        with signals.let_through():
+        with signals.deliver():
             result = work()
         if line := describe(result):
-            tell(line)
+            log_and_print(line)
         return result
 
     with signals:
@@ -151,9 +154,9 @@ LOG_EVERY_S = 30.0
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
 
 
-def show_start_model(run: OpenRun, model: StartModel) -> None:
+def show_initial_policy(run: OpenRun, model: InitialPolicy) -> None:
     """The bar of a warm start is full at its end, which may come before its last step."""
-    if f"progress-{WARM_START}" in run.shown.artifacts:
+    if f"progress-{WARM_START}" in run.prefect_view.artifacts:
         artifacts.show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 
@@ -177,30 +180,30 @@ class RunReporter:
                 self._log.info("%s", describe(event))
                 if Path(path).is_relative_to(self._run.layout.run_dir):  # the warm start's are not the run's
                     emit("checkpoint.saved", "run", self._run.run_id, {"step": step, "path": path})
-                    self._look_at_all()
+                    self._show_summary()
             case Validated(name, step, summary):
                 self._log.info("%s", describe(event))
                 if name.startswith("step-"):
                     artifacts.show_latest_validation(self._run, step, summary)
             case Note(text):
                 self._log.info("%s", text)
-            case Happening(name, data):
+            case RunEvent(name, data):
                 self._log.warning("%s", describe(event))
                 emit(name, "run", self._run.run_id, dict(data))
 
     def _show_pause(self, event: Event) -> None:
         """The flow run is Paused while it waits for room or for slots, until the trainer says anything else."""
-        if isinstance(event, Happening) and event.name in (PAUSED, WAITS):
+        if isinstance(event, RunEvent) and event.name in (PAUSED, WAITS_FOR_SLOTS):
             self._is_paused = True
-            artifacts.harmless(lambda: watch.show_state(Paused(message=str(event.data.get("text")))))
+            artifacts.log_failure(lambda: watch.set_flow_run_state(Paused(message=str(event.data.get("text")))))
         else:
-            self.go_on()
+            self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """The flow run is Running again, if it was Paused."""
         if self._is_paused:
             self._is_paused = False
-            artifacts.harmless(lambda: watch.show_state(Running(message="going on")))
+            artifacts.log_failure(lambda: watch.set_flow_run_state(Running(message="going on")))
 
     def line(self, line: str) -> None:
         """Show a line of the trainer's log."""
@@ -211,7 +214,7 @@ class RunReporter:
         """Bring what is shown up to date after the last step."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
-            self._look_at_all(now=True)
+            self._show_summary(now=True)
 
     def _progress(self, event: Progress) -> None:
         self._progress_now = event
@@ -222,11 +225,11 @@ class RunReporter:
         if is_end or now - self._last_update >= UPDATE_EVERY_S:
             self._last_update = now
             artifacts.show_progress(self._run, event.stage, 100.0 * event.step / event.total_steps, describe(event))
-        self._look_at_all()
+        self._show_summary()
 
-    def _look_at_all(self, *, now: bool = False) -> None:
+    def _show_summary(self, *, now: bool = False) -> None:
         """Checkpoints, summary and the way to MLflow, but not after each of many steps or checkpoints."""
-        shown = self._run.shown
+        shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return
         shown.summary_at = time.monotonic()
@@ -237,7 +240,7 @@ class RunReporter:
 
 
 @contextmanager
-def reported(run: OpenRun) -> Iterator[None]:
+def report_to_task(run: OpenRun) -> Iterator[None]:
     """Inside the block the trainer's events and log go to the current task's log and the display."""
     reporter = RunReporter(run)
 
@@ -246,36 +249,36 @@ def reported(run: OpenRun) -> Iterator[None]:
         display().event(event)
 
     def is_stopped() -> bool:
-        return was_told(run.layout.run_dir, worker_of(run.layout.run_dir))
+        return is_stop_requested(run.layout.run_dir, worker_of(run.layout.run_dir))
 
     try:
-        heard = run.heard_by(event, reporter.line, watch.end_if_cancelled)
-        with watch.told_to_end(is_stopped), watch.few_retries(1), heard:
+        heard = run.route_events(event, reporter.line, watch.end_if_cancelled)
+        with watch.stop_as_cancellation(is_stopped), watch.limit_retries(1), heard:
             yield
     finally:
-        reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again
+        reporter.resume()  # a flow run that stays Paused starts no further task, nor this one again
     reporter.end()
 
 
 def emit(event: str, kind: str, name: str, payload: dict[str, object]) -> None:
     """Send an event `millrace.<event>` of the resource `millrace.<kind>.<name>`; Prefect's automations act on it."""
     resource = {"prefect.resource.id": f"millrace.{kind}.{name}", "prefect.resource.name": name}
-    artifacts.harmless(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
+    artifacts.log_failure(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
 
 
-def tell(text: str) -> None:
+def log_and_print(text: str) -> None:
     """Write a line to the flow run's log and to the terminal."""
     get_run_logger().info("%s", text)
     display().line(text)
 
 
-def tell_idle(lines: Iterable[str]) -> None:
+def log_unused_settings(lines: Iterable[str]) -> None:
     """Settings without effect; in the log of the outermost flow run alone. A command has shown them before."""
     if flow_run.parent_flow_run_id is None:
         for line in lines:
             get_run_logger().warning("%s", line)
 
 
-def tell_command(command: str) -> None:
+def log_command(command: str) -> None:
     """How to do the same without Prefect; in the log alone."""
     get_run_logger().info("The same without Prefect: %s", command)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 EXIT_RESUMABLE = 75
 """Exit code of a command or trainer that was told to stop: it has saved, and the same command goes on."""
-MODULES_ARE_FOUND = (
+MODULE_REMEDY = (
     "A module is found in the folder that the command is started in, beside the experiment's file, on PYTHONPATH, or "
     "installed"
 )
 """Remedy where a module that the settings name is not found."""
 
 
-def where_modules_are_found(name: str) -> str:
+def missing_object_remedy(name: str) -> str:
     """Remedy where the object at `module:object` is not found: another module of that name may be in its place."""
     top = name.partition(":")[0].partition(".")[0]
     if (module := sys.modules.get(top)) is not None:
@@ -24,14 +24,14 @@ def where_modules_are_found(name: str) -> str:
         files = [Path(place, file) for place in sys.path for file in (f"{top}.py", f"{top}/__init__.py")]
         for own in (file for file in files if file.is_file() and file.resolve() != loaded.resolve()):
             return f"Another module {top} was loaded in place of {own}: {loaded}. Rename yours"
-    return MODULES_ARE_FOUND
+    return MODULE_REMEDY
 
 
 class MillraceError(Exception):
     """Base of every error that Millrace raises on purpose."""
 
-    fault = "error"
-    """Kind of the fault of a run that it ends (`rlcore.run.faults`)."""
+    failure_kind = "error"
+    """Kind of the fault of a run that it ends (`rlcore.run.failures`)."""
 
 
 class ConfigError(MillraceError, ValueError):
@@ -45,7 +45,7 @@ class TrialError(ConfigError):
 class DataError(MillraceError, ValueError):
     """A dataset file, column or row breaks the schema; names file, column or row and the remedy."""
 
-    fault = "data"
+    failure_kind = "data"
 
 
 class UnscoredError(DataError):
@@ -67,7 +67,7 @@ class CheckpointError(MillraceError):
 class DiskSpaceError(MillraceError, OSError):
     """Too little room, or a write failed for lack of room. Says how many bytes are missing and where."""
 
-    fault = "disk"
+    failure_kind = "disk"
     needed_bytes = 0
     """Bytes that were to be written; 0 where that is not known."""
 
@@ -87,43 +87,43 @@ class UserCodeError(MillraceError, RuntimeError):
 class WorkerLostError(MillraceError, RuntimeError):
     """A trainer process, a Ray actor or a node is gone. The chunk can be retried from its checkpoint."""
 
-    fault = "lost worker"
+    failure_kind = "lost worker"
 
 
 class HangError(WorkerLostError):
     """A phase took longer than its deadline. The stacks of all processes have been written to a file."""
 
-    fault = "hang"
+    failure_kind = "hang"
 
 
 class HostMemoryError(WorkerLostError):
     """The host ran out of memory."""
 
-    fault = "host out of memory"
+    failure_kind = "host out of memory"
 
 
 class DeviceMemoryError(WorkerLostError):
     """Memory of a GPU ran out, and smaller micro-batches cannot help."""
 
-    fault = "GPU out of memory"
+    failure_kind = "GPU out of memory"
 
 
 class RankMemoryError(DeviceMemoryError):
     """Memory ran out in a pass that several ranks make together. A retry takes twice as many micro-batches."""
 
-    fault = "rank out of memory"
+    failure_kind = "rank out of memory"
 
 
 class NonFiniteError(MillraceError, ArithmeticError):
     """A loss or gradient is not finite. The batch that caused it has been saved; the message names the file."""
 
-    fault = "numbers"
+    failure_kind = "numbers"
 
 
 class AlarmError(MillraceError, ArithmeticError):
     """An alarm has stopped the run, or it was rolled back too often. What is saved stays."""
 
-    fault = "numbers"
+    failure_kind = "numbers"
 
 
 class TrackingError(MillraceError):

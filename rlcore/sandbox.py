@@ -23,9 +23,9 @@ from rlcore.config.rollout import SandboxConfig
 from rlcore.errors import ConfigError
 
 _VARIABLE = "MILLRACE_SANDBOX"
-_NOBODY = "65534"
+_USER_ID = "65534"
 _PROGRAM = "/program/main.py"
-_DENIED = (
+_DENIED_SYSCALLS = (
     "ptrace", "process_vm_readv", "process_vm_writev", "mount", "umount2", "pivot_root", "setns", "unshare", "keyctl",
     "add_key", "request_key", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "fork", "vfork", "socketpair",
     "memfd_create", "shmget", "msgget",
@@ -35,21 +35,21 @@ _AF_UNIX = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """What a program came to. `ended`: why it was ended, '' where it came to its end; `code` is its exit code then."""
 
     stdout: str
     stderr: str
     code: int
-    ended: Literal["", "time", "output"]
+    stop_reason: Literal["", "time", "output"]
 
 
-def use(settings: SandboxConfig) -> None:
+def set_limits(settings: SandboxConfig) -> None:
     """Programs of this process, and of those that it starts, run under these limits."""
     os.environ[_VARIABLE] = settings.model_dump_json()
 
 
-def in_use() -> SandboxConfig:
+def current_limits() -> SandboxConfig:
     """The limits that `use` has set here or in a parent; without it the defaults."""
     return SandboxConfig.model_validate_json(os.environ.get(_VARIABLE, "{}"))
 
@@ -60,7 +60,7 @@ def require_sandbox(settings: SandboxConfig) -> None:
     Raises:
         ConfigError: they cannot; with what is missing.
     """
-    if not settings.allow_weak and (missing := _missing()):
+    if not settings.allow_weak and (missing := _missing_requirement()):
         raise ConfigError(
             f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Mend that, or set "
             "sandbox.allow_weak=true where nothing on it is worth protecting: time, memory and files are limited then, "
@@ -69,22 +69,22 @@ def require_sandbox(settings: SandboxConfig) -> None:
         )
 
 
-def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Ran:
+def run_python(program: str, stdin: str = "", time_s: float | None = None) -> ProgramResult:
     """Run a program under the limits in use, with `stdin` as its standard input; `time_s`: for less than theirs. Raises
     as `require_sandbox` does."""
-    settings = in_use()
+    settings = current_limits()
     require_sandbox(settings)
     with ExitStack() as opened:
         source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # have no names
-        _fill(source, program.encode("utf-8", "replace"))
-        _fill(reading, stdin.encode("utf-8", "replace"))
+        _write_and_rewind(source, program.encode("utf-8", "replace"))
+        _write_and_rewind(reading, stdin.encode("utf-8", "replace"))
         # Who started it may be killed: bubblewrap ends the program then, and by itself it would go on.
-        command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", *_limited(settings), f"/dev/fd/{source.fileno()}"]
+        command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", *_python_command(settings), f"/dev/fd/{source.fileno()}"]
         descriptors = [source.fileno()]
-        if not _missing():
+        if not _missing_requirement():
             rules = opened.enter_context(tempfile.TemporaryFile())
-            _fill(rules, _filter())
-            command = _shut_in(settings, source.fileno(), rules.fileno())
+            _write_and_rewind(rules, _seccomp_filter())
+            command = _sandbox_command(settings, source.fileno(), rules.fileno())
             descriptors.append(rules.fileno())
         process = subprocess.Popen(
             command, stdin=reading, stdout=out, stderr=err, pass_fds=descriptors, env={}, cwd=tempfile.gettempdir(),
@@ -99,24 +99,24 @@ def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Ra
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         most = 1024 * settings.output_kb
-        (stdout, is_cut), (stderr, _) = _kept(out, most), _kept(err, most)
-        return Ran(stdout, stderr, code, "time" if timed_out else "output" if is_cut else "")
+        (stdout, is_cut), (stderr, _) = _read_output(out, most), _read_output(err, most)
+        return ProgramResult(stdout, stderr, code, "time" if timed_out else "output" if is_cut else "")
 
 
-def _fill(file: IO[bytes], content: bytes) -> None:
+def _write_and_rewind(file: IO[bytes], content: bytes) -> None:
     """Write a file that is then read from its beginning."""
     file.write(content)
     file.seek(0)
 
 
-def _kept(file: IO[bytes], most: int) -> tuple[str, bool]:
+def _read_output(file: IO[bytes], most: int) -> tuple[str, bool]:
     """The beginning of an output, and whether there was more."""
     file.seek(0)
     raw = file.read(most + 1)
     return raw[:most].decode("utf-8", "replace"), len(raw) > most
 
 
-def _limited(settings: SandboxConfig) -> list[str]:
+def _python_command(settings: SandboxConfig) -> list[str]:
     """Python under limits of the kernel, by prlimit of util-linux."""
     megabyte = 2**20
     return [
@@ -126,11 +126,11 @@ def _limited(settings: SandboxConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def _shut_in(settings: SandboxConfig, source: int, rules: int) -> list[str]:
+def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[str]:
     """The whole command under bubblewrap; `source` and `rules` are descriptors of the program and of the filter."""
     words = [
         str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent",
-        "--new-session", "--clearenv", "--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL",
+        "--new-session", "--clearenv", "--uid", _USER_ID, "--gid", _USER_ID, "--hostname", "sandbox", "--cap-drop", "ALL",
         "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
         "--size", str(settings.file_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp",
         "--ro-bind-data", str(source), _PROGRAM, "--seccomp", str(rules),
@@ -144,20 +144,20 @@ def _shut_in(settings: SandboxConfig, source: int, rules: int) -> list[str]:
     base = sys.base_prefix
     if not Path(base).is_relative_to("/usr"):
         words += ["--ro-bind", base, base]
-    return [*words, "--remount-ro", "/", "--", *_limited(settings), _PROGRAM]
+    return [*words, "--remount-ro", "/", "--", *_python_command(settings), _PROGRAM]
 
 
 @cache
-def _missing() -> str:
+def _missing_requirement() -> str:
     """What this machine lacks; '' where programs can be shut in. Tried once, with a program that prints one word."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as rules:
-            _fill(source, b"print('in')")
-            _fill(rules, _filter())
+            _write_and_rewind(source, b"print('in')")
+            _write_and_rewind(rules, _seccomp_filter())
             done = subprocess.run(
-                _shut_in(SandboxConfig(), source.fileno(), rules.fileno()),
+                _sandbox_command(SandboxConfig(), source.fileno(), rules.fileno()),
                 pass_fds=[source.fileno(), rules.fileno()], env={}, stdin=subprocess.DEVNULL, capture_output=True,
                 timeout=60,
             )  # fmt: skip
@@ -170,12 +170,12 @@ def _missing() -> str:
 
 
 @cache
-def _filter() -> bytes:
+def _seccomp_filter() -> bytes:
     """The seccomp filter as a program of the kernel."""
     import pyseccomp as seccomp
 
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
-    for name in _DENIED:
+    for name in _DENIED_SYSCALLS:
         rules.add_rule(seccomp.ERRNO(errno.EPERM), name)
     rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory: the C library takes clone then
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0))

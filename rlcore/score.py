@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-FULL_MARKS = 1.0
+FULL_SCORE = 1.0
 """Score of a right answer where the scorer names no part `correct`."""
 _ROUNDING = 1e-9
 """A score added up in floating point, 0.1 for each of ten turns, is that much off at most."""
@@ -29,7 +29,7 @@ class Score:
     @property
     def solved(self) -> bool:
         """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
-        return self.parts.get("correct", self.total) >= FULL_MARKS - _ROUNDING
+        return self.parts.get("correct", self.total) >= FULL_SCORE - _ROUNDING
 
 
 def renew_deadline() -> None:

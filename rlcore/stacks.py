@@ -16,7 +16,7 @@ from pathlib import Path
 FOLDER_VARIABLE = "MILLRACE_STACKS"
 """Environment variable with the folder of the processes' files; without it nothing is registered."""
 DUMP_SIGNAL = signal.SIGUSR2
-ANSWER_WAIT_S = 3.0
+DUMP_TIMEOUT_S = 3.0
 """Seconds that a process has to write its stacks."""
 POLL_S = 0.02
 _ENDED = "has ended"
@@ -94,7 +94,7 @@ def _stack(pid: int, path: Path) -> str:
         os.kill(pid, DUMP_SIGNAL)
     except OSError as error:
         return f"It cannot be signalled: {error}\n"
-    deadline, size = time.monotonic() + ANSWER_WAIT_S, before
+    deadline, size = time.monotonic() + DUMP_TIMEOUT_S, before
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
         now = path.stat().st_size
@@ -104,7 +104,7 @@ def _stack(pid: int, path: Path) -> str:
     with path.open() as file:
         file.seek(before)
         return (
-            file.read() or f"It did not answer in {ANSWER_WAIT_S:g} s: it hangs in the kernel, or gets no processor.\n"
+            file.read() or f"It did not answer in {DUMP_TIMEOUT_S:g} s: it hangs in the kernel, or gets no processor.\n"
         )
 
 

@@ -27,7 +27,7 @@ from rlcore.score import Scorer as Scorer
 FinishReason = Literal["stop", "length"]
 
 
-class SentOften:
+class FastPickle:
     """Base of dataclasses with slots. Pickle calls the class with the fields, in half of the time that the methods for
     its state take, which a frozen dataclass has."""
 
@@ -38,7 +38,7 @@ class SentOften:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt(SentOften):
+class Prompt(FastPickle):
     """One filtered row: tokenized once, before training.
 
     `ground_truth_json` is the row's ground truth as the scorer takes it (JSON, so that it crosses process borders).
@@ -53,7 +53,7 @@ class Prompt(SentOften):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout(SentOften):
+class Rollout(FastPickle):
     """One sampled answer. `response_ids` Int[R] includes the end-of-sequence token where the answer ended by itself; an
     array, since the integers of a hundred thousand tokens lie all over a process's memory.
 

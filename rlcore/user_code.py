@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "MILLRACE_CODE"
 """Environment variable of a run's processes: the folder of its code."""
-OWN_PACKAGES = ("conf", "data", "flows", "rlcore")
+MILLRACE_PACKAGES = ("conf", "data", "flows", "rlcore")
 """Millrace's own packages are never imported from a copy: running processes have them loaded already."""
-OWN_FOLDER = "millrace-source"
+MILLRACE_FOLDER = "millrace-source"
 """Folder of their files in a copy: no name that can be imported."""
-INSTALLED = ("site-packages", "dist-packages")
-SHOWN_LINES = 40
-MOST_DATA_BYTES = 10_000_000
+SITE_PACKAGES = ("site-packages", "dist-packages")
+MAX_PATCH_LINES = 40
+MAX_DATA_BYTES = 10_000_000
 """Of a data file that counts."""
 
 
@@ -65,7 +65,7 @@ class Source:
         return hashlib.sha256(self.content).hexdigest()
 
     @classmethod
-    def of(cls, file: Path, root: Path) -> "Source":
+    def read(cls, file: Path, root: Path) -> "Source":
         """A file below an import folder."""
         return cls(file.relative_to(root).as_posix(), str(file), file.read_bytes())
 
@@ -97,7 +97,7 @@ class Code:
         """The code of the functions that both have."""
         return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
 
-    def keep(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Replace the folder by a copy of the files. Raises DiskSpaceError and DataError."""
         from rlcore.storage.publish import published_directory
 
@@ -108,18 +108,18 @@ class Code:
         }
         with published_directory(folder, values, replace=True) as written:
             for name, source in self.sources.items():
-                file = _in_copy(written, name)
+                file = _path_in_copy(written, name)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(source.content)
-            for name, path in self._uncounted():
+            for name, path in self._other_sources():
                 (written / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, written / name)
 
-    def _uncounted(self) -> Iterator[tuple[str, Path]]:
+    def _other_sources(self) -> Iterator[tuple[str, Path]]:
         """The other source files of the packages, so that an import by a computed name works in the copy as well."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
-            if file == "__init__.py" and top not in OWN_PACKAGES:
+            if file == "__init__.py" and top not in MILLRACE_PACKAGES:
                 package = Path(source.path).parent
                 for at, folders, files in os.walk(package):
                     folders[:] = [each for each in folders if (Path(at, each) / "__init__.py").is_file()]
@@ -128,19 +128,21 @@ class Code:
                     yield from (each for each in named if each[0] not in self.sources)
 
 
-def kept_code(folder: Path) -> Code | None:
+def read_code(folder: Path) -> Code | None:
     """Read what `Code.keep` wrote; None where there is nothing. Raises DataError where it is damaged."""
     from rlcore.storage.manifest import read_manifest, verify_directory
 
     if read_manifest(folder) is None:
         return None
     values = verify_directory(folder).values
-    sources = {name: Source(name, path, _in_copy(folder, name).read_bytes()) for name, path in values["paths"].items()}
+    sources = {
+        name: Source(name, path, _path_in_copy(folder, name).read_bytes()) for name, path in values["paths"].items()
+    }
     return Code({function: tuple(sources[name] for name in names) for function, names in values["functions"].items()})
 
 
-def _in_copy(folder: Path, name: str) -> Path:
-    return folder / OWN_FOLDER / name if name.partition("/")[0] in OWN_PACKAGES else folder / name
+def _path_in_copy(folder: Path, name: str) -> Path:
+    return folder / MILLRACE_FOLDER / name if name.partition("/")[0] in MILLRACE_PACKAGES else folder / name
 
 
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
@@ -156,42 +158,42 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if ":" in name))
 
 
-def code_of(config: "RunConfig") -> Code:
-    """The code that a run's settings name: the copy inside `working_by`, else the files as they are now."""
+def code_for_run(config: "RunConfig") -> Code:
+    """The code that a run's settings name: the copy inside `run_code`, else the files as they are now."""
     return Code({function: code_for(function) for function in named_functions(config)})
 
 
 def code_for(function: str) -> tuple[Source, ...]:
     """Source files of one function, sorted by name; empty where its module is not found or has no source."""
-    if function in _in_use.by_function:
-        return _in_use.by_function[function]
+    if function in _active.by_function:
+        return _active.by_function[function]
     module = function.partition(":")[0]
     roots, top = _roots(module), module.partition(".")[0]
-    is_own_folder = top in OWN_PACKAGES or any(root.name in INSTALLED for root in roots)
+    is_own_folder = top in MILLRACE_PACKAGES or any(root.name in SITE_PACKAGES for root in roots)
     found: dict[str, Source] = {}
     waiting, seen = [module], set[str]()
     while waiting:
         for name in accumulate(waiting.pop().split("."), "{}.{}".format):
             first = name.partition(".")[0]
-            if name in seen or (first != top and (is_own_folder or first in OWN_PACKAGES)):
+            if name in seen or (first != top and (is_own_folder or first in MILLRACE_PACKAGES)):
                 continue
             seen.add(name)
-            place = next(((root, file) for root in roots if (file := _file_of(root, name)) is not None), None)
+            place = next(((root, file) for root in roots if (file := _module_file(root, name)) is not None), None)
             if place is None:
                 continue
             root, file = place
-            source = Source.of(file, root)
+            source = Source.read(file, root)
             found[source.name] = source
             if top == "rlcore":  # a part of Millrace counts by itself, as what a task imports of it does not count
                 continue
-            imported, texts = _read(source.content, name, file.name == "__init__.py")
+            imported, texts = _parse_source(source.content, name, file.name == "__init__.py")
             waiting += imported
-            found |= {data.name: data for data in _data_beside(file, root, texts)}
+            found |= {data.name: data for data in _data_files(file, root, texts)}
     return tuple(found[name] for name in sorted(found))
 
 
-def difference(before: Code, now: Code) -> str:
-    """The change as a patch, at most `SHOWN_LINES` long."""
+def code_patch(before: Code, now: Code) -> str:
+    """The change as a patch, at most `MAX_PATCH_LINES` long."""
     lines: list[str] = []
     for name in sorted(before.sources.keys() | now.sources.keys()):
         old, new = (
@@ -199,8 +201,8 @@ def difference(before: Code, now: Code) -> str:
             for code in (before, now)
         )
         lines += unified_diff(old, new, f"{name} (the run's)", f"{name} (now)", lineterm="")
-    if len(lines) > SHOWN_LINES:
-        lines[SHOWN_LINES:] = [f"... and {len(lines) - SHOWN_LINES} more lines"]
+    if len(lines) > MAX_PATCH_LINES:
+        lines[MAX_PATCH_LINES:] = [f"... and {len(lines) - MAX_PATCH_LINES} more lines"]
     return "\n".join(lines)
 
 
@@ -218,23 +220,23 @@ def _roots(module: str) -> list[Path]:
     return [Path(spec.origin).absolute().parent] if spec.origin and spec.origin.endswith(".py") else []
 
 
-def _file_of(root: Path, module: str) -> Path | None:
+def _module_file(root: Path, module: str) -> Path | None:
     stem = root.joinpath(*module.split("."))
     return next((file for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if file.is_file()), None)
 
 
-def _data_beside(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
+def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
     """The data files that these strings of a source file name by their path from its folder."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
             continue
-        if path.is_file() and path.stat().st_size <= MOST_DATA_BYTES:
-            yield Source.of(path, root)
+        if path.is_file() and path.stat().st_size <= MAX_DATA_BYTES:
+            yield Source.read(path, root)
 
 
 @cache
-def _read(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a source file imports anywhere, as names of modules and of members that may be modules; and its strings that
     may be paths of files."""
     try:
@@ -245,11 +247,11 @@ def _read(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...
     nodes = list(ast.walk(tree))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     paths = [text for text in strings if 0 < len(text) <= 100 and text.isprintable()]
-    imported = dict.fromkeys(name for node in nodes for name in _named_by(node, package))
+    imported = dict.fromkeys(name for node in nodes for name in _imported_names(node, package))
     return tuple(imported), tuple(dict.fromkeys(paths))
 
 
-def _named_by(node: ast.AST, package: str) -> Iterator[str]:
+def _imported_names(node: ast.AST, package: str) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -263,24 +265,24 @@ def _named_by(node: ast.AST, package: str) -> Iterator[str]:
 # ---------------------------------------------------------------------- imports from the copy
 
 
-_in_use = Code({})
+_active = Code({})
 
 
 @contextmanager
-def working_by(folder: Path) -> Iterator[None]:
+def run_code(folder: Path) -> Iterator[None]:
     """Inside the block, imports and fingerprints use the code that a run keeps in this folder, if there is any."""
-    global _in_use
-    before, code = _in_use, kept_code(folder)
-    _in_use = code or Code({})
-    use(None if code is None else folder)
+    global _active
+    before, code = _active, read_code(folder)
+    _active = code or Code({})
+    import_from(None if code is None else folder)
     try:
         yield
     finally:
-        _in_use = before
-        use(None)
+        _active = before
+        import_from(None)
 
 
-def use(folder: Path | None) -> None:
+def import_from(folder: Path | None) -> None:
     """Import modules from the copy in `folder`, in this process and its children; None: from their original files.
 
     Modules of the copy that are imported already are removed from `sys.modules`, so their next import takes the right
@@ -303,11 +305,13 @@ def _modules_in(folder: str | Path | None) -> set[str]:
     if folder is None or not (manifest := Path(folder) / "manifest.json").is_file():
         return set()
     names = json.loads(manifest.read_text(encoding="utf-8"))["paths"]
-    return {module_of(name) for name in names if name.endswith(".py") and name.partition("/")[0] not in OWN_PACKAGES}
+    return {
+        module_of(name) for name in names if name.endswith(".py") and name.partition("/")[0] not in MILLRACE_PACKAGES
+    }
 
 
-def use_from_environment() -> None:
+def import_from_environment() -> None:
     """In a process of a run: `use` the folder that the environment names, if it exists (another node may lack it)."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and (Path(folder) / "manifest.json").is_file():
-        use(Path(folder))
+        import_from(Path(folder))

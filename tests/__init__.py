@@ -1,8 +1,8 @@
 """The tests, and what their processes share."""
 
-from rlcore.start import collect_rarely
+from rlcore.start import tune_garbage_collection
 
-collect_rarely()  # many of our processes live for an import and a few seconds of work
+tune_garbage_collection()  # many of our processes live for an import and a few seconds of work
 
 SHARED_STAGES = "MILLRACE_TESTS_STAGES"
 """Environment variable: the folder in which `tests.small_run` makes the stages that many tests begin with."""

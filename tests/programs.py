@@ -32,7 +32,7 @@ def missing(name: str) -> str:
     if name == "bwrap":
         from rlcore import sandbox
 
-        return sandbox._missing()
+        return sandbox._missing_requirement()
     found = {"chromium": CHROMIUM, "postgres": POSTGRES}[name]
     return "" if found else f"{name} is not installed"
 

@@ -17,14 +17,14 @@ from rlcore.config import MixtureData, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.initial_policy import InitialPolicy
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.run.problems import Problems
-from rlcore.run.start_model import StartModel
 from rlcore.run.stop import StopFlag
 from rlcore.run.supervised import WarmStart
 from rlcore.run.watchdog import Watchdog
-from rlcore.trainer.experience import Answerer, ExperienceCollector
+from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.metrics import Metrics
 from rlcore.trainer.step import Trainer
 from rlcore.workers.canary import NUM_PROMPTS
@@ -98,7 +98,7 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 
-def warm_start(config: RunConfig, inputs: RunInputs) -> StartModel:
+def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
     """The model of step 0, made in this process."""
 
     def report(event: Mapping[str, object]) -> None:
@@ -112,7 +112,7 @@ def warm_start(config: RunConfig, inputs: RunInputs) -> StartModel:
     stop = NoSignals()
     with TemporaryDirectory() as folder, ExitStack() as watched:  # the run's own folder is made by the run
         layout = RunLayout(Path(config.paths.root), Path(folder))
-        guard = Watchdog(config, layout, stop=stop, report=report, give_up=give_up)
+        guard = Watchdog(config, layout, stop=stop, report=report, abandon=give_up)
         watched.enter_context(guard)
         stage = WarmStart(config, inputs, guard)
         try:
@@ -128,10 +128,12 @@ def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
     with ScoringPool(config.data.scorer, config.reward) as scoring, ExitStack() as opened:
         if (episodes := problems.episodes(run.inputs)) is not None:
             opened.enter_context(episodes)
-        collector = ExperienceCollector(Answerer(config, group, scoring, problems.decode, episodes), problems.stream)
+        collector = ExperienceCollector(
+            ResponseSampler(config, group, scoring, problems.decode, episodes), problems.stream
+        )
         trainer = Trainer(config, group, collector, failures=run.layout.failures)
-        group.each(Worker.probe_with, problems.held_out(limited=True)[:NUM_PROMPTS])
-        group.each(Worker.hand_over, 0)
+        group.each(Worker.set_probe, problems.held_out(limited=True)[:NUM_PROMPTS])
+        group.each(Worker.sync_weights, 0)
         state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
         found = []
         for _ in range(num_steps):

@@ -14,7 +14,7 @@ from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import resolve_scorer
-from rlcore.user_code import code_for, code_of, difference, kept_code, working_by
+from rlcore.user_code import code_for, code_for_run, code_patch, read_code, run_code
 
 FILES = {
     "their_reward.py": "from their_kit import exact\n\ndef score(response, truth):\n    return exact.of(response)\n",
@@ -68,22 +68,22 @@ def test_the_module_and_what_it_imports_from_its_folder_count(folder: Path) -> N
 
 
 def test_each_file_of_it_changes_the_fingerprint_and_no_other(folder: Path) -> None:
-    before = code_of(config_of()).fingerprint
+    before = code_for_run(config_of()).fingerprint
     for name in FILES:
         text = (folder / name).read_text()
         (folder / name).write_text(f"{text}# changed\n")
-        assert (code_of(config_of()).fingerprint != before) == (name in COUNTED), name
+        assert (code_for_run(config_of()).fingerprint != before) == (name in COUNTED), name
         (folder / name).write_text(text)
-    assert code_of(config_of()).fingerprint == before
+    assert code_for_run(config_of()).fingerprint == before
 
 
 def test_the_same_code_elsewhere_has_the_same_fingerprint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = code_of(config_of())
+    here = code_for_run(config_of())
     forget()
     monkeypatch.syspath_prepend(str(write(tmp_path / "another machine")))
-    elsewhere = code_of(config_of())
+    elsewhere = code_for_run(config_of())
     assert {source.path for source in elsewhere.sources.values()}.isdisjoint(
         source.path for source in here.sources.values()
     )
@@ -102,10 +102,10 @@ def test_every_function_that_settings_name_is_code_of_the_run(folder: Path) -> N
     }
     own = [f"{key}={function}" for key, function in named.items()]
     config = load_config(["experiment=debug", "data=custom", *own])
-    assert [*code_of(config).by_function] == [*named.values()]
+    assert [*code_for_run(config).by_function] == [*named.values()]
     parts = 'data.parts=[{data:{task:countdown}},{data:{task:custom,scorer:"their_reward:score"}}]'
     mixture = load_config(["data=mixture", "model.path=some/model", parts])
-    assert {"data.countdown:score", "their_reward:score"} < set(code_of(mixture).by_function)
+    assert {"data.countdown:score", "their_reward:score"} < set(code_for_run(mixture).by_function)
 
 
 def test_a_function_of_millrace_counts_with_its_package() -> None:
@@ -129,20 +129,20 @@ def test_a_run_imports_its_copy_after_an_edit(folder: Path, tmp_path: Path) -> N
     """In this process and in one that starts after the edit: both import the text of the run's start."""
     (folder / "their_loss.py").write_text("def loss():\n    return 'kept'\n")
     loss = {"algo.policy_loss": "their_loss:loss"}
-    kept = code_of(config_of(**loss))
-    kept.keep(tmp_path / "code")
+    kept = code_for_run(config_of(**loss))
+    kept.save(tmp_path / "code")
     assert resolve_policy_loss("their_loss:loss")() == "kept"
     (folder / "their_kit/weights.py").write_text("WEIGHT = 0.75\n")
     (folder / "their_loss.py").write_text("def loss():\n    return 'edited'\n")
-    with working_by(tmp_path / "code"):
-        assert code_of(config_of(**loss)) == kept
+    with run_code(tmp_path / "code"):
+        assert code_for_run(config_of(**loss)) == kept
         assert resolve_policy_loss("their_loss:loss")() == "kept"
         assert str(tmp_path / "code") in str(sys.modules["their_loss"].__file__)
         for num_processes in (0, 1):
             with ScoringPool("their_reward:score", RewardConfig(num_processes=num_processes)) as pool:
                 assert [score.total for score in pool.score(["x"], ["{}"])] == [0.25]
     forget()
-    assert code_of(config_of(**loss)).fingerprint != kept.fingerprint
+    assert code_for_run(config_of(**loss)).fingerprint != kept.fingerprint
     with ScoringPool("their_reward:score", RewardConfig(num_processes=1)) as pool:
         assert [score.total for score in pool.score(["x"], ["{}"])] == [0.75]
 
@@ -151,9 +151,9 @@ def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path)
     """A trainer that serves one run after another."""
     for weight in ("0.25", "0.5"):
         (folder / "their_kit/weights.py").write_text(f"WEIGHT = {weight}\n")
-        code_of(config_of()).keep(tmp_path / weight)
+        code_for_run(config_of()).save(tmp_path / weight)
     for weight in ("0.25", "0.5", "0.25"):
-        with working_by(tmp_path / weight), ScoringPool("their_reward:score", RewardConfig(num_processes=0)) as pool:
+        with run_code(tmp_path / weight), ScoringPool("their_reward:score", RewardConfig(num_processes=0)) as pool:
             assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
 
 
@@ -166,9 +166,9 @@ def test_a_module_of_a_namespace_package_is_imported_again(folder: Path, tmp_pat
     for weight in ("0.25", "0.5"):
         (folder / "their_plain/weights.py").write_text(f"WEIGHT = {weight}\n")
         importlib.invalidate_caches()
-        code_of(load_config(["experiment=debug", "data.scorer=their_plain.reward:score"])).keep(tmp_path / weight)
+        code_for_run(load_config(["experiment=debug", "data.scorer=their_plain.reward:score"])).save(tmp_path / weight)
     for weight in ("0.25", "0.5"):
-        with working_by(tmp_path / weight):
+        with run_code(tmp_path / weight):
             assert resolve_scorer("their_plain.reward:score")("x", {}) == float(weight)
 
 
@@ -179,34 +179,34 @@ def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) ->
     (folder / "their_loss/__init__.py").write_text(loss + read)
     (folder / "their_loss/data.txt").write_text("beside it")
     own = {"algo.policy_loss": "their_loss:loss"}
-    code_of(config_of(**own)).keep(tmp_path / "code")
+    code_for_run(config_of(**own)).save(tmp_path / "code")
     (folder / "their_loss/data.txt").write_text("edited")
     (folder / "their_loss/__init__.py").write_text(f"# a line more\n{loss}{read}".replace("kept", "edited"))
-    with working_by(tmp_path / "code"):
+    with run_code(tmp_path / "code"):
         resolve_policy_loss("their_loss:loss")
         module = sys.modules["their_loss"]
         assert (module.TEXT, module.DATA) == ("def loss():\n    return 'kept'\n", "beside it")
 
 
 def test_what_is_kept_reads_back_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
-    code, copy = code_of(config_of()), tmp_path / "code"
-    assert kept_code(copy) is None
-    code.keep(copy)
-    code.keep(copy)
-    assert kept_code(copy) == code
+    code, copy = code_for_run(config_of()), tmp_path / "code"
+    assert read_code(copy) is None
+    code.save(copy)
+    code.save(copy)
+    assert read_code(copy) == code
     (copy / "their_late.py").write_text("import os\n")
     with pytest.raises(DataError, match=r"their_late\.py"):
-        kept_code(copy)
+        read_code(copy)
 
 
 def test_a_difference_is_a_patch_of_some_lines(folder: Path) -> None:
-    before = code_of(config_of())
+    before = code_for_run(config_of())
     (folder / "their_late.py").unlink()
     (folder / "their_kit/weights.py").write_text("WEIGHT = 1\n" + "\n" * 100)
-    told = difference(before, code_of(config_of())).splitlines()
+    told = code_patch(before, code_for_run(config_of())).splitlines()
     assert told[:2] == ["--- their_kit/weights.py (the run's)", "+++ their_kit/weights.py (now)"]
     assert "-WEIGHT = 0.25" in told
-    assert len(told) == user_code.SHOWN_LINES + 1
+    assert len(told) == user_code.MAX_PATCH_LINES + 1
     assert told[-1].startswith("... and ")
 
 
@@ -215,8 +215,8 @@ def test_a_computed_import_is_found_in_the_copy(folder: Path, tmp_path: Path) ->
         "from importlib import import_module\n\n"
         "def of(text):\n    return len(import_module('their_' + 'kit.unused').__file__)\n"
     )
-    code_of(config_of()).keep(tmp_path / "code")
-    with working_by(tmp_path / "code"):
+    code_for_run(config_of()).save(tmp_path / "code")
+    with run_code(tmp_path / "code"):
         found = resolve_scorer("their_reward:score")("x", {})
         assert sys.modules["their_kit.unused"].__file__ == str(tmp_path / "code/their_kit/unused.py")
         assert found == len(str(tmp_path / "code/their_kit/unused.py"))

@@ -18,12 +18,12 @@ SETTINGS = (
     "warm_start.stop_at_reward=0.1", "validation.max_problems=32", "validation.samples_per_problem=1",
     "trainer.batch_size=16", "trainer.mini_batch_size=16", "rollout.samples_per_prompt=4",
 )  # fmt: skip
-WANTED = (
+EXPECTED = (
     "critic/score/mean", "actor/grad_norm", "perf/throughput", "perf/time_per_step", "perf/total_num_tokens",
     "perf/cpu_memory_used_gb", "training/canary_logprob_diff", "training/rollout_probs_diff_mean", "timing_s/gen",
     "timing_s/update_actor", "timing_s/update_weights",
 )  # fmt: skip
-WANTED_ON_A_GPU = (
+EXPECTED_ON_A_GPU = (
     "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/mfu/actor", "system/gpu_0_memory_used_gb",
     "system/gpu_0_utilization_percent", "system/gpu_0_power_watts",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def demo(arguments: argparse.Namespace, folder: Path) -> Verdict:
     """A few steps, no error, every metric."""
     done = _millrace(arguments, folder, f"trainer.total_steps={arguments.demo_steps}", "trainer.steps_per_chunk=2")
     steps = _steps(folder)
-    wanted = WANTED + (WANTED_ON_A_GPU if torch.cuda.is_available() else ())
+    wanted = EXPECTED + (EXPECTED_ON_A_GPU if torch.cuda.is_available() else ())
     seen = set[str]().union(*steps.values()) if steps else set()
     missing = sorted(name for name in wanted if name not in seen)
     figures = {
@@ -49,7 +49,9 @@ def demo(arguments: argparse.Namespace, folder: Path) -> Verdict:
         "steps": len(steps),
         "rewards": [metrics.get("critic/score/mean") for metrics in steps.values()],
         "missing_metrics": missing,
-        "last": {name: value for name, value in list(steps.values())[-1].items() if _is_told(name)} if steps else {},
+        "last": {name: value for name, value in list(steps.values())[-1].items() if _is_reported(name)}
+        if steps
+        else {},
         "output": done.stdout[-1_500:] if done.returncode or missing else "",
         "errors": done.stderr[-3_000:] if done.returncode else "",
     }
@@ -79,7 +81,7 @@ def _steps(folder: Path) -> dict[int, dict[str, Any]]:
     return {record.step: dict(record.metrics) for record in load_journal(journals[0]).steps if record.step > 0}
 
 
-def _is_told(name: str) -> bool:
+def _is_reported(name: str) -> bool:
     return name.startswith(
         ("perf/", "system/", "timing_s/", "training/rollout", "training/canary", "critic/score/mean")
     )

@@ -11,7 +11,7 @@ from benchmarks.harness import watched_memory
 from rlcore.models.shape import shape_of
 from rlcore.rollout.vllm import engine_pool_bytes
 from rlcore.workers import memory_plan as planning
-from rlcore.workers.memory_plan import device_of
+from rlcore.workers.memory_plan import detect_device
 from rlcore.workers.worker import Worker
 
 PHASES = {
@@ -19,10 +19,10 @@ PHASES = {
     Worker.old_logprobs: planning.PASSES,
     Worker.ref_logprobs: planning.PASSES,
     Worker.update_policy: planning.POLICY_UPDATE,
-    Worker.hand_over: planning.HAND_OVER,
+    Worker.sync_weights: planning.HAND_OVER,
 }
 GB = 1e9
-WITHIN = 0.15
+TOLERANCE = 0.15
 """Of a phase's measured bytes: how far off the plan may be before it needs another constant."""
 
 
@@ -34,7 +34,7 @@ def check(rig: Rig) -> Verdict:
     rollouts = rig.step().experience.rollouts
     num_tokens = sum(len(one.prompt.token_ids) + len(one.response_ids) for one in rollouts)
     tokens = -(-num_tokens // -(-num_tokens // rig.config.trainer.max_tokens_per_micro_batch))
-    plan = planning.plan_memory(rig.config, shape, device_of(rig.config), tokens=tokens)
+    plan = planning.plan_memory(rig.config, shape, detect_device(rig.config), tokens=tokens)
     figures: dict[str, Any] = {"device": plan.device.name, "micro_batch_tokens": tokens, "phases": {}}
     measured = _measured(rig) if rig.device.type == "cuda" else {}
     for phase, parts in plan.phases.items():
@@ -48,12 +48,12 @@ def check(rig: Rig) -> Verdict:
         }
     ratios = [one["plan_over_measured"] for one in figures["phases"].values() if one["plan_over_measured"]]
     figures["context_planned_gb"] = planning.CONTEXT_BYTES / GB
-    near = all(abs(1 - 1 / ratio) <= WITHIN for ratio in ratios)
+    near = all(abs(1 - 1 / ratio) <= TOLERANCE for ratio in ratios)
     if measured:
         # What a run's report sets beside the plan: the pool of a sleeping engine must not stand in it.
         figures["reported_peak_gb"] = rig.step(reset=False).metrics["perf/max_memory_allocated_gb"]
         most = max(one["tensors_gb"] for one in measured.values())
-        near = near and abs(figures["reported_peak_gb"] / most - 1) <= WITHIN
+        near = near and abs(figures["reported_peak_gb"] / most - 1) <= TOLERANCE
     return Verdict(near, figures)
 
 
@@ -69,7 +69,7 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
         if phase is None:
             yield
             return
-        asleep = verb not in (Worker.generate, Worker.hand_over)
+        asleep = verb not in (Worker.generate, Worker.sync_weights)
         if asleep:
             rig.group.each(_put_to_sleep)
         torch.cuda.reset_peak_memory_stats()

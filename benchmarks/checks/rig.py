@@ -18,7 +18,7 @@ from rlcore.rollout.engine import engine_dtype
 from rlcore.score import Score
 from rlcore.trainer.step import StepResult
 from rlcore.types import Prompt, Rollout
-from rlcore.workers.device import choose_place
+from rlcore.workers.device import choose_placement
 from rlcore.workers.group import Pending
 from rlcore.workers.worker import Worker
 
@@ -77,7 +77,7 @@ class Rig:
         self.shape: str = arguments.shape
         self._arguments = arguments
         self.config = self.settings()
-        place = choose_place(self.config.runtime, self.config.model)
+        place = choose_placement(self.config.runtime, self.config.model)
         self.device = place.device
         self.bfloat16 = engine_dtype(self.config, place.dtype) == torch.bfloat16
         lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.checks.rig import Rig, Verdict
 from rlcore.errors import DeviceMemoryError
-from rlcore.models.parallel import gathered
+from rlcore.models.parallel import gather_parameter
 from rlcore.trainer.step import StepResult
 from rlcore.workers.worker import Worker
 
@@ -98,7 +98,9 @@ def _numbers(rig: Rig, result: StepResult) -> dict[str, float]:
 def weights_norm(worker: Worker) -> float:
     """2-norm of all weights of the policy."""
     return float(
-        torch.stack([gathered(parameter).float().norm() for parameter in worker.actor.model.parameters()]).norm()
+        torch.stack(
+            [gather_parameter(parameter).float().norm() for parameter in worker.actor.model.parameters()]
+        ).norm()
     )
 
 

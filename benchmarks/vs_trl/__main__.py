@@ -50,7 +50,7 @@ def main() -> None:
     told = summary([one for one in found if "step_s" in one])  # a side that was cut off has none
     show(told)
     if arguments.write:
-        from benchmarks.measured import write_result
+        from benchmarks.results import write_result
 
         print(write_result(f"vs_trl_{arguments.device}", told))
 

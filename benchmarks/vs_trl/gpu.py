@@ -24,9 +24,9 @@ def prepare_shape(arguments: argparse.Namespace, side: str, folder: Path, *, see
         # In a process of its own: one that has touched the GPU keeps some of its memory.
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", arguments.shape, str(model)], check=True)
     steps = arguments.steps or 5
-    write_rows(folder / PROMPTS, drawn_rows(arguments, (arguments.warm_up + steps) * arguments.prompts))
+    write_rows(folder / PROMPTS, random_rows(arguments, (arguments.warm_up + steps) * arguments.prompts))
     answers = arguments.prompts * arguments.samples
-    lengths = drawn_lengths(arguments, answers)
+    lengths = random_lengths(arguments, answers)
     return Job(
         name=side,
         device=arguments.device,
@@ -58,14 +58,14 @@ def prepare_shape(arguments: argparse.Namespace, side: str, folder: Path, *, see
     )
 
 
-def drawn_rows(arguments: argparse.Namespace, count: int) -> list[Row]:
+def random_rows(arguments: argparse.Namespace, count: int) -> list[Row]:
     """Prompts of random tokens, by the tokenizer of `benchmarks.shapes`, whose words are w4, w5, ..."""
     vocab_size = SHAPES[arguments.shape]["vocab_size"]
     drawn = np.random.default_rng(3).integers(4, vocab_size, (count, arguments.prompt_tokens)).tolist()
     return [Row(" ".join(f"w{token}" for token in ids), tuple(ids), GROUND_TRUTH) for ids in drawn]
 
 
-def drawn_lengths(arguments: argparse.Namespace, count: int) -> tuple[int, ...]:
+def random_lengths(arguments: argparse.Namespace, count: int) -> tuple[int, ...]:
     """Tokens of each answer of a step."""
     from benchmarks.harness import draw_lengths
 

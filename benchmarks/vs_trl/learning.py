@@ -18,7 +18,7 @@ from rlcore.run.stop import StopFlag
 from rlcore.types import Prompt
 
 EXPERIMENT = "countdown_demo"
-JUDGE_EVERY = 20
+EVALUATE_EVERY = 20
 """Steps between two judgements of a learning curve."""
 MICRO_BATCH = 128
 """Answers of TRL's micro-batch on a GPU, unless --trl-micro says otherwise."""
@@ -70,7 +70,7 @@ def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *
         seed=seed,
         threads=arguments.threads,
         watch_memory=on_gpu and shutil.which("nvidia-smi") is None,
-        judged_steps=(*range(JUDGE_EVERY, num_steps, JUDGE_EVERY), num_steps),
+        judged_steps=(*range(EVALUATE_EVERY, num_steps, EVALUATE_EVERY), num_steps),
         overrides=tuple(arguments.overrides),
     )
     shutil.copytree(model, job.weights(0))

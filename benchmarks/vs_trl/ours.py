@@ -1,6 +1,6 @@
 """Our side of `benchmarks.vs_trl`: the real trainer, engine, scoring pool and optimizer in one process.
 
-python -m benchmarks.vs_trl.ours JOB.json      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.ours JOB_TEMPLATE.json      # started by benchmarks.vs_trl
 """
 
 import resource
@@ -21,7 +21,7 @@ from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.experience import Answerer, ExperienceCollector
+from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
@@ -88,10 +88,10 @@ def run(job: Job) -> dict[str, Any]:
             else LocalGroup(config, job.model)
         )
         try:
-            group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
-            group.each(Worker.hand_over, 0)
+            group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
+            group.each(Worker.sync_weights, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                answerer = Answerer(config, group, scoring, text_decoder(tokenizer))
+                answerer = ResponseSampler(config, group, scoring, text_decoder(tokenizer))
                 collector = ExperienceCollector(answerer, InOrder(prompts))
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)

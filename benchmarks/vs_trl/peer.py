@@ -1,6 +1,6 @@
 """TRL's side of `benchmarks.vs_trl`: its GRPOTrainer by its own settings, timed from outside.
 
-python -m benchmarks.vs_trl.peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
+python -m benchmarks.vs_trl.peer JOB_TEMPLATE.json      # started by benchmarks.vs_trl, with trl on the path
 """
 
 import os

@@ -68,25 +68,25 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, 
     return found
 
 
-def show(told: dict[str, Any]) -> None:
+def show(summary_of_runs: dict[str, Any]) -> None:
     """Print it."""
     speeds = f"{'batch s':>9}{'cpu s':>8}{'tokens/s':>11}{'samples/s':>11}"
     print(f"\n{'side':<10}{speeds}{'peak GB':>9}{'reward':>17}{'held out':>10}")
-    for name, row in told["sides"].items():
+    for name, row in summary_of_runs["sides"].items():
         reward = f"{row['reward_first']:.3f} -> {row['reward_last']:.3f}"
         held_out = f"{row['held_out'][-1]['sampled']:.3f}" if "held_out" in row else ""
         print(
             f"{name:<10}{row['batch_s']:>9.3f}{row['batch_cpu_s']:>8.3f}{row['tokens_per_s']:>11,.0f}{row['samples_per_s']:>11,.0f}"
             f"{row['peak_gb']:>9.1f}{reward:>17}{held_out:>10}"
         )
-    for name, row in told["sides"].items():
+    for name, row in summary_of_runs["sides"].items():
         print(f"{name}: {row['what']}; answers {row['lengths']}; {row['batches']} batches")
         for point in row.get("held_out", ()):
             print(
                 f"  step {point['step']:.0f}: {point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}], "
                 f"greedy {point['greedy']:.3f}"
             )
-    for name, ratio in told["ratios"].items():
+    for name, ratio in summary_of_runs["ratios"].items():
         line = f"ours / {name}: {ratio['speed']:.2f} times the speed (bar {ratio['bar']})"
         line += f", {ratio['cpu_time']:.2f} by processor time" if name == "trl" else ""
         line += f", {ratio['peak_memory']:.2f} of the peak memory"

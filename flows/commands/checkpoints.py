@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.commands.options import RootOfRun, Run
+from flows.commands.options import OptionalRoot, Run
 from rlcore.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def checkpoints(
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
 ) -> None:
     """Show the checkpoints of a run. Step, size, scores, the last and the best, and whether they are whole.
 
@@ -38,7 +38,7 @@ def checkpoints(
         CheckpointError: one cannot be exported; with `verify`, after the list: one is broken.
         RunInUseError: to be pruned, and another process works on the run.
     """
-    from flows.work.runs import named_run
+    from flows.work.runs import find_run
     from flows.work.weights import export_to
     from rlcore.checkpoint.catalog import list_checkpoints
     from rlcore.checkpoint.store import CheckpointStore
@@ -46,7 +46,7 @@ def checkpoints(
 
     if checkpoint is not None and export is None:
         raise ConfigError(f"--checkpoint {checkpoint}: says which one to export, so give --export DIR, or leave it out")
-    config, layout = named_run(run, root)
+    config, layout = find_run(run, root)
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
     lines = []
     if prune:

@@ -14,15 +14,15 @@ from flows import SOURCE_FOLDER
 CONF = SOURCE_FOLDER / "conf"
 PAGE = SOURCE_FOLDER / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
-_NO_GROUPS = ("suite", "sweep")
-_WORDS = ("settings", "overrides", "run", "words")
+_NOT_GROUPS = ("suite", "sweep")
+_SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")
 """Parameters of commands that hold settings."""
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """Keys and groups with `=`, and after that members of a group, names of experiments and words that a key takes."""
-    before = [str(word) for word in next(filter(None, map(ctx.params.get, _WORDS)), ())]
-    names = {*_groups(), *_words_by_key()}
+    before = [str(word) for word in next(filter(None, map(ctx.params.get, _SETTINGS_PARAMETERS)), ())]
+    names = {*_groups(), *_values_by_key()}
     if not incomplete and before[-1:] and before[-1] in names:  # click takes the `=` at the cursor for nothing
         return sorted(_values(before[-1], ""))
     if len(before) > 1 and before[-1] == "=":
@@ -45,7 +45,7 @@ def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
     return runs(ctx, incomplete) or settings(ctx, incomplete)
 
 
-def one_of(*words: str) -> Callable[[str], list[str]]:
+def choices(*words: str) -> Callable[[str], list[str]]:
     """These words."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
@@ -61,23 +61,23 @@ def sweeps(incomplete: str) -> list[str]:
 
 
 def _groups() -> Iterator[str]:
-    return (path.name for path in CONF.glob("[a-z]*") if path.is_dir() and path.name not in _NO_GROUPS)
+    return (path.name for path in CONF.glob("[a-z]*") if path.is_dir() and path.name not in _NOT_GROUPS)
 
 
 def _values(key: str, typed: str) -> Iterator[str]:
-    names = [file.stem for file in (CONF / key).glob("*.yaml")] or _words_by_key().get(key, [])
+    names = [file.stem for file in (CONF / key).glob("*.yaml")] or _values_by_key().get(key, [])
     return (name for name in names if name.startswith(typed))
 
 
-def _words_by_key() -> dict[str, list[str]]:
+def _values_by_key() -> dict[str, list[str]]:
     """The words that each setting takes, as its type says; none for a number. Without the page (in a wheel): keys."""
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 
         return {key: [] for key in all_keys()}
     rows = _ROW.findall(PAGE.read_text(encoding="utf-8").partition("\n## Of the run")[2])
-    return {key: re.findall(r"`(\w+)`", kind) if kind.startswith("`") else _truths(kind) for key, kind in rows}
+    return {key: re.findall(r"`(\w+)`", kind) if kind.startswith("`") else _booleans(kind) for key, kind in rows}
 
 
-def _truths(kind: str) -> list[str]:
+def _booleans(kind: str) -> list[str]:
     return ["true", "false"] if kind.startswith("true or false") else []

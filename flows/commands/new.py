@@ -63,7 +63,7 @@ def new(
         typer.Argument(
             metavar="task|experiment|scorer",
             help="What to write.",
-            autocompletion=complete.one_of("task", "experiment", "scorer"),
+            autocompletion=complete.choices("task", "experiment", "scorer"),
         ),
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
@@ -84,11 +84,11 @@ def new(
     file = Path(f"{name}.yaml" if kind == "experiment" else f"{name}.py")
     _require_free(kind, name, file)
     command = COMMANDS[kind].format(name=name)
-    write_text_atomically(file, content_of(kind, name, command))
+    write_text_atomically(file, file_content(kind, name, command))
     print(f"{file.absolute()} is written; it runs as it is:\n  {command}")
 
 
-def content_of(kind: str, name: str, command: str) -> str:
+def file_content(kind: str, name: str, command: str) -> str:
     """Text of the new file."""
     text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
     if kind == "task":

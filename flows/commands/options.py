@@ -41,7 +41,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
 Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP, parser=root_folder)]
 ARTIFACTS = Path("artifacts")
-RootOfRun = Annotated[
+OptionalRoot = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts", parser=root_folder)
 ]
 """The root of commands that take settings, which may name it instead."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.commands import complete
-from flows.commands.options import AsJson, RootOfRun, Run
+from flows.commands.options import AsJson, OptionalRoot, Run
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlcore.rollout.scoring import ScoringPool
     from rlcore.run.layout import RunLayout
 
-EXIT_FOUND = 1
+EXIT_FINDINGS = 1
 NUM_CASES = 32
 """Problems that `millrace audit` tries at most."""
 KINDS = ("all", "training", "validation")
@@ -29,7 +29,7 @@ Prompt = Annotated[int | None, typer.Option(help="Only answers to this prompt (p
 ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only answers with such a score.")]
 Search = Annotated[str, typer.Option(help="Only answers with this text in them.")]
 Kind = Annotated[
-    str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.one_of(*KINDS))
+    str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.choices(*KINDS))
 ]
 
 
@@ -44,13 +44,13 @@ def rollouts(
         str,
         typer.Option(
             help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with - the highest first.",
-            autocompletion=complete.one_of(*SORTS),
+            autocompletion=complete.choices(*SORTS),
         ),
     ] = "step",
     limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --json: also what is known of each token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
 ) -> None:
     """Show the answers that a run has on record, of training and of validations.
 
@@ -62,18 +62,18 @@ def rollouts(
         ConfigError: `--tokens` without `--json`, or an option cannot be read.
         DataError: no such run, or it has kept no answers.
     """
-    from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers
+    from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses
 
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
-    query = Query.read(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
-    _, layout, total = _kept(run, root)
-    found = find_answers(layout.answers, query)
+    query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
+    _, layout, total = _recorded_responses(run, root)
+    found = find_responses(layout.answers, query)
     shown = range(len(found))[: limit or None]
-    columns = EVERYTHING if tokens else READABLE
+    columns = ALL_COLUMNS if tokens else READABLE
     for begin in range(0, len(shown), 1_000):
         for row in found.rows(shown[begin : begin + 1_000], columns):
-            print(json.dumps(_document(row), ensure_ascii=False, allow_nan=False) if as_json else _page(row))
+            print(json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) if as_json else _text_row(row))
     if not as_json:
         print(f"{len(shown):,} shown of {len(found):,} answers that match, of {total:,} on record")
 
@@ -87,7 +87,7 @@ def rescore(
     search: Search = "",
     kind: Kind = "all",
     as_json: AsJson = False,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
 ) -> None:
     """Score a run's answers by another scorer. Says what would have changed; nothing is written.
 
@@ -99,27 +99,28 @@ def rescore(
         ConfigError: an option or the weights cannot be read, or the weights name what is no part of the score.
         DataError: the scorer failed on all answers.
     """
-    from flows.stages.trials import of_the_judge
-    from rlcore.answers.judge import rescore as rescore_answers
-    from rlcore.answers.query import Query, finite
-    from rlcore.rollout.scoring_worker import wrong_weights
+    from flows.stages.trials import judge_failure_message
+    from rlcore.responses.audit import rescore as rescore_answers
+    from rlcore.responses.query import Query, to_finite_json
+    from rlcore.rollout.scoring_worker import weights_problem
 
-    query = Query.read(step=step, prompt=prompt, score=score, search=search, kind=kind)
+    query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind)
     is_named = any("=" not in word for word in run)
     weights = [word for word in run if is_named and word.startswith("reward.weights=")]
-    config, layout, _ = _kept([word for word in run if word not in weights], root)
+    config, layout, _ = _recorded_responses([word for word in run if word not in weights], root)
     own = config.reward.weights if scorer != config.data.scorer and not weights else {}
-    with _pool(config, layout, scorer, weights) as pool:
-        found = rescore_answers(layout.answers, query, pool, truth_for(config, scorer))
+    with _scoring_pool(config, layout, scorer, weights) as pool:
+        found = rescore_answers(layout.answers, query, pool, ground_truth_converter(config, scorer))
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
-        if problem := wrong_weights(failed):
+        if problem := weights_problem(failed):
             raise ConfigError(problem)
         raise DataError(
-            of_the_judge(failed) or f"{scorer}: must score any text, but failed on all answers. The last time: {failed}"
+            judge_failure_message(failed)
+            or f"{scorer}: must score any text, but failed on all answers. The last time: {failed}"
         )
     if as_json:
-        print(json.dumps(finite(asdict(found)), ensure_ascii=False))
+        print(json.dumps(to_finite_json(asdict(found)), ensure_ascii=False))
         return
     print(
         f"{found.num_answers:,} answers by {scorer}: mean {found.mean_before:.4f} -> {found.mean_after:.4f}, "
@@ -145,7 +146,7 @@ def audit(
         typer.Option(metavar="MODULE:FUNCTION", help="Another scorer than the run's own.", show_default=False),
     ] = None,
     as_json: AsJson = False,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
 ) -> None:
     """Look for holes in a reward. Gives the scorer answers that must not score; exit code 1 if some do.
 
@@ -156,25 +157,25 @@ def audit(
     Raises:
         DataError: the scorer failed on some answers, and none of the others scored.
     """
-    from flows.stages.trials import of_the_judge
-    from rlcore.answers.judge import audit_reward, cases_of
+    from flows.stages.trials import judge_failure_message
+    from rlcore.responses.audit import audit_reward, cases_of
 
-    config, layout, _ = _kept(run, root)
+    config, layout, _ = _recorded_responses(run, root)
     if config.data.environment:
         raise DataError(
             f"audit: a run with an environment has no scorer to audit; got data.environment={config.data.environment}. "
             "Its rewards come from its turns: try it in tests of its own"
         )
-    truth_of = truth_for(config, scorer)
+    truth_of = ground_truth_converter(config, scorer)
     cases = cases_of(layout.answers, NUM_CASES)
     cases = [replace(case, ground_truth_json=truth_of(case.ground_truth_json)) for case in cases]
-    with _pool(config, layout, scorer) as pool:
+    with _scoring_pool(config, layout, scorer) as pool:
         findings = audit_reward(cases, pool)
         num_failed, failure = pool.unscored
     name = scorer or config.data.scorer
     if num_failed and not findings:
         raise DataError(
-            of_the_judge(failure)
+            judge_failure_message(failure)
             or f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
             f"scored. The last time: {failure}. Mend the scorer"
         )
@@ -187,10 +188,10 @@ def audit(
     else:
         print(f"{name}: none of the answers that must not score did, on {len(cases)} problems")
     if findings:
-        sys.exit(EXIT_FOUND)
+        sys.exit(EXIT_FINDINGS)
 
 
-def truth_for(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
+def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     """What makes the ground truth of a kept answer, as JSON, that of its row for a scorer: where rows have several
     scorers they name them, which only the run's own reads."""
     from rlcore.config.data import BY_ROW
@@ -200,50 +201,50 @@ def truth_for(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     return without_scorer if names_one and scorer not in (None, config.data.scorer) else str
 
 
-def _kept(run: Sequence[str], root: Path | None) -> "tuple[RunConfig, RunLayout, int]":
-    from flows.work.runs import named_run
-    from rlcore.answers.query import num_answers
+def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConfig, RunLayout, int]":
+    from flows.work.runs import find_run
+    from rlcore.responses.query import count_responses
 
-    config, layout = named_run(run, root)
-    return config, layout, num_answers(layout.answers)
+    config, layout = find_run(run, root)
+    return config, layout, count_responses(layout.answers)
 
 
 @contextmanager
-def _pool(
+def _scoring_pool(
     config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
 ) -> "Iterator[ScoringPool]":
     """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it. `weights`: those
     of this scorer's parts, as overrides; without them only the run's own scorer has the run's."""
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
-    from rlcore.user_code import working_by
+    from rlcore.user_code import run_code
 
-    sandbox.use(config.sandbox)
+    sandbox.set_limits(config.sandbox)
     if scorer is not None:
         require_scorer(scorer, "--scorer")
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
     if weights:
-        from rlcore.config.compose import checked_config
+        from rlcore.config.compose import override_config
 
         plain = config.model_dump(mode="json")
         plain["reward"]["weights"] = {}
-        reward = reward.model_copy(update={"weights": checked_config(plain, weights).reward.weights})
+        reward = reward.model_copy(update={"weights": override_config(plain, weights).reward.weights})
     elif scorer not in (None, config.data.scorer):
         reward = reward.model_copy(update={"weights": {}})
-    code = working_by(layout.code) if scorer is None else nullcontext()
+    code = run_code(layout.code) if scorer is None else nullcontext()
     with code, ScoringPool(scorer or config.data.scorer, reward) as pool:
         yield pool
 
 
-def _document(row: dict[str, Any]) -> dict[str, Any]:
-    from rlcore.answers.query import finite
+def _json_row(row: dict[str, Any]) -> dict[str, Any]:
+    from rlcore.responses.query import to_finite_json
 
     parts = {name: value for name, value in row["parts"]}
-    document: dict[str, Any] = finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
+    document: dict[str, Any] = to_finite_json({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
     return document
 
 
-def _page(row: dict[str, Any]) -> str:
+def _text_row(row: dict[str, Any]) -> str:
     """One answer for a terminal; control characters of a model's text do nothing there."""
     from flows.progress import printable
 

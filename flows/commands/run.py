@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import Cfg, DryRun, Fork, Info, PlanAsJson, RootOfRun, Run, Settings, Verbose
+from flows.commands.options import Cfg, DryRun, Fork, Info, OptionalRoot, PlanAsJson, Run, Settings, Verbose
 from flows.commands.settings import (
-    beside_python,
-    compose_words,
+    compose_arguments,
     require_dry_run,
-    require_settings_alone,
-    root_among,
+    require_only_settings,
+    root_in_overrides,
     show_settings,
+    with_program_path,
 )
 from rlcore.errors import StopRequestedError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def run(
     settings: Settings = None,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
     fork: Fork = None,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
@@ -47,7 +47,7 @@ def run(
       millrace run experiment=countdown_demo seed=2 trainer.total_steps=40
       millrace run experiment=debug --dry-run
     """
-    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
+    planned = _compose_and_plan(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
     if planned is None:
         return
     from flows import chain
@@ -58,7 +58,7 @@ def run(
 
     composed, plan = planned
     config = composed.config
-    if plan.is_done and (known := chain.finished(OpenRun(config))) is not None:  # no server is started for that
+    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # no server is started for that
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
         return
@@ -69,14 +69,14 @@ def run(
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
     from flows.pipeline import run_checked  # imports Prefect, while the server comes up
 
-    with flow_of_a_command(api, verbose=verbose):
+    with command_flow(api, verbose=verbose):
         result = run_checked(composed)
     print("\n".join(summary_lines(config, result, api)), flush=True)
 
 
 def train(
     settings: Settings = None,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
     fork: Fork = None,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
@@ -89,7 +89,7 @@ def train(
     Examples:
       millrace train experiment=countdown_demo trainer.total_steps=40
     """
-    planned = _planned(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
+    planned = _compose_and_plan(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
     if planned is None:
         return
     from flows import chain
@@ -99,12 +99,12 @@ def train(
 
     composed, plan = planned
     check_before_start(composed.config, plan)
-    with chain.opened_here(composed, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
+    with chain.open_on_console(composed, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
         display().line(f"run {run.run_id} in {run.layout.run_dir}")
-        chain.run_chain(run, chain.run_here, record, with_report=False)
+        chain.run_chain(run, chain.run_on_console, record, with_report=False)
 
 
-def _planned(
+def _compose_and_plan(
     settings: Settings,
     root: Path | None,
     fork: str | None,
@@ -116,7 +116,7 @@ def _planned(
 ) -> "tuple[RunSettings, RunPlan] | None":
     """Compose, check and plan a run; None where that was only to be shown (`--cfg`, `--info`, `--dry-run`)."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
-    composed = compose_words(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
+    composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
     if cfg is not None or info:
         show_settings(composed, cfg)
         return None
@@ -133,7 +133,7 @@ def _planned(
 
 def validate(
     settings: Settings = None,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
     checkpoint: Annotated[str, typer.Option(help="Which one: start, last, best, or a step.")] = "last",
     verbose: Verbose = False,
 ) -> None:
@@ -142,8 +142,8 @@ def validate(
     Examples:
       millrace validate experiment=countdown_demo --checkpoint best
     """
-    require_settings_alone(settings)
-    composed = compose_words(settings, root)
+    require_only_settings(settings)
+    composed = compose_arguments(settings, root)
     from flows import chain
     from flows.plan.checks import check_before_plan
     from flows.progress import display
@@ -153,9 +153,9 @@ def validate(
     check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)
     checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises where there is none
-    with chain.opened_here(composed, "validate", verbose=verbose) as run:
+    with chain.open_on_console(composed, "validate", verbose=verbose) as run:
         chain.make_rows(run, chain.run_quietly)
-        judgement = chain.run_here(Validate(checkpoint), run)
+        judgement = chain.run_on_console(Validate(checkpoint), run)
         display().line(f"answers: {judgement.file}")
 
 
@@ -177,7 +177,7 @@ def evaluate(
             autocompletion=complete.suites,
         ),
     ],
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
 ) -> None:
     """Judge models or checkpoints on suites. Figures have intervals; each model is paired with the first.
@@ -188,18 +188,20 @@ def evaluate(
       millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm
     """
     from flows import chain
-    from flows.evaluation import as_document, command_of, evaluate_all, table_lines
-    from flows.progress import Display, display_for_console, shown_on
+    from flows.evaluation import eval_command, evaluate_all, evaluations_json, table_lines
+    from flows.progress import Display, display_for_console, use_display
 
     models = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in models]
-    command = command_of(words, suites, root)
-    with shown_on(Display() if as_json else display_for_console()):
-        found = evaluate_all(models, suites, overrides, root or root_among(overrides), command, chain.run_here)
-    print(json.dumps(as_document(found), indent=2) if as_json else "\n".join(table_lines(found)))
+    command = eval_command(words, suites, root)
+    with use_display(Display() if as_json else display_for_console()):
+        found = evaluate_all(
+            models, suites, overrides, root or root_in_overrides(overrides), command, chain.run_on_console
+        )
+    print(json.dumps(evaluations_json(found), indent=2) if as_json else "\n".join(table_lines(found)))
 
 
-def report(run: Run, root: RootOfRun = None) -> None:
+def report(run: Run, root: OptionalRoot = None) -> None:
     """Write the report of a run: pages in HTML, their figures in JSON and pictures.
 
     Examples:
@@ -207,20 +209,20 @@ def report(run: Run, root: RootOfRun = None) -> None:
       millrace report artifacts/runs/<run id>
     """
     from flows.stages.report import write_report
-    from flows.work.runs import named_run
+    from flows.work.runs import find_run
 
-    _, layout = named_run(run, root)
+    _, layout = find_run(run, root)
     print(f"report: {write_report(layout)}")
 
 
 @contextmanager
-def flow_of_a_command(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
+def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
     """Inside the block a flow runs in this process, for a command: progress on the console, errors as one message.
 
     Raises:
         StopRequestedError: the flow run was cancelled or told to end.
     """
-    from flows.progress import display_for_console, shown_on
+    from flows.progress import display_for_console, use_display
     from flows.server.api import wait_for_prefect
 
     wait_for_prefect(api)
@@ -229,9 +231,9 @@ def flow_of_a_command(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
     from flows.server.watch import FlowCancelledError
 
     if not verbose:
-        _keep_runs_off_the_console()
+        _hide_prefect_logs()
     try:
-        with shown_on(display_for_console()):
+        with use_display(display_for_console()):
             yield
     except FlowCancelledError as ended:
         raise StopRequestedError(str(ended)) from ended
@@ -239,7 +241,7 @@ def flow_of_a_command(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
         raise StopRequestedError("told to end; the same command goes on from the last checkpoints") from ended
 
 
-def _keep_runs_off_the_console() -> None:
+def _hide_prefect_logs() -> None:
     """The log lines of flow and task runs are Prefect's; the console has our own, and errors end in one message."""
 
     def keep(record: logging.LogRecord) -> bool:
@@ -257,10 +259,10 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
     """The last lines of `millrace run`; `api` None where there was nothing to do."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
-    lines += [f"  {one.figures()}" for one in result.judgements]
+    lines += [f"  {one.headline()}" for one in result.validations]
     lines += [f"  report   {result.report}", f"  weights  {result.weights}"]
     if result.mlflow.ui_command:
-        lines.append(f"  MLflow   {beside_python(f'millrace ui --root {quote(str(root))}')}")
+        lines.append(f"  MLflow   {with_program_path(f'millrace ui --root {quote(str(root))}')}")
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
     if api is not None:
@@ -273,5 +275,5 @@ def _prefect_hint(api: "PrefectApi", root: Path) -> str:
     if api.home is None:
         return api.url.removesuffix("/api")
     if api.home == root / "prefect":
-        return beside_python(f"millrace up --root {quote(str(root))} --workers 0")
-    return f"PREFECT_HOME={quote(str(api.home))} {beside_python('prefect server start')}"
+        return with_program_path(f"millrace up --root {quote(str(root))} --workers 0")
+    return f"PREFECT_HOME={quote(str(api.home))} {with_program_path('prefect server start')}"

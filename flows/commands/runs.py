@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import ARTIFACTS, AsJson, Root, RootOfRun, Run
+from flows.commands.options import ARTIFACTS, AsJson, OptionalRoot, Root, Run
 from rlcore.errors import ConfigError, DataError, RunInUseError
 
 if TYPE_CHECKING:
-    from flows.work.slots import State, Wish
+    from flows.work.slots import SlotRequest, SlotState
     from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
-MOST_SLOTS = 1_024
+MAX_SLOTS = 1_024
 """Slots of a root at most; each is a lock on a file."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -89,15 +89,15 @@ def runs(
         if one.name == EVALUATION and not one.step:
             steps = "-"  # it has none
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
-        age = age_of(time.time() - one.changed)
+        age = format_age(time.time() - one.changed)
         table.add_row(one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note)
     console_for_tables().print(table, soft_wrap=False)
 
 
-def age_of(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """A time in the largest unit of which it is one or more.
 
-    >>> age_of(7_300), age_of(45.2), age_of(0.1)
+    >>> format_age(7_300), format_age(45.2), format_age(0.1)
     ('2 h', '45 s', '0 s')
     """
     unit_s, unit = next((one for one in AGES if seconds >= one[0]), AGES[-1])
@@ -108,7 +108,7 @@ def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
     num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Last lines to begin with.")] = 40,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
 ) -> None:
     """Show the log of a run's newest trainer process.
 
@@ -118,11 +118,11 @@ def logs(
     Raises:
         DataError: there is no such run, or no trainer process was ever started for it.
     """
-    from flows.work.runs import named_run
+    from flows.work.runs import find_run
     from flows.work.status import worker_of
     from flows.work.trainer import LogTail, trainer_logs
 
-    _, layout = named_run(run, root)
+    _, layout = find_run(run, root)
     if not (known := trainer_logs(layout.logs)):
         raise DataError(
             f"{layout.logs}: holds no trainer's log: none was started for run {layout.run_dir.name} yet. What the "
@@ -161,7 +161,7 @@ def _print_line(line: str) -> None:
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
-def stop(run: Run, root: RootOfRun = None) -> None:
+def stop(run: Run, root: OptionalRoot = None) -> None:
     """Tell a run to stop, and wait until it has. It finishes its step and saves; the same command goes on.
 
     Examples:
@@ -172,18 +172,20 @@ def stop(run: Run, root: RootOfRun = None) -> None:
         RunInUseError: its process is another host's or user's, or cannot be told; or it still works after its deadline.
     """
     from flows.work.open_run import END_WAIT_S
-    from flows.work.runs import named_run
-    from flows.work.status import SAME_COMMAND, how_it_goes_on, was_told, worker_of
+    from flows.work.runs import find_run
+    from flows.work.status import SAME_COMMAND, is_stop_requested, resume_hint, worker_of
 
-    config, layout = named_run(run, root)
+    config, layout = find_run(run, root)
     worker = worker_of(layout.run_dir)
     if worker is None:
-        print(f"run {layout.run_dir.name}: nobody works on it, there is nothing to stop ({_saved(layout.run_dir)})")
+        print(
+            f"run {layout.run_dir.name}: nobody works on it, there is nothing to stop ({_last_saved_step(layout.run_dir)})"
+        )
         return
-    if was_told(layout.run_dir, worker):
+    if is_stop_requested(layout.run_dir, worker):
         print(f"run {layout.run_dir.name}: was told already; waiting for {worker}", flush=True)
     else:
-        _tell(layout.run_dir, worker)
+        _request_stop(layout.run_dir, worker)
         print(f"run {layout.run_dir.name}: told {worker} to finish its step and save", flush=True)
     deadline = time.monotonic() + config.runtime.stop_deadline_s + END_WAIT_S
     while (still := worker_of(layout.run_dir)) is not None:
@@ -193,16 +195,16 @@ def stop(run: Run, root: RootOfRun = None) -> None:
                 f"signal ends it where it stands, and its newest checkpoint stays: kill {still.pid}"
             )
         time.sleep(POLL_S)
-    how = how_it_goes_on(layout.run_dir)
+    how = resume_hint(layout.run_dir)
     command = f":\n  {worker.command}" if how == SAME_COMMAND else ""
-    print(f"run {layout.run_dir.name}: stopped; {_saved(layout.run_dir)}; {how}{command}")
+    print(f"run {layout.run_dir.name}: stopped; {_last_saved_step(layout.run_dir)}; {how}{command}")
 
 
-def _tell(run_dir: Path, worker: "Holder") -> None:
+def _request_stop(run_dir: Path, worker: "Holder") -> None:
     """Send SIGTERM to the process that holds the run's lock: on this host, with the start time in the lock's file."""
     import psutil
 
-    from flows.work.open_run import STOP_FILE, note_told
+    from flows.work.open_run import STOP_FILE, record_stop_request
 
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):
@@ -213,7 +215,7 @@ def _tell(run_dir: Path, worker: "Holder") -> None:
             f"run {run_dir.name}: is worked on by {worker}, and that process cannot be told from "
             f"{socket.gethostname()}. Stop it {where}, by its command or in Prefect."
         )
-    note_told(run_dir, worker)
+    record_stop_request(run_dir, worker)
     try:
         process.send_signal(signal.SIGTERM)
     except psutil.Error as error:
@@ -224,7 +226,7 @@ def _tell(run_dir: Path, worker: "Holder") -> None:
             ) from error
 
 
-def _saved(run_dir: Path) -> str:
+def _last_saved_step(run_dir: Path) -> str:
     from rlcore.checkpoint.catalog import scan
 
     known = scan(run_dir / "checkpoints").checkpoints
@@ -237,7 +239,7 @@ def _saved(run_dir: Path) -> str:
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[
-        int | None, typer.Option("--set", min=0, max=MOST_SLOTS, help="Ranks that train at a time; 0: any number.")
+        int | None, typer.Option("--set", min=0, max=MAX_SLOTS, help="Ranks that train at a time; 0: any number.")
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
     per_gpu: Annotated[
@@ -266,20 +268,20 @@ def slots(
     if number is not None:
         found.set_devices([""] * number)
     elif gpus is not None:
-        devices = [gpu for gpu in _indices(gpus) for _ in range(per_gpu or 1)]
-        if len(devices) > MOST_SLOTS:
-            raise ConfigError(f"--gpus: must give {MOST_SLOTS:,} slots at most; got {len(devices):,}. Name fewer")
+        devices = [gpu for gpu in _gpu_indices(gpus) for _ in range(per_gpu or 1)]
+        if len(devices) > MAX_SLOTS:
+            raise ConfigError(f"--gpus: must give {MAX_SLOTS:,} slots at most; got {len(devices):,}. Name fewer")
         found.set_devices(devices)
-    state = found.look()
+    state = found.read_state()
     if not as_json:
         print("\n".join(_slot_lines(state, root)))
         return
     holders = {str(number): asdict(wish) for number, wish in state.holders.items()}
-    waiting = [asdict(wish) | {"reason": state.reason(wish)} for wish in state.waiting]
+    waiting = [asdict(wish) | {"reason": state.wait_reason(wish)} for wish in state.waiting]
     print(json.dumps({"devices": state.devices, "holders": holders, "waiting": waiting}))
 
 
-def _indices(gpus: str) -> list[str]:
+def _gpu_indices(gpus: str) -> list[str]:
     parts = [part.strip() for part in gpus.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
         raise ConfigError(
@@ -288,18 +290,18 @@ def _indices(gpus: str) -> list[str]:
     return parts
 
 
-def _slot_lines(state: "State", root: Path) -> list[str]:
+def _slot_lines(state: "SlotState", root: Path) -> list[str]:
     if not state.devices:
         return [f"{root}: no slots, so any number of runs train at a time; --set N or --gpus I,J gives it some"]
-    from flows.progress import duration
+    from flows.progress import format_duration
 
-    def ago(wish: "Wish") -> str:
-        return f"{duration(max(0.0, time.time() - wish.since))} ago"
+    def ago(wish: "SlotRequest") -> str:
+        return f"{format_duration(max(0.0, time.time() - wish.since))} ago"
 
     lines = []
     for number, device in enumerate(state.devices):
         name = f"slot {number}" + (f", GPU {device}" if device else "")
         holder = state.holders.get(number)
         lines.append(f"{name}: {'free' if holder is None else f'{holder}, asked {ago(holder)}'}")
-    lines += [f"waiting: {wish.run_id} {state.reason(wish)}, since {ago(wish)}" for wish in state.waiting]
+    lines += [f"waiting: {wish.run_id} {state.wait_reason(wish)}, since {ago(wish)}" for wish in state.waiting]
     return lines

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT = "paths.root="
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands that accept `paths.root=DIR` where they take no settings, and show how a setting is written."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -29,19 +29,19 @@ class Commands(TyperGroup):
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # nothing is refused while Tab completes
-            _require_text([*words, _here()])
+            _require_text([*words, _working_folder()])
             if taken.keys() & {"settings", "overrides", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
             if "--root" in taken and "settings" not in taken:
-                words = [f"--root={text_of_root(word)}" if word.startswith(ROOT) else word for word in words]
+                words = [f"--root={root_value(word)}" if word.startswith(ROOT) else word for word in words]
             _refuse_empty_options(words, command)
         return name, command, words
 
 
-def group_of(commands: Mapping[str, Callable[..., None]], about: str, **more: Any) -> typer.Typer:
+def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
     """A group of commands by their names. The help of each is its docstring up to `Raises:`; the lines of its
     `Examples:` are not wrapped."""
-    group = typer.Typer(cls=Commands, help=about, no_args_is_help=True, rich_markup_mode=None, **more)
+    group = typer.Typer(cls=CommandGroup, help=description, no_args_is_help=True, rich_markup_mode=None, **more)
     for name, command in commands.items():
         text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
         short, _, examples = text.partition("\n\nExamples:\n")
@@ -49,7 +49,7 @@ def group_of(commands: Mapping[str, Callable[..., None]], about: str, **more: An
     return group
 
 
-def _here() -> str:
+def _working_folder() -> str:
     """The folder that the command is started in."""
     try:
         return str(Path.cwd())
@@ -78,16 +78,16 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
             raise ConfigError(f"{option}: must not be empty; is a shell variable unset? Give a value, or no {option}")
 
 
-def root_of(word: str) -> Path:
+def root_path(word: str) -> Path:
     """The folder that `paths.root=DIR` names.
 
-    >>> root_of("paths.root='/my data'")
+    >>> root_path("paths.root='/my data'")
     PosixPath('/my data')
     """
-    return Path(os.path.expanduser(text_of_root(word)))  # noqa: PTH111 it lets an unknown user's be
+    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it lets an unknown user's be
 
 
-def text_of_root(word: str) -> str:
+def root_value(word: str) -> str:
     """The value of `paths.root=VALUE`, without quotes."""
     text = word.removeprefix(ROOT)
     if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
@@ -96,9 +96,9 @@ def text_of_root(word: str) -> str:
     return re.sub(rf"\\+(?={text[0]}|$)", lambda found: found[0][: len(found[0]) // 2], text[1:-1])
 
 
-def root_among(words: Sequence[str]) -> Path | None:
+def root_in_overrides(words: Sequence[str]) -> Path | None:
     """The folder that settings name last; None where they name none."""
-    return next((root_of(word) for word in reversed(words) if word.startswith(ROOT)), None)
+    return next((root_path(word) for word in reversed(words) if word.startswith(ROOT)), None)
 
 
 def root_folder(given: str | Path) -> Path:
@@ -107,10 +107,10 @@ def root_folder(given: str | Path) -> Path:
     Raises:
         typer.BadParameter: something else than a folder has its name or that of a folder above it.
     """
-    from rlcore.storage.documents import in_the_way
+    from rlcore.storage.documents import find_obstacle
 
     root = Path(os.path.expanduser(given))  # noqa: PTH111 it lets an unknown user's be
-    if (other := in_the_way(root)) is not None:
+    if (other := find_obstacle(root)) is not None:
         raise typer.BadParameter(f"must be a folder, and {other} is none. Name another one.")
     return root
 
@@ -156,7 +156,7 @@ def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
         raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
 
 
-def require_settings_alone(words: Sequence[str] | None) -> None:
+def require_only_settings(words: Sequence[str] | None) -> None:
     """Refuse a word that is no setting: a run is validated by its settings, and the checkpoint is an option."""
     from rlcore.config.problems import Problem, settings_error
 
@@ -166,7 +166,7 @@ def require_settings_alone(words: Sequence[str] | None) -> None:
         raise settings_error([Problem("validate", rule, " ".join(bare), remedy)])
 
 
-def compose_words(
+def compose_arguments(
     settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
 ) -> "RunSettings":
     """Compose the settings of a command, and warn of those without effect. `dry_run`: a fork writes no weights.
@@ -180,14 +180,14 @@ def compose_words(
     if fork is None:
         composed = compose_settings(given)
     else:
-        from flows.work.weights import forked
+        from flows.work.weights import compose_fork
 
-        composed = forked(given, fork, root_among(given), dry_run=dry_run)
-    warn(composed.idle())
+        composed = compose_fork(given, fork, root_in_overrides(given), dry_run=dry_run)
+    print_warnings(composed.unused_settings())
     return composed
 
 
-def warn(lines: Iterable[str]) -> None:
+def print_warnings(lines: Iterable[str]) -> None:
     """A line each where errors go: what a command prints may be read by a program."""
     for line in lines:
         print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -198,7 +198,7 @@ def show_settings(settings: "RunSettings", part: str | None) -> None:
     from rlcore.config.compose import CONF_DIR, compose
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
-    from rlcore.config.problems import masked
+    from rlcore.config.problems import mask_secrets
 
     if part == "job":
         print(to_yaml(settings.config), end="")
@@ -210,13 +210,13 @@ def show_settings(settings: "RunSettings", part: str | None) -> None:
     print(f"conf       {CONF_DIR}")
     print(f"experiment {', '.join(composition.files) or 'none: the defaults'}")
     print(f"groups     {' '.join(f'{group}={member}' for group, member in composition.members.items())}")
-    print(f"overrides  {' '.join(map(masked, settings.overrides)) or 'none'}")
+    print(f"overrides  {' '.join(map(mask_secrets, settings.overrides)) or 'none'}")
 
 
-def beside_python(command: str) -> str:
+def with_program_path(command: str) -> str:
     """The command with the path of its program, where that lies beside the interpreter.
 
-    >>> beside_python("no-such-program --flag")
+    >>> with_program_path("no-such-program --flag")
     'no-such-program --flag'
     """
     program, _, rest = command.partition(" ")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import ARTIFACTS, Root, RootOfRun, Settings
+from flows.commands.options import ARTIFACTS, OptionalRoot, Root, Settings
 
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
 
@@ -75,7 +75,7 @@ def deploy(
         str | None, typer.Option(metavar="'M H D M W'", help="When it runs by itself; none: as before, at first never.")
     ] = None,
     timezone: Annotated[str, typer.Option(help="Of --cron.")] = "UTC",
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
 ) -> None:
     """Make a deployment of an experiment in the stack that is up, or bring it up to date. It runs in its worker.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands.options import ARTIFACTS, Root, Runs, Uri
-from flows.commands.settings import beside_python
+from flows.commands.settings import with_program_path
 from rlcore.errors import MillraceError
 
 if TYPE_CHECKING:
@@ -32,22 +32,22 @@ def compare(
       millrace compare countdown_demo-s1 countdown_demo-s2
       millrace compare --search "tags.task = 'countdown' and params.seed = '1'"
     """
-    from flows.stack.state import tracking_in_stack
+    from flows.stack.state import with_stack_store
     from flows.work.runs import compare as compare_runs
     from flows.work.runs import find_runs
     from rlcore.config import TrackingConfig
 
     root = root.resolve()
-    tracking = tracking_in_stack(TrackingConfig(uri=uri, experiment=experiment), root)
+    tracking = with_stack_store(TrackingConfig(uri=uri, experiment=experiment), root)
     made = compare_runs(find_runs(runs or (), search, root, tracking), root)
     print(f"{len(made.runs)} runs: {', '.join(folder.name for folder in made.runs)}\n")
     print("\n".join(made.statements))
     print(f"\n  HTML      {made.html}\n  JSON      {made.json}")
     if made.mlflow_page:
-        print(f"  MLflow    {reachable(made.mlflow_page, root)}")
+        print(f"  MLflow    {reachable_url(made.mlflow_page, root)}")
 
 
-def reachable(page: str, root: Path) -> str:
+def reachable_url(page: str, root: Path) -> str:
     """The page under the address of the root's running MLflow server; else with the command that serves it."""
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
@@ -57,7 +57,7 @@ def reachable(page: str, root: Path) -> str:
     if running is not None:
         return page.replace(LOCAL_UI, running.url, 1)
     port = LOCAL_UI.rpartition(":")[2]
-    return f"{page}\n            after {beside_python(f'millrace ui --root {quote(str(root))} --port {port}')}"
+    return f"{page}\n            after {with_program_path(f'millrace ui --root {quote(str(root))} --port {port}')}"
 
 
 def _running_mlflow(root: Path) -> "Service | None":
@@ -78,8 +78,8 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
     from flows.work import runs as several
 
     root = root.resolve()
-    folders = several.named_runs(runs, root) if runs else several.all_runs(root)
-    _end([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
+    folders = several.find_named_runs(runs, root) if runs else several.all_runs(root)
+    _print_outcomes([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
 
 
 def gc(
@@ -92,16 +92,16 @@ def gc(
     Examples:
       millrace gc --dry-run
     """
-    from flows.stack.state import tracking_in_stack
+    from flows.stack.state import with_stack_store
     from flows.work.runs import collect_garbage
     from rlcore.config import TrackingConfig
 
     root = root.resolve()
-    outcomes = collect_garbage(root, tracking_in_stack(TrackingConfig(uri=uri), root), dry_run=dry_run)
-    _end(outcomes, "no artifacts of deleted runs")
+    outcomes = collect_garbage(root, with_stack_store(TrackingConfig(uri=uri), root), dry_run=dry_run)
+    _print_outcomes(outcomes, "no artifacts of deleted runs")
 
 
-def _end(outcomes: "Sequence[Outcome]", nothing: str) -> None:
+def _print_outcomes(outcomes: "Sequence[Outcome]", nothing: str) -> None:
     print("\n".join(map(str, outcomes)) or nothing)
     if not all(outcome.ok for outcome in outcomes):
         sys.exit(1)
@@ -116,10 +116,10 @@ def ui(
     Examples:
       millrace ui --port 5000
     """
-    from flows.server.launch import end_of
-    from flows.server.secret import how_to_log_in, login_of, mlflow_client
-    from flows.stack.services import end_server, is_free, start_mlflow, wait_until_ready
-    from flows.stack.state import StackState, mlflow_database, mlflow_file, tracking_in_stack
+    from flows.server.launch import log_tail
+    from flows.server.secret import login_hint, mlflow_login_environment, root_login
+    from flows.stack.services import is_free_port, start_mlflow, stop_server, wait_until_ready
+    from flows.stack.state import StackState, default_mlflow_database, mlflow_database, with_stack_store
     from rlcore.config import TrackingConfig
     from rlcore.tracking.connection import has_store
     from rlcore.tracking.mlflow_store import MlflowStore
@@ -127,11 +127,11 @@ def ui(
     root = root.resolve()
     running = _running_mlflow(root) if port is None else None
     if running is not None:
-        store = MlflowStore(tracking_in_stack(TrackingConfig(), root), root)
+        store = MlflowStore(with_stack_store(TrackingConfig(), root), root)
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
-        print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
+        print(f"Answers: {running.url}/answers/\nLog in with {login_hint(root)}")
         return
-    if port is not None and not is_free(port):
+    if port is not None and not is_free_port(port):
         raise MillraceError(
             f"--port {port}: is in use on this machine. Name another one, or none: a free one is taken."
         )
@@ -144,17 +144,17 @@ def ui(
     try:
         wait_until_ready(server)
         tracking = TrackingConfig()
-        if database != mlflow_file(root):
-            os.environ.update(mlflow_client(login_of(root)))
+        if database != default_mlflow_database(root):
+            os.environ.update(mlflow_login_environment(root_login(root)))
             tracking = TrackingConfig(uri=server.url)
         page = MlflowStore(tracking, root).runs_url(server.url)
         print(f"MLflow: {page} (until Ctrl-C; its log: {server.log})\nAnswers: {server.url}/answers/")
-        print(f"Log in with {how_to_log_in(root)}", flush=True)
+        print(f"Log in with {login_hint(root)}", flush=True)
         if process is not None:
             process.wait()
-        raise MillraceError(f"MLflow's server has ended by itself.\n{end_of(server.log)}")
+        raise MillraceError(f"MLflow's server has ended by itself.\n{log_tail(server.log)}")
     except KeyboardInterrupt:
         pass
     finally:
         if process is not None:
-            end_server(process)
+            stop_server(process)

@@ -25,11 +25,11 @@ from rlcore.config.model import SMOLLM2
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.hub import require_reachable
-from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, tokens_of
+from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, token_counts
 from rlcore.rollout.scoring import require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
-from rlcore.run.inputs import given_model, require_smollm2, require_whole_model, stage_settings
+from rlcore.run.inputs import configured_model, require_smollm2, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import model_paths
 from rlcore.runtime.cluster import folder_problem, unreachable
@@ -49,9 +49,9 @@ def plan_run(settings: RunSettings) -> RunPlan:
     """
     config = settings.config
     check_before_plan(config)
-    plan = make_plan(config, seen=settings.seen)
+    plan = make_plan(config, planning_config=settings.planning_config)
     left = [stage for stage, status in zip(stages_of(config), plan.stages, strict=True) if not status.cached]
-    return replace(plan, warning=check_stages(OpenRun(config, seen=settings.seen), left))
+    return replace(plan, warning=run_stage_checks(OpenRun(config, seen=settings.planning_config), left))
 
 
 def check_run(settings: RunSettings) -> None:
@@ -78,12 +78,12 @@ def check_before_plan(config: RunConfig) -> None:
 def _tokens(config: RunConfig) -> dict[str, int]:
     """Id of each token of the run's tokenizer; empty where its file is not on this machine."""
     if config.model.path is not None:
-        return tokens_of(str(given_model(config)))
+        return token_counts(str(configured_model(config)))
     if config.critic is None or config.critic.path is None:
         return {}  # it is made with the model
-    from rlcore.models.tokenizer import scratch_tokens
+    from rlcore.models.tokenizer import scratch_vocabulary
 
-    return scratch_tokens(config.model.scratch)
+    return scratch_vocabulary(config.model.scratch)
 
 
 def require_root(root: Path) -> None:
@@ -129,7 +129,7 @@ def _require_packages(config: RunConfig) -> None:
     require_base(config.model.lora)
     require_device(config)
     if SMOLLM2 in model_paths(config).values():
-        require_smollm2(given_model(config))
+        require_smollm2(configured_model(config))
 
 
 def require_machine(config: RunConfig) -> None:
@@ -212,7 +212,7 @@ def check_evaluation(config: RunConfig) -> None:
     require_machine(config)
 
 
-def check_stages(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
+def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
     """Check stages that are to be done. Returns warnings, a line each.
 
     Raises:

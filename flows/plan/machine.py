@@ -22,13 +22,13 @@ from flows.progress import console_for_tables
 from rlcore.models.shape import has_code_for
 from rlcore.runtime.devices import Devices, all_reduce, find_devices, output_of
 from rlcore.storage.disk import free_bytes, size
-from rlcore.user_code import OWN_PACKAGES
+from rlcore.user_code import MILLRACE_PACKAGES
 
 Level = Literal["ok", "warning", "error"]
 PYTHONS = ((3, 11), (3, 13))
-LEAST_MEMORY_BYTES = 8e9
+MIN_MEMORY_BYTES = 8e9
 """Of the host: a trainer with torch and Ray takes half of it before a model is loaded."""
-LEAST_SHARED_BYTES = 1 << 30
+MIN_SHARED_BYTES = 1 << 30
 """Of /dev/shm: NCCL and vLLM's processes talk through it; a container has 64 MB by default."""
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
@@ -37,7 +37,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CheckResult:
     """What was found of one thing. `remedy`: '' where it is ok."""
 
     name: str
@@ -46,19 +46,19 @@ class Line:
     remedy: str = ""
 
 
-def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> Line:
+def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> CheckResult:
     """An ok line; or one of this level, with its remedy."""
-    return Line(name, "ok", found) if is_ok else Line(name, level, found, remedy)
+    return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
-def check_machine() -> list[Line]:
+def check_machine() -> list[CheckResult]:
     """Check concurrently what a run needs and its start does not check."""
-    checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, port_lines)
+    checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, check_ports)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
 
 
-def show(lines: list[Line]) -> None:
+def show(lines: list[CheckResult]) -> None:
     """Print the lines as a table."""
     from rich.table import Table
 
@@ -72,30 +72,30 @@ def show(lines: list[Line]) -> None:
     console_for_tables().print(table, soft_wrap=False)
 
 
-def _python() -> Iterator[Line]:
+def _python() -> Iterator[CheckResult]:
     low, high = PYTHONS
     remedy = "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
     fits = low <= sys.version_info[:2] <= high
     yield _line(fits, "Python", f"{sys.version.split()[0]} in {sys.prefix}", remedy, "error")
 
 
-def _names() -> Iterator[Line]:
-    for name in OWN_PACKAGES:
+def _names() -> Iterator[CheckResult]:
+    for name in MILLRACE_PACKAGES:
         found = find_spec(name)
         where = Path(found.origin).parents[1] if found is not None and found.origin else None
         if where != SOURCE_FOLDER:
             remedy = "Use an environment of its own for Millrace (docs/decisions/0016); look at PYTHONPATH"
-            yield Line(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
+            yield CheckResult(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
 
 
-def _packages() -> Iterator[Line]:
+def _packages() -> Iterator[CheckResult]:
     tested = tested_versions(SOURCE_FOLDER / "constraints.txt")
     wanted = [Requirement(text) for text in metadata.requires("millrace") or ()]
-    lines = [package_line(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    lines = [check_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     as_tested = sum(line.level == "ok" for line in lines)
     if as_tested:
         what = "are as tested" if tested else "are in their ranges"
-        yield Line("packages", "ok", f"{as_tested} of {len(lines)} {what}")
+        yield CheckResult("packages", "ok", f"{as_tested} of {len(lines)} {what}")
     yield from (line for line in lines if line.level != "ok")
 
 
@@ -107,43 +107,45 @@ def tested_versions(constraints: Path) -> dict[str, str]:
     return {canonicalize_name(name): version.split()[0] for name, _, version in pins}
 
 
-def package_line(wanted: Requirement, tested: Mapping[str, str]) -> Line:
+def check_package(wanted: Requirement, tested: Mapping[str, str]) -> CheckResult:
     """The line of a package: its version, against its range and the tested one."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
-        return Line(wanted.name, "error", f"is not installed; needed: {wanted.specifier or 'any version'}", INSTALL)
+        return CheckResult(
+            wanted.name, "error", f"is not installed; needed: {wanted.specifier or 'any version'}", INSTALL
+        )
     if not wanted.specifier.contains(version, prereleases=True):
-        return Line(wanted.name, "error", f"{version}; needed: {wanted.specifier}", INSTALL)
+        return CheckResult(wanted.name, "error", f"{version}; needed: {wanted.specifier}", INSTALL)
     pinned = tested.get(canonicalize_name(wanted.name), version)
     if version.partition("+")[0] != pinned:
-        return Line(wanted.name, "warning", f"{version}; tested: {pinned}", INSTALL)
-    return Line(wanted.name, "ok", version)
+        return CheckResult(wanted.name, "warning", f"{version}; tested: {pinned}", INSTALL)
+    return CheckResult(wanted.name, "ok", version)
 
 
-def _devices() -> Iterator[Line]:
+def _devices() -> Iterator[CheckResult]:
     on_host = any(next(Path("/dev").glob(name), None) for name in GPU_FILES)
     try:
         found = find_devices()
     except OSError as error:
         remedy = "Install it again; on a GPU, look whether nvidia-smi works"
-        yield Line("torch", "error", f"does not start: {error}", remedy)
+        yield CheckResult("torch", "error", f"does not start: {error}", remedy)
         return
     built = f"{found.torch}, {f'CUDA {found.cuda}' if found.cuda else 'for the CPU alone'}"
     if on_host and not found.gpus:
         remedy = "Update the driver, or take a torch of an older CUDA" if found.cuda else "Install torch's CUDA build"
         text = f"{built}; a GPU is here, and torch cannot use it"
-        yield Line("torch", "error", text, f"{remedy} (nvidia-smi shows both)")
+        yield CheckResult("torch", "error", text, f"{remedy} (nvidia-smi shows both)")
         return
-    yield Line("torch", "ok", built)
+    yield CheckResult("torch", "ok", built)
     if not found.gpus:
-        yield Line("GPU", "ok", "none: runs use the CPU")
-    yield from gpu_lines(found)
+        yield CheckResult("GPU", "ok", "none: runs use the CPU")
+    yield from check_gpus(found)
     if len(found.gpus) > 1:
-        yield _together(len(found.gpus), "nccl")
+        yield _check_all_reduce(len(found.gpus), "nccl")
 
 
-def gpu_lines(found: Devices) -> Iterator[Line]:
+def check_gpus(found: Devices) -> Iterator[CheckResult]:
     """A line for each GPU: whether torch has code for it, and whether its memory is free."""
     for at, gpu in enumerate(found.gpus):
         name = f"GPU {at}"
@@ -151,41 +153,43 @@ def gpu_lines(found: Devices) -> Iterator[Line]:
         text = f"{gpu.name}, compute capability {capability}, {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free"
         if not has_code_for(gpu.capability, found.architectures):
             text = f"{text}; torch has code for {', '.join(found.architectures)}"
-            yield Line(name, "error", text, "Install a torch that was built for this GPU")
+            yield CheckResult(name, "error", text, "Install a torch that was built for this GPU")
         elif gpu.free_bytes < 0.9 * gpu.total_bytes:
-            yield Line(name, "warning", text, "End what holds its memory (nvidia-smi lists it), or choose another GPU")
+            yield CheckResult(
+                name, "warning", text, "End what holds its memory (nvidia-smi lists it), or choose another GPU"
+            )
         else:
-            yield Line(name, "ok", text)
+            yield CheckResult(name, "ok", text)
 
 
-def _together(num_ranks: int, backend: str) -> Line:
+def _check_all_reduce(num_ranks: int, backend: str) -> CheckResult:
     name = f"{backend.upper()}, {num_ranks} GPUs"
     try:
         all_reduce(num_ranks, backend)
     except OSError as error:
         remedy = "Try again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 show which way is broken"
-        return Line(name, "error", f"an all-reduce over all of them fails: {error}", remedy)
-    return Line(name, "ok", "an all-reduce over all of them gives the right sum")
+        return CheckResult(name, "error", f"an all-reduce over all of them fails: {error}", remedy)
+    return CheckResult(name, "ok", "an all-reduce over all of them gives the right sum")
 
 
-def _memory() -> Iterator[Line]:
+def _memory() -> Iterator[CheckResult]:
     total = psutil.virtual_memory().total
     limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.is_file() else "max"
     total = min(total, int(limit)) if limit.isdecimal() else total
-    remedy = f"A run takes about {size(LEAST_MEMORY_BYTES)}; give the container or machine more"
+    remedy = f"A run takes about {size(MIN_MEMORY_BYTES)}; give the container or machine more"
     text = f"{size(total)}, {size(psutil.virtual_memory().available)} of the host's free, {os.cpu_count()} cores"
-    yield _line(total >= LEAST_MEMORY_BYTES, "memory", text, remedy)
+    yield _line(total >= MIN_MEMORY_BYTES, "memory", text, remedy)
 
 
-def _shared_memory() -> Iterator[Line]:
+def _shared_memory() -> Iterator[CheckResult]:
     if not SHARED.is_dir():
         return
     free = free_bytes(SHARED)
     remedy = "Several ranks and vLLM talk through it: start the container with --shm-size=8g"
-    yield _line(free >= LEAST_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
+    yield _line(free >= MIN_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
 
 
-def _vllm() -> Iterator[Line]:
+def _vllm() -> Iterator[CheckResult]:
     if find_spec("vllm") is None:
         text = "none: rollout=hf alone, which is many times slower on a GPU"
         remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'"
@@ -198,40 +202,40 @@ def _vllm() -> Iterator[Line]:
     )
 
 
-def _prefect() -> Iterator[Line]:
+def _prefect() -> Iterator[CheckResult]:
     remedy = f"fastapi and sqlalchemy must be of the tested versions. {INSTALL}"
     yield _imported("Prefect", "from prefect.server.api.server import create_app", metadata.version("prefect"), remedy)
     url = os.environ.get("PREFECT_API_URL")
     if url:
-        from flows.server.api import answers
+        from flows.server.api import is_reachable
 
-        is_there = answers(url)
+        is_there = is_reachable(url)
         text = f"PREFECT_API_URL={url}: {'answers' if is_there else 'no Prefect server answers there'}"
         remedy = "Unset it (a run then starts a server of its own), or start that server: millrace up"
         yield _line(is_there, "Prefect server", text, remedy, "error")
 
 
-def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
+def _imported(name: str, statement: str, version: str, remedy: str) -> CheckResult:
     try:
         output_of([sys.executable, "-P", "-c", statement])
     except OSError as error:
-        return Line(name, "error", f"{version}; cannot be imported: {error}", remedy)
-    return Line(name, "ok", version)
+        return CheckResult(name, "error", f"{version}; cannot be imported: {error}", remedy)
+    return CheckResult(name, "ok", version)
 
 
-def port_lines() -> Iterator[Line]:
+def check_ports() -> Iterator[CheckResult]:
     """Whether servers on loopback can be reached, and no proxy stands before them."""
     try:
         with socket.create_server((LOCAL_NAMES[0], 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         text = f"a server on 127.0.0.1 cannot be reached: {error}"
-        yield Line("ports", "error", text, "Prefect, MLflow and Ray talk over loopback: allow it")
+        yield CheckResult("ports", "error", text, "Prefect, MLflow and Ray talk over loopback: allow it")
         return
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not any(name in excepted for name in (*LOCAL_NAMES, "*")):
         remedy = "Set no_proxy=127.0.0.1,localhost, or requests to our own servers go to the proxy"
-        yield Line("ports", "warning", f"{proxies[0]} is set, and no_proxy leaves 127.0.0.1 to it", remedy)
+        yield CheckResult("ports", "warning", f"{proxies[0]} is set, and no_proxy leaves 127.0.0.1 to it", remedy)
         return
-    yield Line("ports", "ok", "servers on 127.0.0.1 can be reached; each takes a free port")
+    yield CheckResult("ports", "ok", "servers on 127.0.0.1 can be reached; each takes a free port")

@@ -10,7 +10,7 @@ from flows.chain import stages_of
 from flows.stages.stage import StageStatus
 from flows.stages.warm_start import WarmStart
 from flows.work.open_run import OpenRun
-from flows.work.origin import require_same
+from flows.work.origin import require_same_inputs
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
@@ -27,8 +27,8 @@ from rlcore.storage.disk import (
     num_checkpoints_at_once,
     reserve_bytes,
 )
-from rlcore.user_code import code_of
-from rlcore.workers.memory_plan import MemoryPlan, device_of, fitted
+from rlcore.user_code import code_for_run
+from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
     return ParameterCount(policy + critic, whole)
 
 
-def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
+def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """The plan of a run as things stand on disk.
 
     Args:
@@ -123,36 +123,36 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         CheckpointError: the run's checkpoints are broken, of other settings, code, data or models, or past its last
             step.
     """
-    run = OpenRun(config, seen=seen)
-    committed, seen = run.committed, run.seen
-    require_same(config, run.layout)
+    run = OpenRun(config, seen=planning_config)
+    committed, planning_config = run.committed, run.planning_config
+    require_same_inputs(config, run.layout)
     stages = tuple(stage.status(run) for stage in stages_of(config))
     has_start_model = next(stage.cached for stage in stages if stage.name == WarmStart.name)
     return RunPlan(
         run_id=run.run_id,
         run_dir=run.layout.run_dir,
         settings_fingerprint=settings_fingerprint(config),
-        code_fingerprint=code_of(config).fingerprint,
+        code_fingerprint=code_for_run(config).fingerprint,
         stages=stages,
         committed_step=committed,
         total_steps=config.trainer.total_steps,
         tokens=_tokens(config, committed),
-        disk=_disk(config, run.layout, count_parameters(seen), has_start_model=has_start_model),
-        memory=plan_memory_here(seen),
+        disk=_disk(config, run.layout, count_parameters(planning_config), has_start_model=has_start_model),
+        memory=plan_memory_here(planning_config),
         warm_start_memory=None
-        if has_start_model or not seen.warm_start.enabled
-        else plan_memory_here(stage_settings(seen)),
-        published_model=published_model_of(seen),
+        if has_start_model or not planning_config.warm_start.enabled
+        else plan_memory_here(stage_settings(planning_config)),
+        published_model=published_model_path(planning_config),
     )
 
 
 def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
     """What a rank will hold on this host's GPU; on one of unknown size where there is none."""
     shape = shape_of(config.model)
-    return None if shape is None else fitted(config, shape, device_of(config))[1]
+    return None if shape is None else fit_settings(config, shape, detect_device(config))[1]
 
 
-def published_model_of(config: RunConfig) -> str | None:
+def published_model_path(config: RunConfig) -> str | None:
     """`model.path` of a model with a known published shape that is not on this machine."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
@@ -190,7 +190,7 @@ def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None, *,
         checkpoints_bytes=more,
         num_weights=0 if count is None else count.policy,
         steps_left=max(0, trainer.total_steps - committed),
-        has_start_model=has_start_model,
+        has_initial_policy=has_start_model,
     )
     reports = check_needs(needs, reserve)
     return DiskBudget(size, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)

@@ -11,7 +11,7 @@ from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2
 from rlcore.storage.disk import size, unit_for
 from rlcore.workers.memory_plan import MemoryPlan
 
-MOST_CHARACTERS = 57
+MAX_DETAIL_CHARACTERS = 57
 """Of the list of stages that are left to do."""
 
 
@@ -88,7 +88,7 @@ def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
     if len(stages) == 1:
         return fingerprint, "done" if done else "to do", stages[0].detail
     left = ", ".join(stage.detail for stage in stages if not stage.cached)
-    shown = left if len(left) <= MOST_CHARACTERS else f"{left[:MOST_CHARACTERS]}..."
+    shown = left if len(left) <= MAX_DETAIL_CHARACTERS else f"{left[:MAX_DETAIL_CHARACTERS]}..."
     detail = f"{done} of {len(stages)} done"
     return (fingerprint, "to do", f"{detail}; to do: {shown}") if left else (fingerprint, "done", detail)
 

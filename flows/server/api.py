@@ -20,8 +20,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
-from flows.server.launch import end_of, python_path, start_process
-from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
+from flows.server.launch import log_tail, python_path, start_process
+from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, new_login, root_login
 from flows.stack.serve import ONE_COMMAND
 from flows.stack.state import PREFECT_DATABASE, prefect_database, read_stack
 from rlcore.errors import MillraceError
@@ -32,7 +32,7 @@ START_WAIT_S = 600.0
 ANSWER_WAIT_S = 10.0
 """Seconds to wait for a server that should be up already."""
 STOP_WAIT_S = 10.0
-QUIET: Mapping[str, str] = {
+PREFECT_ENVIRONMENT: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     # No result is kept in Prefect: what is done is known from the run's files. Exceptions are written in any case.
@@ -46,7 +46,7 @@ QUIET: Mapping[str, str] = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
 """Environment of Prefect, as far as the user's environment does not set it."""
-OF_A_COMMAND = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
+COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
 """What is other in a command, whose work has an outcome without a server too: 14 s in all."""
 
 
@@ -105,11 +105,11 @@ class LocalServer:
             MillraceError: it does not; with the end of its log.
         """
         try:
-            _ask(self.url, START_WAIT_S)
+            _check_health(self.url, START_WAIT_S)
         except OSError as error:
             raise MillraceError(
                 f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
-                f"without Prefect. {end_of(str(self._log))}"
+                f"without Prefect. {log_tail(str(self._log))}"
             ) from error
         finally:
             self._making.__exit__(None, None, None)
@@ -133,7 +133,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
     Raises:
         MillraceError: a server that was named or recorded does not answer.
     """
-    for name, value in {**QUIET, **OF_A_COMMAND}.items():
+    for name, value in {**PREFECT_ENVIRONMENT, **COMMAND_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
@@ -161,9 +161,9 @@ def running_prefect(root: Path) -> PrefectApi | None:
         return PrefectApi(url, None)
     stack = read_stack(root)
     recorded = stack.service("prefect")
-    if recorded is None or recorded.process() is None or not answers(stack.prefect_api_url):
+    if recorded is None or recorded.process() is None or not is_reachable(stack.prefect_api_url):
         return None
-    os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: login_of(root.resolve())}
+    os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: root_login(root.resolve())}
     os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
     return PrefectApi(stack.prefect_api_url, None)
 
@@ -174,10 +174,10 @@ def wait_for_prefect(api: PrefectApi) -> None:
         _servers[api.home].wait()
 
 
-def answers(url: str) -> bool:
+def is_reachable(url: str) -> bool:
     """Whether a Prefect server answers there."""
     try:
-        _ask(url, ANSWER_WAIT_S)
+        _check_health(url, ANSWER_WAIT_S)
     except (OSError, ValueError, HTTPException):
         return False
     return True
@@ -187,7 +187,7 @@ def _require_prefect(url: str) -> None:
     """Require a Prefect server of the installed series, such as 3.7, that accepts our login."""
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL: then one is started here."
     try:
-        _ask(url, ANSWER_WAIT_S)
+        _check_health(url, ANSWER_WAIT_S)
         theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
     except (OSError, ValueError, HTTPException) as error:
         if isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED:
@@ -206,7 +206,7 @@ def _require_prefect(url: str) -> None:
         )
 
 
-def _ask(url: str, timeout_s: float) -> None:
+def _check_health(url: str, timeout_s: float) -> None:
     """Ask for the server's health."""
     if _get(f"{url}/health", timeout_s).strip() != b"true":
         raise OSError("something else than a Prefect server answers there")

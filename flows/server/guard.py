@@ -8,10 +8,10 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OUR_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 """Names of loopback, with any port: an SSH tunnel may end at another one."""
 HEALTH = "/health"
-NOT_OURS = ("cross-site", "same-site")
+FOREIGN_SITES = ("cross-site", "same-site")
 """What a browser says in Sec-Fetch-Site of a request that a page of another host or port has caused."""
 
 
@@ -44,42 +44,42 @@ class Guard:
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not is_ours(hosts[0]):
+        if len(hosts) != 1 or not is_loopback_name(hosts[0]):
             return PlainTextResponse("This server is known by no such name; use 127.0.0.1 or localhost.\n", 403)
-        if _is_of_another_page(headers, hosts[0]):
+        if _is_cross_origin(headers, hosts[0]):
             return PlainTextResponse("Pages of other origins may not ask this server.\n", 403)
         is_health = scope["path"] == HEALTH and scope.get("method") == "GET"
-        if self._login is not None and not is_health and not _knows(headers.get("authorization", ""), self._login):
+        if self._login is not None and not is_health and not _has_login(headers.get("authorization", ""), self._login):
             ask = {"WWW-Authenticate": 'Basic realm="millrace", charset="UTF-8"'}
             return PlainTextResponse("This server asks for the login that `millrace up` tells of.\n", 401, ask)
         return None
 
 
-def is_ours(host: str) -> bool:
+def is_loopback_name(host: str) -> bool:
     """Whether a Host header names loopback.
 
-    >>> [is_ours(host) for host in ("127.0.0.1:4200", "LOCALHOST", "[::1]:80")]
+    >>> [is_loopback_name(host) for host in ("127.0.0.1:4200", "LOCALHOST", "[::1]:80")]
     [True, True, True]
-    >>> [is_ours(host) for host in ("evil.example:4200", "127.0.0.1.evil.example", "10.1", "", "[", "localhost@evil")]
+    >>> [is_loopback_name(host) for host in ("evil.example:4200", "127.0.0.1.evil.example", "10.1", "", "[", "localhost@evil")]
     [False, False, False, False, False, False]
     """
     try:
-        return urlsplit(f"//{host}").hostname in OUR_NAMES
+        return urlsplit(f"//{host}").hostname in LOOPBACK_NAMES
     except ValueError:
         return False
 
 
-def _is_of_another_page(headers: Headers, host: str) -> bool:
+def _is_cross_origin(headers: Headers, host: str) -> bool:
     """Whether a browser sends it for a page of another origin; not where somebody has followed a link to here."""
     if any(origin not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin")):
         return True
-    return headers.get("sec-fetch-site") in NOT_OURS and headers.get("sec-fetch-mode") != "navigate"
+    return headers.get("sec-fetch-site") in FOREIGN_SITES and headers.get("sec-fetch-mode") != "navigate"
 
 
-def _knows(authorization: str, login: str) -> bool:
+def _has_login(authorization: str, login: str) -> bool:
     """Whether an Authorization header gives the login.
 
-    >>> [_knows(given, "a:b") for given in ("Basic YTpi", "Basic YTpj", "Basic YTp", "Basic é", "Bearer YTpi", "")]
+    >>> [_has_login(given, "a:b") for given in ("Basic YTpi", "Basic YTpj", "Basic YTp", "Basic é", "Bearer YTpi", "")]
     [True, False, False, False, False, False]
     """
     scheme, _, given = authorization.partition(" ")

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import subprocess
 
 PR_SET_PDEATHSIG = 1
-PARENT_IS_GONE = 143
+EXIT_PARENT_GONE = 143
 """Exit code where the parent died before the command could start: what a shell gives for SIGTERM."""
 _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 
-def tethered(command: Sequence[str]) -> list[str]:
+def tethered_command(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` tethered to this process."""
     return [*_LAUNCH, str(os.getpid()), *command]
 
@@ -53,7 +53,7 @@ def start_process(
 
     with log.open("ab") as output:
         return subprocess.Popen(
-            tethered(command) if tether else command,
+            tethered_command(command) if tether else command,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -83,7 +83,7 @@ HINTS = {
 """Text at the end of a log, and the remedy that is shown for it."""
 
 
-def end_of(log: str) -> str:
+def log_tail(log: str) -> str:
     """The last lines of a log, and what to do where one of them says it."""
     text = Path(log).read_text(errors="replace")
     hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
@@ -96,7 +96,7 @@ def _tether(parent: int) -> None:
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit(PARENT_IS_GONE)
+        sys.exit(EXIT_PARENT_GONE)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def new_login() -> str:
     return f"{USER}:{secrets.token_urlsafe(32)}"
 
 
-def login_of(root: Path) -> str:
+def root_login(root: Path) -> str:
     """The login of this root's servers, made when it is first asked for.
 
     Raises:
@@ -51,12 +51,12 @@ def login_of(root: Path) -> str:
     return login
 
 
-def how_to_log_in(root: Path) -> str:
+def login_hint(root: Path) -> str:
     """A sentence for people who open the pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 
-def mlflow_client(login: str) -> dict[str, str]:
+def mlflow_login_environment(login: str) -> dict[str, str]:
     """Environment of MLflow's clients."""
     user, _, password = login.partition(":")
     return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}

@@ -27,13 +27,13 @@ from rlcore.errors import MillraceError, StopRequestedError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 4.0
+POLL_INTERVAL_S = 4.0
 CANCEL_AFTER_S = 20.0
 """Seconds after which a cancelled flow run ends itself; a worker that lives has sent it a signal long before."""
 MAX_RETRIES = 2
 """Retries of a request at the end of a run."""
-TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
-OVER = (StateType.CANCELLING, StateType.CANCELLED)
+STOP_REQUESTED = "told to end; the same command goes on from the last checkpoint"
+CANCELLED_TYPES = (StateType.CANCELLING, StateType.CANCELLED)
 ENGINE = "prefect.engine"
 """The logger of the process of a flow run."""
 
@@ -42,7 +42,7 @@ class FlowCancelledError(Abort):
     """The flow run was cancelled or got a signal, and no worker ends it. The trainer has saved, as after any stop."""
 
 
-class _Watch:
+class _FlowRunWatch:
     """Polls a flow run's state in a thread, so that a server that does not answer blocks nothing."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
@@ -56,18 +56,18 @@ class _Watch:
 
     def is_cancelled(self) -> bool:
         """Whether the server has the flow run as cancelled, now; False where it does not answer."""
-        with suppress(Exception), few_retries():
+        with suppress(Exception), limit_retries():
             self._look()
         return self.cancelled_at is not None
 
     def _poll(self) -> None:
-        with few_retries():
+        with limit_retries():
             while not self.over.is_set():
                 try:
                     self._look()
                 except Exception as error:  # the training does not depend on the server
                     log.debug("the state of flow run %s is not known: %s", self._flow_run_id, error)
-                self.over.wait(LOOK_EVERY_S)
+                self.over.wait(POLL_INTERVAL_S)
 
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
@@ -76,26 +76,26 @@ class _Watch:
             return
         if state.is_paused() and state.name == "Suspended":
             self.suspended = state
-        if state.type not in OVER:
+        if state.type not in CANCELLED_TYPES:
             self.cancelled_at = None
         elif self.cancelled_at is None:
             self.cancelled_at = time.monotonic()
 
 
-_watch: _Watch | None = None
+_watch: _FlowRunWatch | None = None
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def watch_flow_run() -> Iterator[None]:
     """Inside the block this process's flow run is watched. Take it before the run's lock, which the next try needs."""
     global _watch
     around = UUID(str(flow_run.id))
-    watch = _watch = _Watch(around, is_deployed=bool(deployment.id))
+    watch = _watch = _FlowRunWatch(around, is_deployed=bool(deployment.id))
     try:
-        with told_to_end():
+        with stop_as_cancellation():
             yield
     except FlowCancelledError:
-        _show_cancelled(around)
+        _set_cancelled(around)
         raise
     finally:
         _watch = None
@@ -110,7 +110,7 @@ def end_if_cancelled() -> None:
     """
     since = None if _watch is None else _watch.cancelled_at
     if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
-        raise FlowCancelledError(TOLD_TO_END)
+        raise FlowCancelledError(STOP_REQUESTED)
 
 
 def end_if_suspended() -> None:
@@ -124,7 +124,7 @@ def end_if_suspended() -> None:
 
 
 @contextmanager
-def told_to_end(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turn a signal inside the block into a cancellation.
 
     Prefect takes SIGINT for a crash, and at SIGTERM ends the process before it reports, or calls the task crashed. A
@@ -139,10 +139,10 @@ def told_to_end(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
         if _watch is None or (_watch.is_deployed and not is_stopped() and not _watch.is_cancelled()):
             raise
-        raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
+        raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else STOP_REQUESTED) from ended
 
 
-class SignalsHeld:
+class DeferredSignals:
     """A block in which SIGINT and SIGTERM wait for a part of it that lets them through, or for its end.
 
     For Prefect's engine around our work: interrupted while it makes or ends a task run, it fails with an error of its
@@ -156,44 +156,44 @@ class SignalsHeld:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._hold()
+        self._defer()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._let_go()
+        self._restore()
 
     @contextmanager
-    def let_through(self) -> Iterator[None]:
+    def deliver(self) -> Iterator[None]:
         """Inside the block signals come at once; one that was held comes at its beginning."""
         try:
-            self._let_go()
+            self._restore()
             yield
         finally:
-            self._hold()
+            self._defer()
 
-    def _hold(self) -> None:
+    def _defer(self) -> None:
         for number in self._handlers:
-            signal.signal(number, self._note)
+            signal.signal(number, self._record)
 
-    def _let_go(self) -> None:
+    def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         noted, self._noted = self._noted, None
         if noted is not None:
             signal.raise_signal(noted)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _record(self, number: int, frame: object) -> None:
         again, self._noted = self._noted is not None, number
         if again:
-            self._let_go()
+            self._restore()
 
 
-def _show_cancelled(one: UUID) -> None:
+def _set_cancelled(one: UUID) -> None:
     """Set the flow run and its unfinished tasks Cancelled; a warning where the server does not answer."""
     state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
     within = FlowRunFilter(id=FlowRunFilterId(any_=[one]))
     try:
-        with few_retries(), get_client(sync_client=True) as client:
+        with limit_retries(), get_client(sync_client=True) as client:
             client.set_flow_run_state(one, state, force=True)
             for task in client.read_task_runs(flow_run_filter=within):
                 if task.state is None or not task.state.is_final():
@@ -202,18 +202,18 @@ def _show_cancelled(one: UUID) -> None:
         log.warning("the Prefect server was not told that the run has ended: %s", error)
 
 
-def show_state(state: State[object]) -> None:
+def set_flow_run_state(state: State[object]) -> None:
     """Set the flow run's state. Prefect's own `pause_flow_run` would block the flow, which must read its trainer."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
-def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
+def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
     """Inside the block requests to a server that is away are given up soon. To enter it takes 60 ms."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 
-def say_mistakes_plainly(record: logging.LogRecord) -> bool:
+def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Log an error of ours as its message: its traceback shows our code, and the mistake is elsewhere.
 
     A cancelled run is no error, and the state `Running` in which Prefect calls its task finished is left out.
@@ -230,4 +230,4 @@ def say_mistakes_plainly(record: logging.LogRecord) -> bool:
 
 
 for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):
-    logging.getLogger(_name).addFilter(say_mistakes_plainly)
+    logging.getLogger(_name).addFilter(shorten_known_errors)

@@ -11,13 +11,21 @@ from pathlib import Path
 from shlex import quote
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import beside_python
-from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
+from flows.commands.settings import with_program_path
+from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_hint
 from flows.stack import services
-from flows.stack.services import say
-from flows.stack.state import STACK, Service, StackState, mlflow_database, read_stack, stack_store, write_stack
+from flows.stack.services import print_line
+from flows.stack.state import (
+    STACK_ROOT,
+    Service,
+    StackState,
+    mlflow_database,
+    read_stack,
+    stack_tracking_uri,
+    write_stack,
+)
 from rlcore.config import TrackingConfig
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 from rlcore.tracking.connection import connect, has_store
@@ -45,24 +53,24 @@ def up(
     """
     root, ports = root.resolve(), {"prefect": prefect_port, "mlflow": mlflow_port}
     try:
-        with _locked(root):
+        with _stack_lock(root):
             recorded = read_stack(root)
-            _require_fit(root, recorded, ports)
+            _require_compatible(root, recorded, ports)
             ran_before = recorded.running()
             try:
-                state = _started(root, recorded, ports, notify_block, workers, ray=ray)
+                state = _start_services(root, recorded, ports, notify_block, workers, ray=ray)
             except BaseException:
-                _end(read_stack(root).running() - ran_before)
+                _stop_services(read_stack(root).running() - ran_before)
                 raise
     except MillraceError as error:
-        raise MillraceError(masked(str(error))) from None
-    runs_page = MlflowStore(TrackingConfig(uri=stack_store(root)), root).runs_url(state.mlflow_url)
+        raise MillraceError(mask_secrets(str(error))) from None
+    runs_page = MlflowStore(TrackingConfig(uri=stack_tracking_uri(root)), root).runs_url(state.mlflow_url)
     print(f"\nPrefect   {state.prefect_api_url.removesuffix('/api')}\nMLflow    {runs_page}")
-    print(f"Log in    with {how_to_log_in(root)}")
+    print(f"Log in    with {login_hint(root)}")
     if (head := state.service("ray")) is not None:
         print(f"Ray       {head.url} (runtime=ray runtime.ray_address={head.url})")
-    print(f"\n{for_a_shell(root, state)}")
-    print(beside_python("prefect deployment run pipeline/countdown-demo --watch"))
+    print(f"\n{shell_export(root, state)}")
+    print(with_program_path("prefect deployment run pipeline/countdown-demo --watch"))
 
 
 def down(root: Path) -> None:
@@ -71,31 +79,31 @@ def down(root: Path) -> None:
     The record stays, so that the next `up` takes the same ports and resumes those runs.
     """
     root = root.resolve()
-    with _locked(root):
+    with _stack_lock(root):
         running = read_stack(root).running()
-        _end(service for service in running if service.is_worker)
+        _stop_services(service for service in running if service.is_worker)
         flows = services.flow_runs(root)
-        services.end_flows(flows)
+        services.stop_flows(flows)
         for flow in flows:
-            say(f"a flow run (process {flow.pid}) has ended")
-        _end(running)
+            print_line(f"a flow run (process {flow.pid}) has ended")
+        _stop_services(running)
     if not running and not flows:
-        say(f"nothing is up under {root}")
+        print_line(f"nothing is up under {root}")
 
 
 def status(root: Path) -> None:
     """Print a line for each service; exit code 1 where one is missing."""
-    stack, states = read_stack(root), states_of(root)
+    stack, states = read_stack(root), service_states(root)
     for service, state in states:
         print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")
     if not states:
         print(f"nothing was started under {root.resolve()}; `millrace up` starts it")
     elif stack.prefect_api_url:
-        print(f"\nFor Prefect's own commands, in each new shell:\n{for_a_shell(root.resolve(), stack)}")
+        print(f"\nFor Prefect's own commands, in each new shell:\n{shell_export(root.resolve(), stack)}")
     sys.exit(0 if states and all(state == "up" for _, state in states) else 1)
 
 
-def states_of(root: Path) -> list[tuple[Service, str]]:
+def service_states(root: Path) -> list[tuple[Service, str]]:
     """The state of each recorded service: `up`, `does not answer`, or `gone`."""
     found = []
     for service in read_stack(root).services:
@@ -104,22 +112,22 @@ def states_of(root: Path) -> list[tuple[Service, str]]:
     return found
 
 
-def for_a_shell(root: Path, state: StackState) -> str:
+def shell_export(root: Path, state: StackState) -> str:
     """The line by which Prefect's own commands find this stack and may use it."""
     return f'export PREFECT_API_URL={state.prefect_api_url} {CLIENT_LOGIN}="$(cat {quote(str(root / SECRET_FILE))})"'
 
 
-def _locked(root: Path) -> HeldLock:
+def _stack_lock(root: Path) -> HeldLock:
     return HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S)
 
 
-def _require_fit(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
+def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
     """Require that ports that were asked for are free, and that a server that is up fits: version and port."""
     again = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
         service = state.service(name)
         if service is None or service.process() is None:
-            if port is not None and not services.is_free(port):
+            if port is not None and not services.is_free_port(port):
                 raise MillraceError(
                     f"--{name}-port: port {port} is in use on this machine (`ss -ltnp` shows by what). Choose another "
                     "one, or leave the option out: then a free port is taken and kept."
@@ -137,7 +145,7 @@ def _require_fit(root: Path, state: StackState, ports: Mapping[str, int | None])
             )
 
 
-def _started(
+def _start_services(
     root: Path, state: StackState, ports: Mapping[str, int | None], notify_block: str | None, workers: int, *, ray: bool
 ) -> StackState:
     """Start what does not run: servers, which come up while Prefect is set up, then workers."""
@@ -151,10 +159,10 @@ def _started(
     earlier = state.service("mlflow")
     state = _start(root, state, "mlflow", partial(services.start_mlflow, root, ports["mlflow"]))
     if state.service("mlflow") != earlier:
-        state = replace(state, mlflow_database=masked(database))
+        state = replace(state, mlflow_database=mask_secrets(database))
     if ray:
         state = _start(root, state, "ray", partial(services.start_ray, root))
-    _set_up_prefect(root, state, notify_block)
+    _apply_deployments(root, state, notify_block)
     names = [f"worker-{number}" for number in range(1, workers + 1)]
     for name in names:
         state = _start(root, state, name, partial(services.start_worker, root, name))
@@ -162,7 +170,7 @@ def _started(
         service = _service(state, name)
         services.wait_until_ready(service)
         before = " already" if service in ran_before else ""
-        say(f"{name} is up{before}: {service.url or f'process {service.pid}'}")
+        print_line(f"{name} is up{before}: {service.url or f'process {service.pid}'}")
     write_stack(root, state)
     return state
 
@@ -184,7 +192,7 @@ def _service(state: StackState, name: str) -> Service:
     return service
 
 
-def _end(ended: Iterable[Service]) -> None:
+def _stop_services(ended: Iterable[Service]) -> None:
     """End services: workers, then what their flows talk to."""
     order = ("worker", "ray", "mlflow", "prefect")
     for service in sorted(ended, key=lambda service: (order.index(service.name.partition("-")[0]), service.name)):
@@ -193,13 +201,13 @@ def _end(ended: Iterable[Service]) -> None:
         if service.is_worker:
             services.kill([process])  # told to end it would note its flow runs as crashed
         else:
-            services.end_server(process)
-        say(f"{service.name} (process {service.pid}) has ended")
+            services.stop_server(process)
+        print_line(f"{service.name} (process {service.pid}) has ended")
 
 
-def _set_up_prefect(root: Path, state: StackState, notify_block: str | None) -> None:
+def _apply_deployments(root: Path, state: StackState, notify_block: str | None) -> None:
     """Run `flows.stack.deploy` in a process of its own: Prefect reads its settings once."""
-    environment = os.environ | services.prefect_environment(root, state.prefect_api_url) | {STACK: str(root)}
+    environment = os.environ | services.prefect_environment(root, state.prefect_api_url) | {STACK_ROOT: str(root)}
     if notify_block is not None:
         environment[services.NOTIFY_BLOCK] = notify_block
     done = subprocess.run(
@@ -213,4 +221,4 @@ def _set_up_prefect(root: Path, state: StackState, notify_block: str | None) -> 
     )
     if done.returncode:
         raise MillraceError(f"the deployments cannot be applied:\n{(done.stdout + done.stderr).strip()[-4_000:]}")
-    say(done.stdout.strip())
+    print_line(done.stdout.strip())

@@ -30,12 +30,12 @@ from prefect.states import Cancelled, Scheduled
 
 from flows import SOURCE_FOLDER
 from flows.stack.services import FLOW_COMMAND, NOTIFY_BLOCK, POOL
-from flows.stack.state import FLOW_RUN, STACK, read_stack
+from flows.stack.state import FLOW_RUN_ID, STACK_ROOT, read_stack
 from flows.work.slots import Slots
 from rlcore.errors import MillraceError
 
 DEPLOYMENTS = Path("conf", "prefect.yaml")
-JOB: dict[str, Any] = {
+JOB_TEMPLATE: dict[str, Any] = {
     # The worker's folder; else a temporary one, which a killed worker leaves.
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
@@ -45,23 +45,23 @@ worker is killed. A job variable is refused: by default one may name another com
 or another folder."""
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 """Flow runs at a time. One training, as long as the root has no slots: with slots each run waits for its own."""
-OUR_POOL = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
+POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 
 
 def main() -> None:
     """Set it all up, and print what was done."""
-    root = Path(os.environ[STACK])
+    root = Path(os.environ[STACK_ROOT])
     with get_client(sync_client=True) as client:
         ensure_pool(client, has_slots=bool(Slots(root).devices()))
         if block := os.environ.get(NOTIFY_BLOCK):
-            notify(client, block)
+            set_up_notifications(client, block)
         are_up = any(service.is_worker for service in read_stack(root).running())
         for name in recover_lost_runs(client, workers_are_up=are_up):
             print(f"flow run {name} had lost its process; it is scheduled again")
-        paused = {one.id for one in client.read_deployments(work_pool_filter=OUR_POOL) if one.paused}
+        paused = {one.id for one in client.read_deployments(work_pool_filter=POOL_FILTER) if one.paused}
         apply_deployments()
-        for one in client.read_deployments(work_pool_filter=OUR_POOL):
-            ease_form(client, one, paused=one.id in paused)
+        for one in client.read_deployments(work_pool_filter=POOL_FILTER):
+            simplify_form(client, one, paused=one.id in paused)
     print(f"deployments are up to date in work pool {POOL}")
 
 
@@ -71,9 +71,9 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
     Where the root has slots, a limit that we have set is removed: each run waits for its own slot.
     """
     try:
-        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB))
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=JOB))
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=JOB_TEMPLATE))
     for name, limit in QUEUES.items():
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
@@ -97,41 +97,41 @@ def apply_deployments() -> None:
         )
 
 
-NOTHING = {"type": "null"}
+NULL_TYPE = {"type": "null"}
 
 
-def ease_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
+def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
     """Let a deployment's form leave empty what may be None, and set whether the deployment is paused."""
-    schema = eased_schema(deployment.parameter_openapi_schema or {})
+    schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
 
-def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema in which what may be None has its other type alone, and no default. An eased schema is unchanged.
 
-    >>> eased_schema({"properties": {"seed": {"anyOf": [{"type": "integer"}, NOTHING], "default": None}}})
+    >>> without_null_types({"properties": {"seed": {"anyOf": [{"type": "integer"}, NULL_TYPE], "default": None}}})
     {'properties': {'seed': {'type': 'integer'}}}
     """
     properties = {}
     for name, field in schema.get("properties", {}).items():
-        kinds = [kind for kind in field.get("anyOf", []) if kind != NOTHING]
-        if len(kinds) == 1 and NOTHING in field["anyOf"] and field.get("default", ...) is None:
+        kinds = [kind for kind in field.get("anyOf", []) if kind != NULL_TYPE]
+        if len(kinds) == 1 and NULL_TYPE in field["anyOf"] and field.get("default", ...) is None:
             field = {key: value for key, value in field.items() if key not in ("anyOf", "default")} | kinds[0]
         properties[name] = field
     return {**schema, "properties": properties}
 
 
-BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
+FAILURE_EVENTS = ("Failed", "Crashed", "TimedOut", "Suspended")
 """States that people are told of. A flow run is Paused only while it waits, for room on a disk or for slots."""
-_AT_ONCE = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
+_IMMEDIATELY = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
 _DEPLOYED = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
 )
-TOLD = (
+NOTIFICATIONS = (
     (
         "millrace: tell of a run that failed or waits",
-        _AT_ONCE(
-            expect={f"prefect.flow-run.{end}" for end in BAD_ENDS},
+        _IMMEDIATELY(
+            expect={f"prefect.flow-run.{end}" for end in FAILURE_EVENTS},
             match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
             match_related=_DEPLOYED,  # flows nested in one fail with it, and are not told too
         ),
@@ -140,7 +140,7 @@ TOLD = (
     ),
     (
         "millrace: tell of a run that waits for room on the disk",  # also where no deployment has started it
-        _AT_ONCE(expect={"millrace.paused_for_disk"}),
+        _IMMEDIATELY(expect={"millrace.paused_for_disk"}),
         "{{ event.resource.name }}: {{ event.event }}",
         "{{ event.payload.text }}",
     ),
@@ -148,14 +148,14 @@ TOLD = (
 """Name, trigger, subject and text of each notification; the server fills the texts in."""
 
 
-def notify(client: SyncPrefectClient, block: str) -> None:
+def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
     """From now on have a notification block tell people of runs that end badly, or wait for room on a disk.
 
     Raises:
         MillraceError: there is no such block, or it is none that notifies.
     """
     teller = _notification_block(client, block)
-    for name, trigger, subject, body in TOLD:
+    for name, trigger, subject, body in NOTIFICATIONS:
         action = SendNotification(block_document_id=teller, subject=subject, body=body)
         wanted = AutomationCore(name=name, trigger=trigger, actions=[action])
         if known := client.read_automations_by_name(name):
@@ -180,7 +180,7 @@ def _notification_block(client: SyncPrefectClient, named: str) -> UUID:
     return known[named]
 
 
-LOST = "Its process is gone."
+LOST_PROCESS = "Its process is gone."
 SUSPENDED = "Suspended"
 """Name of a state of the type PAUSED in which a run has no process: it goes on only when it is resumed."""
 
@@ -195,28 +195,28 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     # A run that waits for room on a disk or for slots is Paused, with its process.
     alive = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     runs = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": alive}}}), work_pool_filter=OUR_POOL
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": alive}}}), work_pool_filter=POOL_FILTER
     )
     for run in runs:
         # A pending one may still name the process of its last attempt: it is lost only with the worker that had it.
         is_pending = run.state_type == StateType.PENDING
-        if run.state_name == SUSPENDED or (workers_are_up if is_pending else not _has_lost_its_process(run)):
+        if run.state_name == SUSPENDED or (workers_are_up if is_pending else not _is_lost(run)):
             continue
-        state: State[object] = Cancelled(message=LOST)
+        state: State[object] = Cancelled(message=LOST_PROCESS)
         if run.state_type != StateType.CANCELLING:
-            state = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST)
+            state = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST_PROCESS)
             lost.append(run.name)
         client.set_flow_run_state(run.id, state, force=True)
     return lost
 
 
-def _has_lost_its_process(run: FlowRun) -> bool:
+def _is_lost(run: FlowRun) -> bool:
     """Whether the process `<host>:<pid>` that a worker noted is gone; one that has its id works for another run."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
     try:
-        return psutil.Process(int(pid)).environ().get(FLOW_RUN) != str(run.id)
+        return psutil.Process(int(pid)).environ().get(FLOW_RUN_ID) != str(run.id)
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's
         return True
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import beside_python
+from flows.commands.settings import with_program_path
 from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.server.api import running_prefect
@@ -21,10 +21,10 @@ from rlcore.errors import ConfigError, MillraceError
 if TYPE_CHECKING:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
 
-SLUG = "deploy"
+SCHEDULE_SLUG = "deploy"
 """Slug of the schedule that a deployment gets here; a later call replaces it, and schedules that people add stay."""
 FLOW = "pipeline"
-OWN = "own"
+USER_TAG = "own"
 """Tag of deployments that are made here, and that no file lists."""
 
 
@@ -71,7 +71,7 @@ def deploy(
     when = f", {cron} ({timezone})" if cron else ""
     page = f"{api.url.removesuffix('/api')}/deployments/deployment/{made}"
     print(f"deployment {deployment}{when}, root {at}: {page}")
-    print(beside_python(f"prefect deployment run {quote(deployment)} --watch"))
+    print(with_program_path(f"prefect deployment run {quote(deployment)} --watch"))
 
 
 def _schedule(cron: str, timezone: str) -> "DeploymentScheduleCreate":
@@ -79,7 +79,9 @@ def _schedule(cron: str, timezone: str) -> "DeploymentScheduleCreate":
     from prefect.client.schemas.schedules import CronSchedule
 
     try:
-        return DeploymentScheduleCreate(schedule=CronSchedule(cron=cron, timezone=timezone), slug=SLUG, active=True)
+        return DeploymentScheduleCreate(
+            schedule=CronSchedule(cron=cron, timezone=timezone), slug=SCHEDULE_SLUG, active=True
+        )
     except ValueError as error:
         rule = "must be five fields of cron, and --timezone a known one"
         remedy = "--cron '0 3 * * *' is each day at 3:00"
@@ -94,21 +96,21 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
     from prefect.deployments.runner import RunnerDeployment
     from prefect.exceptions import ObjectNotFound
 
-    from flows.stack.deploy import ease_form, ensure_pool
+    from flows.stack.deploy import ensure_pool, simplify_form
     from flows.stack.services import POOL
 
     known = None
     with get_client(sync_client=True) as client:
         with suppress(ObjectNotFound):
             known = client.read_deployment_by_name(name)
-        if known is not None and OWN not in known.tags:
+        if known is not None and USER_TAG not in known.tags:
             raise MillraceError(f"{name}: is a deployment of Millrace's own. Give another name by --name.")
         ensure_pool(client)
         kept = [] if known is None else known.schedules
         schedules = [
             DeploymentScheduleCreate(schedule=one.schedule, active=one.active, parameters=one.parameters, slug=one.slug)
             for one in kept
-            if schedule is None or one.slug != SLUG
+            if schedule is None or one.slug != SCHEDULE_SLUG
         ]
         # No event loop runs here, so that each of the three calls returns its result.
         flow = Flow.from_source(str(SOURCE_FOLDER), f"flows/pipeline.py:{FLOW}")
@@ -116,7 +118,7 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
         deployment = flow.to_deployment(
             name.removeprefix(f"{FLOW}/"),
             description=f"`{settings.experiment}`, deployed by `millrace deploy`.",
-            tags=[OWN],
+            tags=[USER_TAG],
             parameters={
                 "experiment": settings.experiment,
                 "overrides": [text for text in settings.overrides if not text.startswith("paths.root=")],
@@ -128,5 +130,5 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
         deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]
         made = deployment.apply()
         assert isinstance(made, UUID)
-        ease_form(client, client.read_deployment(made), paused=known is not None and known.paused)
+        simplify_form(client, client.read_deployment(made), paused=known is not None and known.paused)
     return made

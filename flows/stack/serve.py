@@ -23,8 +23,8 @@ ONE_COMMAND = "one-command"
 MLFLOW_APP = "millrace"
 """The name in `mlflow server --app-name`."""
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
-ANSWERS_ROOT = "MILLRACE_ANSWERS_ROOT"
-"""Whose kept answers have a page on MLflow's server, see `flows.stack.answers`."""
+RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
+"""Whose kept answers have a page on MLflow's server, see `flows.stack.responses`."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     from flows.server.guard import Guard
     from flows.stack.state import LOOPBACK
 
-    logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(without_address)
+    logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(hide_address)
     *one_command, place = sys.argv[1:]
     # Prefect asks for its login itself, on websockets too.
     app = Guard(create_app(final=True, ephemeral=bool(one_command)))
@@ -45,7 +45,7 @@ def main() -> None:
         uvicorn.run(app, host=LOOPBACK, port=int(place), log_level="warning", lifespan="on")
 
 
-def without_address(record: logging.LogRecord) -> bool:
+def hide_address(record: logging.LogRecord) -> bool:
     """Leave the text of httpx's errors out: it has the whole address of a notification block, and that is a secret."""
     import httpx
 
@@ -60,11 +60,11 @@ def guarded_mlflow() -> "Guard":
     """MLflow's application and the page of answers, behind a login: MLflow's own logins need a second database, and a
     hash of a password for each request."""
     from flows.server.guard import Guard
-    from flows.stack.answers import with_answers
+    from flows.stack.responses import with_responses
     from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)
-    return Guard(with_answers(Path(os.environ[ANSWERS_ROOT]), mlflow_app()), login)
+    return Guard(with_responses(Path(os.environ[RESPONSES_ROOT]), mlflow_app()), login)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,17 @@ import psutil
 
 from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
-from flows.server.api import QUIET
-from flows.server.launch import end_of, python_path, start_process
-from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
-from flows.stack.serve import ANSWERS_ROOT, MLFLOW_APP, MLFLOW_LOGIN
+from flows.server.api import PREFECT_ENVIRONMENT
+from flows.server.launch import log_tail, python_path, start_process
+from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, root_login
+from flows.stack.serve import MLFLOW_APP, MLFLOW_LOGIN, RESPONSES_ROOT
 from flows.stack.state import (
+    FLOW_RUN_COMMAND,
     LOOPBACK,
     MLFLOW_DATABASE,
     PREFECT_DATABASE,
-    PREFECT_DATABASE_TOO,
-    STACK,
-    WORKERS_COMMAND,
+    PREFECT_SERVER_DATABASE,
+    STACK_ROOT,
     Service,
     StackState,
     mlflow_database,
@@ -34,25 +34,27 @@ from flows.stack.state import (
 )
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
-from rlcore.storage.locks import birth_of
+from rlcore.storage.locks import start_time_of
 
 POOL = "millrace"
 FLOW_RUNS = "flow-runs"
 """Name of the log to which flow runs write."""
-_IN_ITS_LOG = f'exec {shlex.quote(sys.executable)} {WORKERS_COMMAND} >>"${STACK}/stack-logs/{FLOW_RUNS}.log" 2>&1'
-FLOW_COMMAND = shlex.join(["sh", "-c", _IN_ITS_LOG])
+_LOGGED_COMMAND = (
+    f'exec {shlex.quote(sys.executable)} {FLOW_RUN_COMMAND} >>"${STACK_ROOT}/stack-logs/{FLOW_RUNS}.log" 2>&1'
+)
+FLOW_COMMAND = shlex.join(["sh", "-c", _LOGGED_COMMAND])
 """How a worker starts a flow run."""
 NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"
 """Environment of `up`: the notification block in Prefect that tells people, as `prefect block ls` names it."""
 READY_WAIT_S = 600.0
 """The first start makes both databases: minutes on a busy machine. A service that dies is noticed at once."""
 POLL_S = 0.2
-END_WAIT_S = 40.0
+STOP_WAIT_S = 40.0
 """Seconds for servers and flow runs to end; a flow run waits for its trainer, which saves in any case."""
 TRAINER = "rlcore.run.process"
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
 
@@ -62,10 +64,10 @@ def say(text: str) -> None:
 
 def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
     """Start Prefect's server, with its page and background services."""
-    port = _port_of(state, "prefect", default=4200, wanted=port)
+    port = _choose_port(state, "prefect", default=4200, requested=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = prefect_environment(root, f"{url}/api") | {
-        SERVER_LOGIN: login_of(root),
+        SERVER_LOGIN: root_login(root),
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
         "PREFECT_UI_API_URL": "/api",  # of the page's own origin, whatever tunnel it came through
         # Without it a slot of a killed holder stays taken when the server is started again.
@@ -81,14 +83,14 @@ def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
 
 def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: bool = False) -> Service:
     """Start MLflow's server with the page of answers. `tether`: it ends with this process."""
-    port = _port_of(state, "mlflow", default=5000, wanted=port)
+    port = _choose_port(state, "mlflow", default=5000, requested=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = {
-        MLFLOW_LOGIN: login_of(root),
+        MLFLOW_LOGIN: root_login(root),
         MLFLOW_DATABASE: mlflow_database(root),
         "PYTHONPATH": python_path(),
         "PYTHONSAFEPATH": "1",
-        ANSWERS_ROOT: str(root),
+        RESPONSES_ROOT: str(root),
         # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -104,7 +106,7 @@ def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: boo
 
 def start_ray(root: Path, state: StackState) -> Service:
     """Start a Ray head of this user and machine alone; runs join it by `runtime.ray_address`."""
-    port = _port_of(state, "ray", default=6379)
+    port = _choose_port(state, "ray", default=6379)
     ray = str(Path(sys.executable).parent / "ray")
     command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
     command += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(ray_folder())]
@@ -113,7 +115,7 @@ def start_ray(root: Path, state: StackState) -> Service:
 
 def start_worker(root: Path, name: str, state: StackState) -> Service:
     """Start a Prefect worker that starts flow runs as processes on this host."""
-    port = _port_of(state, name)
+    port = _choose_port(state, name)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--with-healthcheck"]
     command += ["--name", f"{name}@{os.uname().nodename}"]
     environment = prefect_environment(root, state.prefect_api_url) | {
@@ -123,7 +125,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
         # A flow that `millrace down` ends has not crashed: it stays Running, and the next `up` resumes it.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
-        STACK: str(root),
+        STACK_ROOT: str(root),
     }
     log_of(root, FLOW_RUNS)
     return _start(root, name, command, environment, port, ready_url=f"http://{LOOPBACK}:{port}/health")
@@ -132,11 +134,11 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
     """Prefect's settings in every process of the stack, and where it finds the code that we run."""
     return {
-        **QUIET,
+        **PREFECT_ENVIRONMENT,
         "PREFECT_HOME": str(root / "prefect"),
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(root / "prefect" / "storage"),  # does not follow PREFECT_HOME
         "PREFECT_API_URL": api_url,
-        CLIENT_LOGIN: login_of(root),
+        CLIENT_LOGIN: root_login(root),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
         "PYTHONPATH": python_path(),
     }
@@ -159,14 +161,14 @@ def _start(
         MillraceError: the service has ended already.
     """
     log = log_of(root, name)
-    secret = (PREFECT_DATABASE, PREFECT_DATABASE_TOO, MLFLOW_DATABASE)
+    secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}
     process = start_process(command, log, {**inherited, **environment}, folder=SOURCE_FOLDER, tether=tether)
     threading.Thread(target=process.wait, daemon=True).start()  # else it is a zombie if it ends before us
     try:
-        born = birth_of(psutil.Process(process.pid))
+        born = start_time_of(psutil.Process(process.pid))
     except psutil.NoSuchProcess:
-        raise MillraceError(f"{name} has ended instead of starting. {end_of(str(log))}") from None
+        raise MillraceError(f"{name} has ended instead of starting. {log_tail(str(log))}") from None
     release = version(name) if name in ("prefect", "mlflow") else ""
     return Service(name, process.pid, born, port, url, ready_url, str(log), release)
 
@@ -178,7 +180,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
+def is_free_port(port: int) -> bool:
     """Whether a server may listen on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
@@ -189,14 +191,14 @@ def is_free(port: int) -> bool:
     return True
 
 
-def _port_of(state: StackState, name: str, *, default: int | None = None, wanted: int | None = None) -> int:
+def _choose_port(state: StackState, name: str, *, default: int | None = None, requested: int | None = None) -> int:
     """The port that was asked for; else the one that it had, so that a page keeps its address; else a free one."""
     known = state.service(name)
-    for port in (wanted, None if known is None else known.port, default):
-        if port is not None and is_free(port):
+    for port in (requested, None if known is None else known.port, default):
+        if port is not None and is_free_port(port):
             return port
         if port is not None:
-            say(f"port {port} is in use on this machine; {name} takes another one")
+            print_line(f"port {port} is in use on this machine; {name} takes another one")
     return free_port()
 
 
@@ -220,9 +222,9 @@ def wait_until_ready(service: Service) -> None:
     deadline = time.monotonic() + READY_WAIT_S
     while not is_ready(service):
         if service.process() is None:
-            raise MillraceError(f"{service.name} has ended instead of starting. {end_of(service.log)}")
+            raise MillraceError(f"{service.name} has ended instead of starting. {log_tail(service.log)}")
         if time.monotonic() >= deadline:
-            raise MillraceError(f"{service.name} does not answer on port {service.port}. {end_of(service.log)}")
+            raise MillraceError(f"{service.name} does not answer on port {service.port}. {log_tail(service.log)}")
         time.sleep(POLL_S)
 
 
@@ -243,7 +245,7 @@ def is_ready(service: Service) -> bool:
 
 def _listens(process: psutil.Process, port: int) -> bool:
     """Whether the process, or one that it has started, listens on the port."""
-    for member in (process, *_below(process)):
+    for member in (process, *_descendants(process)):
         with suppress(psutil.Error):
             for connection in member.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
@@ -254,23 +256,23 @@ def _listens(process: psutil.Process, port: int) -> bool:
 # ---------------------------------------------------------------------- end them
 
 
-def end_server(process: psutil.Process) -> None:
+def stop_server(process: psutil.Process) -> None:
     """SIGTERM, time to end, then SIGKILL to what is left of it and of what it has started."""
-    family = [process, *_below(process)]
+    family = [process, *_descendants(process)]
     with suppress(psutil.NoSuchProcess):
         process.terminate()
-    _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
+    _, left = psutil.wait_procs(family, timeout=STOP_WAIT_S)
     kill(left)
 
 
-def end_flows(flows: Sequence[psutil.Process]) -> None:
+def stop_flows(flows: Sequence[psutil.Process]) -> None:
     """SIGTERM to flow runs, time to end, then SIGKILL to what is left of them, but not to trainers, which save."""
-    family = [member for flow in flows for member in (flow, *_below(flow))]
+    family = [member for flow in flows for member in (flow, *_descendants(flow))]
     for flow in flows:
         with suppress(psutil.NoSuchProcess):
             flow.terminate()
-    _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
-    kill([member for member in left if TRAINER not in _command_of(member)])
+    _, left = psutil.wait_procs(family, timeout=STOP_WAIT_S)
+    kill([member for member in left if TRAINER not in _command_line(member)])
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
@@ -278,7 +280,7 @@ def flow_runs(root: Path) -> list[psutil.Process]:
     found, home = [], str(root / "prefect")
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if WORKERS_COMMAND in " ".join(process.cmdline()) and process.environ().get("PREFECT_HOME") == home:
+            if FLOW_RUN_COMMAND in " ".join(process.cmdline()) and process.environ().get("PREFECT_HOME") == home:
                 found.append(process)
     return found
 
@@ -288,17 +290,17 @@ def kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=END_WAIT_S)
+    psutil.wait_procs(processes, timeout=STOP_WAIT_S)
 
 
-def _below(process: psutil.Process) -> list[psutil.Process]:
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 
 
-def _command_of(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

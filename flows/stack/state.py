@@ -12,7 +12,7 @@ from typing import Literal
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from flows.server.secret import login_of, mlflow_client
+from flows.server.secret import mlflow_login_environment, root_login
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
 from rlcore.storage.documents import read_ordinary
@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process; `born`: see `birth_of`. `url`: its page, if it has one; `ready_url` answers once it is up.
+    """One process; `born`: see `start_time_of`. `url`: its page, if it has one; `ready_url` answers once it is up.
 
     `version`: release of a server at its start.
     """
@@ -111,66 +111,66 @@ def write_stack(root: Path, state: StackState) -> None:
 
 
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
-PREFECT_DATABASE_TOO = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+PREFECT_SERVER_DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
 def prefect_database(home: Path) -> str:
     """Address of the database of a Prefect server: the one in the environment, else a file in the server's home."""
-    named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_DATABASE_TOO)
+    named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_SERVER_DATABASE)
     return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
 
 def mlflow_database(root: Path) -> str:
     """Address of the database of MLflow's server: the one in the environment, else the file under the root."""
-    return os.environ.get(MLFLOW_DATABASE) or mlflow_file(root)
+    return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
 
-def mlflow_file(root: Path) -> str:
+def default_mlflow_database(root: Path) -> str:
     """Address of the MLflow store that runs use where their settings and the stack name no other one."""
     return sqlite_address(root / "mlflow.db")
 
 
-FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Environment variable of a process that a worker has started: the id of its flow run."""
-WORKERS_COMMAND = "-m prefect.engine"
+FLOW_RUN_COMMAND = "-m prefect.engine"
 """End of the command line of such a process."""
-STACK = "MILLRACE_STACK"
+STACK_ROOT = "MILLRACE_STACK"
 """Environment variable of flows under a stack: its root, which is theirs where no other one is named."""
 
 
-def stack_store(root: Path) -> str | None:
+def stack_tracking_uri(root: Path) -> str | None:
     """The address of the stack's MLflow server; None: the file under the root. See `log_in`.
 
     Raises:
         MillraceError: `stack.json` is damaged or of another format, or others can read the login's file.
     """
-    root = Path(os.environ.get(STACK, root)).resolve()
+    root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
-    if stack.mlflow_database in ("", mlflow_file(root)) or not stack.mlflow_url:
+    if stack.mlflow_database in ("", default_mlflow_database(root)) or not stack.mlflow_url:
         return None
-    return log_in(stack.mlflow_url, root)
+    return set_mlflow_login(stack.mlflow_url, root)
 
 
-_replaced: dict[str, str | None] = {}
+_user_login: dict[str, str | None] = {}
 """The user's own MLflow login, while the environment has the stack's in its place."""
 
 
-def log_in(uri: str, root: Path) -> str:
+def set_mlflow_login(uri: str, root: Path) -> str:
     """Return the address, and set the login of MLflow's clients in the environment of this process for it.
 
     The stack's login for the stack's server while that is up, else the user's own: MLflow's clients send one login to
     every server, and another user may have the port of a stack that was stopped.
     """
-    root = Path(os.environ.get(STACK, root)).resolve()
+    root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
     server = stack.service("mlflow")
-    wanted: Mapping[str, str | None] = dict(_replaced)
+    wanted: Mapping[str, str | None] = dict(_user_login)
     if uri.rstrip("/") == stack.mlflow_url and server is not None and server.process() is not None:
-        wanted = mlflow_client(login_of(root))
-        _replaced.update({name: os.environ.get(name) for name in wanted.keys() - _replaced.keys()})
+        wanted = mlflow_login_environment(root_login(root))
+        _user_login.update({name: os.environ.get(name) for name in wanted.keys() - _user_login.keys()})
     else:
-        _replaced.clear()
+        _user_login.clear()
     for name, value in wanted.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -178,13 +178,13 @@ def log_in(uri: str, root: Path) -> str:
     return uri
 
 
-def tracking_in_stack(tracking: TrackingConfig, root: Path) -> TrackingConfig:
+def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
     """The tracking settings with the stack's store, if they name none."""
-    uri = stack_store(root) if tracking.uri is None else log_in(tracking.uri, root)
+    uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
-def in_stack(config: RunConfig) -> RunConfig:
+def with_stack_tracking(config: RunConfig) -> RunConfig:
     """The settings with the stack's store, if they name none."""
-    tracking = tracking_in_stack(config.tracking, Path(config.paths.root))
+    tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from data.stage import StageResult
-from flows.stages.rows import describe_rows, few_rows, make_dataset, planned_dataset, status_of_rows
+from flows.stages.rows import describe_rows, make_dataset, planned_dataset, status_of_rows, warn_of_few_rows
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.trials import Trial, count_rows, is_own_build
+from flows.stages.trials import Trial, count_rows, is_user_build
 from flows.work.open_run import OpenRun
 from rlcore.config import CountdownData
 
@@ -20,12 +20,12 @@ class Dataset(Stage[StageResult]):
         return f"dataset {run.config.data.task}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        return status_of_rows(self.name, planned_dataset(run.seen), run.config.data.task)
+        return status_of_rows(self.name, planned_dataset(run.planning_config), run.config.data.task)
 
     def check(self, trial: Trial) -> list[str]:
         config = trial.config
-        where = "that data.train_size asks for" if any(map(is_own_build, trial.tasks)) else "of the dataset"
-        few = few_rows(config, count_rows(config), where)
+        where = "that data.train_size asks for" if any(map(is_user_build, trial.tasks)) else "of the dataset"
+        few = warn_of_few_rows(config, count_rows(config), where)
         for task in trial.tasks:
             if isinstance(task, CountdownData):
                 from data.countdown_problems import require_enough

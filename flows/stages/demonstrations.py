@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from data.stage import StageResult
 from flows.stages.rows import (
-    before_its_tokenizer,
     describe_rows,
     has_tokenizer,
     planned_demonstrations,
     root_of,
     status_of_rows,
+    status_without_tokenizer,
 )
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial
@@ -27,15 +27,15 @@ class Demonstrations(Stage[StageResult]):
     name = "demonstrations"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_there, damage = has_tokenizer(run.seen)
-        place = planned_demonstrations(run.seen) if is_there else None
-        return before_its_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
+        is_there, damage = has_tokenizer(run.planning_config)
+        place = planned_demonstrations(run.planning_config) if is_there else None
+        return status_without_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
 
     def check(self, trial: Trial) -> list[str]:
-        from data.demonstrations import try_demonstrations
+        from data.demonstrations import preview_demonstrations
 
         config = trial.config
-        try_demonstrations(config.warm_start, trial.model, NUM_TRIED, config.data.chat_template_kwargs)
+        preview_demonstrations(config.warm_start, trial.model, NUM_TRIED, config.data.chat_template_kwargs)
         return []
 
     def make(self, run: OpenRun) -> StageResult:

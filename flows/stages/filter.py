@@ -4,15 +4,15 @@ from dataclasses import dataclass, replace
 
 from data.stage import StageResult
 from flows.stages.rows import (
-    before_its_tokenizer,
     describe_rows,
-    few_rows,
     filter_rows,
     has_tokenizer,
     planned_dataset,
     planned_rows,
     status_of_rows,
+    status_without_tokenizer,
     suite_datasets,
+    warn_of_few_rows,
 )
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial, check_continued_prompts
@@ -29,10 +29,10 @@ class Filter(Stage[StageResult]):
         return f"filter to {run.config.filter.max_prompt_tokens} tokens"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_there, damage = has_tokenizer(run.seen)
+        is_there, damage = has_tokenizer(run.planning_config)
         if not is_there:
-            return before_its_tokenizer(self.name, damage)
-        return status_of_rows(self.name, planned_rows(run.seen))
+            return status_without_tokenizer(self.name, damage)
+        return status_of_rows(self.name, planned_rows(run.planning_config))
 
     def check(self, trial: Trial) -> list[str]:
         trial.try_tokenizer()
@@ -40,7 +40,7 @@ class Filter(Stage[StageResult]):
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config), suites=suite_datasets(run.config))
-        return replace(made, warning=few_rows(run.config, made.counts.get("train"), "after the filter"))
+        return replace(made, warning=warn_of_few_rows(run.config, made.counts.get("train"), "after the filter"))
 
     def describe(self, result: StageResult) -> str:
         return f"filter: {describe_rows(result)}"

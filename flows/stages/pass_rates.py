@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.progress import skipped
+from flows.progress import skipped_suffix
 from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
-from flows.stages.stage import Stage, StageStatus, made_again
+from flows.stages.stage import Stage, StageStatus, remake_note
 from flows.stages.trainer import call_trainer
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.run.inputs import RunInputs, planned_tokenizer
 from rlcore.run.pass_rates import find_pass_rates, planned_pass_rates
-from rlcore.storage.finished import finished_or_why
+from rlcore.storage.finished import read_finished_or_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class PassRateTable:
     cached: bool
 
     def __str__(self) -> str:
-        return f"kept {self.kept:,} of {self.rows:,} rows; {self.spread}{skipped(self.cached)} ({self.directory})"
+        return (
+            f"kept {self.kept:,} of {self.rows:,} rows; {self.spread}{skipped_suffix(self.cached)} ({self.directory})"
+        )
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,17 @@ class PassRates(Stage[PassRateTable]):
     def status(self, run: OpenRun) -> StageStatus:
         config, wanted = run.config, run.config.pass_rates
         answers = f"{wanted.samples} answers to each training row" if wanted.table is None else f"from {wanted.table}"
-        rows = planned_rows(run.seen) if has_tokenizer(run.seen)[0] else None
-        if rows is None or finished_or_why(rows)[0] is None:
+        rows = planned_rows(run.planning_config) if has_tokenizer(run.planning_config)[0] else None
+        if rows is None or read_finished_or_reason(rows)[0] is None:
             return StageStatus(self.name, None, None, False, f"{answers}, after the filter")
         place = planned_pass_rates(config, rows)
-        damage = "" if wanted.table is not None else finished_or_why(place)[1]
-        known = None if damage else known_pass_rates(config, RunInputs(rows, planned_tokenizer(config)))
+        damage = "" if wanted.table is not None else read_finished_or_reason(place)[1]
+        known = None if damage else read_pass_rates(config, RunInputs(rows, planned_tokenizer(config)))
         detail = answers if known is None else f"kept {known.kept:,} of {known.rows:,} rows"
-        return StageStatus(self.name, place.name, place, known is not None, made_again(damage) or detail)
+        return StageStatus(self.name, place.name, place, known is not None, remake_note(damage) or detail)
 
     def known(self, run: OpenRun) -> PassRateTable | None:
-        return known_pass_rates(run.config, inputs_of(run))
+        return read_pass_rates(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> PassRateTable:
         call_trainer(run, "measure_pass_rates")
@@ -60,7 +62,7 @@ class PassRates(Stage[PassRateTable]):
         return f"pass rates: {result}"
 
 
-def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
+def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
     """The run's table of pass rates, if it is there.
 
     Raises:
@@ -70,5 +72,5 @@ def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | No
     if found is None:
         return None
     found.require_enough(config.trainer.batch_size)
-    kept = sum(int(part.sum()) for part in found.kept)
+    kept = sum(int(part.sum()) for part in found.selected)
     return PassRateTable(found.directory, sum(found.part_sizes), kept, f"pass rates {found.spread()}", cached=True)

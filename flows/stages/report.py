@@ -18,8 +18,8 @@ SOURCE_FILE = "source.json"
 """Beside the report: the fingerprint of what it was written from."""
 SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
 REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
-DRAWN_WITH = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
-"""Modules that a report needs; `load_ahead` imports them in advance."""
+REPORT_MODULES = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
+"""Modules that a report needs; `preload_modules` imports them in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Report(Stage[ReportPage]):
         return f"report/{run.title}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_current = run.is_trained and known_report(run.layout) is not None
+        is_current = run.is_trained and find_report(run.layout) is not None
         digest = report_fingerprint(run.layout) if is_current else None
         return StageStatus(self.name, digest, run.layout.run_dir / "report", is_current, "HTML, JSON and pictures")
 
     def known(self, run: OpenRun) -> ReportPage | None:
-        return known_report(run.layout, failure_of(run.layout.run_dir))
+        return find_report(run.layout, failure_of(run.layout.run_dir))
 
     def make(self, run: OpenRun) -> ReportPage:
         return _write(run.layout, failure_of(run.layout.run_dir))
@@ -60,7 +60,7 @@ class Report(Stage[ReportPage]):
 def write_report(layout: RunLayout) -> ReportPage:
     """Write the report with its sample browser, unless the one on disk is current."""
     failure = failure_of(layout.run_dir)
-    known = known_report(layout, failure)
+    known = find_report(layout, failure)
     return _write(layout, failure) if known is None else known
 
 
@@ -93,7 +93,7 @@ def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
     return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
 
 
-def known_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
+def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
     """The report on disk, if it says what the run's files say."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
@@ -104,11 +104,11 @@ def known_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
     return found if is_current else None
 
 
-def load_ahead() -> None:
+def preload_modules() -> None:
     """Import what a report is drawn with, in a thread, while the trainer works: it takes a second."""
 
     def load() -> None:
-        for module in DRAWN_WITH:
+        for module in REPORT_MODULES:
             import_module(module)
 
     Thread(target=load, name="report-import").start()

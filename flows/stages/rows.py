@@ -10,14 +10,14 @@ from data.references import check_parts
 from data.stage import SPLITS, StageResult
 from data.tasks import build_dataset, dataset_directory, dataset_fingerprint
 from data.tokenizer import tokenizer_fingerprint
-from flows.progress import display, skipped
-from flows.stages.stage import StageStatus, made_again
+from flows.progress import display, skipped_suffix
+from flows.stages.stage import StageStatus, remake_note
 from flows.work.open_run import OpenRun
 from flows.work.protocol import Progress
 from rlcore.config import RunConfig
 from rlcore.config.suite import suite_settings
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_tokenizer
-from rlcore.storage.finished import finished_or_why
+from rlcore.storage.finished import read_finished_or_reason
 
 
 def root_of(config: RunConfig) -> Path:
@@ -74,9 +74,9 @@ def planned_rows(config: RunConfig) -> Path:
     return planned_filtered(config, planned_dataset(config), suites=suite_datasets(config))
 
 
-def planned_suite(seen: RunConfig) -> Path:
+def planned_suite(config: RunConfig) -> Path:
     """Folder of the filtered rows of a suite, by its settings. The tokenizer must be there."""
-    return planned_filtered(seen, planned_dataset(seen, SPLITS[1:]))
+    return planned_filtered(config, planned_dataset(config, SPLITS[1:]))
 
 
 def planned_demonstrations(config: RunConfig) -> Path | None:
@@ -115,30 +115,30 @@ def inputs_of(run: OpenRun) -> RunInputs:
 def has_tokenizer(config: RunConfig) -> tuple[bool, str]:
     """Whether the tokenizer is there, and what is damaged of it."""
     tokenizer = planned_tokenizer(config)
-    damage = finished_or_why(tokenizer)[1]
+    damage = read_finished_or_reason(tokenizer)[1]
     return not damage and tokenizer.is_dir(), damage
 
 
 def status_of_rows(name: str, place: Path, what: str = "") -> StageStatus:
     """Status of a stage whose result is a folder of rows."""
-    manifest, damage = finished_or_why(place)
+    manifest, damage = read_finished_or_reason(place)
     counts = {} if manifest is None else manifest.values["counts"]
     rows = ", ".join(f"{count:,} {split}" for split, count in counts.items())
-    return StageStatus(name, place.name, place, manifest is not None, f"{what} {rows or made_again(damage)}".strip())
+    return StageStatus(name, place.name, place, manifest is not None, f"{what} {rows or remake_note(damage)}".strip())
 
 
-def before_its_tokenizer(name: str, damage: str) -> StageStatus:
+def status_without_tokenizer(name: str, damage: str) -> StageStatus:
     """Status of a stage whose tokenizer is not made yet."""
-    return StageStatus(name, None, None, False, made_again(damage) or "after its tokenizer is made")
+    return StageStatus(name, None, None, False, remake_note(damage) or "after its tokenizer is made")
 
 
 def describe_rows(result: StageResult) -> str:
     """Rows of a dataset by split, whether they were there already, and what should be known of them."""
     counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
-    return f"{counts} rows{skipped(result.cached)} ({result.directory})\n{result.warning}".rstrip()
+    return f"{counts} rows{skipped_suffix(result.cached)} ({result.directory})\n{result.warning}".rstrip()
 
 
-def few_rows(config: RunConfig, rows: int | None, where: str) -> str:
+def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
     """A warning where training rows are fewer than a batch; '' where they are not, or not known."""
     if rows is None or rows >= config.trainer.batch_size:
         return ""

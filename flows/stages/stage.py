@@ -57,7 +57,7 @@ class Stage(ABC, Generic[R]):
     def make(self, run: OpenRun) -> R:
         """Make the result. The stages before this one are done."""
 
-    def result(self, run: OpenRun) -> R:
+    def find_or_make(self, run: OpenRun) -> R:
         """The result, made unless it is known."""
         known = self.known(run)
         return self.make(run) if known is None else known
@@ -67,6 +67,6 @@ class Stage(ABC, Generic[R]):
         """The result as a line for people; '' for none."""
 
 
-def made_again(damage: str) -> str:
+def remake_note(damage: str) -> str:
     """Detail of a stage whose result is damaged; '' for one that is not."""
     return damage and f"made again: {damage}"

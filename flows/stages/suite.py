@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from data.stage import SPLITS, StageResult
 from flows.stages.rows import (
-    before_its_tokenizer,
     describe_rows,
     filter_rows,
     has_tokenizer,
@@ -12,6 +11,7 @@ from flows.stages.rows import (
     planned_suite,
     root_of,
     status_of_rows,
+    status_without_tokenizer,
 )
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial
@@ -32,19 +32,19 @@ class Suite(Stage[StageResult]):
         return f"suite {self.suite.name}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        seen = suite_settings(run.seen, self.suite)
+        seen = suite_settings(run.planning_config, self.suite)
         is_there, damage = has_tokenizer(seen)
         if not is_there:
-            return before_its_tokenizer(self.name, damage)
+            return status_without_tokenizer(self.name, damage)
         return status_of_rows(self.name, planned_suite(seen), self.suite.name)
 
     def check(self, trial: Trial) -> list[str]:
-        from data.trial import require_sound_rows
+        from data.trial import validate_rows
 
         seen, suite = trial.config, suite_settings(trial.config, self.suite)
         once = suite.filter.duplicates == "error"
         for part in parts_of(suite.data):
-            require_sound_rows(part.data, suite.seed, root_of(seen), SPLITS[1:], each_once=once)
+            validate_rows(part.data, suite.seed, root_of(seen), SPLITS[1:], each_once=once)
         return []
 
     def make(self, run: OpenRun) -> StageResult:

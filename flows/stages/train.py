@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.references import check_parts
 from data.stage import SPLITS
-from flows.progress import skipped
+from flows.progress import skipped_suffix
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trainer import call_trainer
 from flows.stages.trials import Trial
@@ -38,7 +38,7 @@ class Chunk:
     def __str__(self) -> str:
         reward = self.metrics.get("critic/score/mean")
         score = "" if reward is None else f", reward {reward:.3f}"
-        return f"step {self.start}-{self.stop}{score}{skipped(self.skipped)}"
+        return f"step {self.start}-{self.stop}{score}{skipped_suffix(self.skipped)}"
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 from flows.work.open_run import OpenRun
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
-from rlcore.config.base import expanded
+from rlcore.config.base import expand_path
 from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, EngineError, TrialError
-from rlcore.rollout.environment import PLAY, Episode, turn_of
+from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.scoring_worker import wrong_weights
+from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.rollout.tools import tool_schemas
 from rlcore.score import Score
-from rlcore.start import import_path
+from rlcore.start import extend_import_path
 
 if TYPE_CHECKING:
     from data.trial import FirstRow
@@ -32,9 +32,9 @@ LOSS_DEADLINE_S = 120.0
 """Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
 FIRST_CALL_S = 60.0
 """Seconds beyond `reward.deadline_s` for a scoring process to start, and the scorer to import what it needs."""
-NO_VERDICT = "JudgeError: "
+JUDGE_FAILURE = "JudgeError: "
 """Beginning of a scorer's failure where its judge has given no verdict (`data.judge`)."""
-ANY_ANSWER = "0"
+WRONG_RESPONSE = "0"
 """An answer that is wrong for most tasks. A scorer is tried on the solution, this one and an empty one."""
 
 
@@ -43,7 +43,7 @@ class Trial:
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
-        self.config = run.seen
+        self.config = run.planning_config
         self._rows: dict[int, FirstRow | None] = {}
 
     @cached_property
@@ -105,18 +105,18 @@ def count_rows(config: RunConfig) -> int | None:
     Raises:
         DataError: file and line of a row that cannot be used.
     """
-    from data.trial import require_sound_rows
+    from data.trial import validate_rows
 
     root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
     found: list[int | None] = []
     for data in (part.data for part in parts_of(config.data)):
-        made = require_sound_rows(data, config.data.seed, root, each_once=once)
+        made = validate_rows(data, config.data.seed, root, each_once=once)
         found.append(made if made is not None else getattr(data, "train_size", None))
     known = [rows for rows in found if rows is not None]
     return sum(known) if len(known) == len(found) else None
 
 
-def is_own_build(data: TaskData) -> bool:
+def is_user_build(data: TaskData) -> bool:
     """Whether the rows are made by a function of the user's own."""
     return isinstance(data, CustomData) and not data.build.startswith("data.")
 
@@ -133,45 +133,45 @@ def check_continued_prompts(config: RunConfig) -> list[str]:
     held_out = [part.data for data in (config.data, *suites) for part in parts_of(data)]
     files = [data.train_file for data in (part.data for part in parts_of(config.data)) if isinstance(data, ParquetData)]
     files += [data.validation_file for data in held_out if isinstance(data, ParquetData)]
-    return [check_continued(expanded(name)) for name in files]
+    return [check_continued(expand_path(name)) for name in files]
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     # A wrong answer and an empty one too: many a scorer returns nothing for what is not right.
-    sandbox.use(config.sandbox)
-    answers = list(dict.fromkeys((row.solution or ANY_ANSWER, ANY_ANSWER, "")))
+    sandbox.set_limits(config.sandbox)
+    answers = list(dict.fromkeys((row.solution or WRONG_RESPONSE, WRONG_RESPONSE, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})
-    scores = _tried(scorer, answers, row.ground_truth_json, settings, "reward")
+    scores = _score_once(scorer, answers, row.ground_truth_json, settings, "reward")
     for answer, score in zip(answers, scores, strict=True):
         if score.failure:
-            if problem := wrong_weights(score.failure):
+            if problem := weights_problem(score.failure):
                 raise ConfigError(problem)
             raise TrialError(
-                of_the_judge(score.failure)
+                judge_failure_message(score.failure)
                 or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
                 f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
                 "says what it returns"
             )
 
 
-def of_the_judge(failure: str) -> str:
+def judge_failure_message(failure: str) -> str:
     """What to say where a scorer failed because its judge gave no verdict; '' where it failed by itself."""
-    if not failure.startswith(NO_VERDICT):
+    if not failure.startswith(JUDGE_FAILURE):
         return ""
     return (
-        f"reward.judge: must give a verdict on any answer; got {failure.removeprefix(NO_VERDICT)}. Look whether the "
+        f"reward.judge: must give a verdict on any answer; got {failure.removeprefix(JUDGE_FAILURE)}. Look whether the "
         "endpoint answers, and serves reward.judge.model"
     )
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
     settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
-    episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
-    (score,) = _tried(PLAY, [episode.asked()], episode.truth, settings, "episode")
+    episode = Episode.start("tried", config, row.ground_truth_json, config.seed)
+    (score,) = _score_once(PLAY, [episode.to_json()], episode.truth, settings, "episode")
     if not score.failure:
-        episode.replies.append(turn_of(score).reply)
-        episode.texts.append(ANY_ANSWER)
-        (score,) = _tried(PLAY, [episode.asked()], episode.truth, settings, "episode")
+        episode.replies.append(turn_from_score(score).reply)
+        episode.texts.append(WRONG_RESPONSE)
+        (score,) = _score_once(PLAY, [episode.to_json()], episode.truth, settings, "episode")
     if score.failure:
         raise TrialError(
             f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
@@ -180,7 +180,9 @@ def _try_environment(row: "FirstRow", config: RunConfig) -> None:
         )
 
 
-def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str) -> list[Score]:
+def _score_once(
+    scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str
+) -> list[Score]:
     with ScoringPool(scorer, settings, section=section, num_logged=0) as pool:
         job = pool.submit(answers, [truth_json] * len(answers))
         if not job.done.wait(len(answers) * settings.deadline_s + FIRST_CALL_S):
@@ -227,7 +229,7 @@ def _try_functions(algo: AlgoConfig) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
-            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": import_path()},
+            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": extend_import_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TrialError(

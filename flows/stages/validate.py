@@ -7,9 +7,9 @@ from flows.stages.rows import inputs_of
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trainer import call_trainer
 from flows.work.checkpoints import checkpoint_store
-from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun
-from rlcore.config import JudgingConfig, RunConfig
+from flows.work.validation_summary import ValidationSummary
+from rlcore.config import EvaluationConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
@@ -21,7 +21,7 @@ RESULT_NAMES = {"start": "before", "last": "after"}
 
 
 @dataclass(frozen=True)
-class Validate(Stage[Judgement]):
+class Validate(Stage[ValidationSummary]):
     """Validate a checkpoint (`start`, `last`, `best`, or its folder's name), or find the result."""
 
     name = "validate"
@@ -42,19 +42,19 @@ class Validate(Stage[Judgement]):
     def status(self, run: OpenRun) -> StageStatus:
         config, name = run.config, self.result_name(run.config)
         step = 0 if self.checkpoint == "start" else run.committed
-        is_known = known_judgement(config, run.layout, name, step) is not None
+        is_known = find_validation(config, run.layout, name, step) is not None
         digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
 
-    def known(self, run: OpenRun) -> Judgement | None:
-        return known_judgement(run.config, run.layout, self.result_name(run.config), self._step(run))
+    def known(self, run: OpenRun) -> ValidationSummary | None:
+        return find_validation(run.config, run.layout, self.result_name(run.config), self._step(run))
 
-    def make(self, run: OpenRun) -> Judgement:
+    def make(self, run: OpenRun) -> ValidationSummary:
         name, step = self.result_name(run.config), self._step(run)
         result = call_trainer(run, "validate", checkpoint=self.checkpoint, name=name)
-        return Judgement(name, step, Path(result["file"]), cached=False, summary=result["summary"])
+        return ValidationSummary(name, step, Path(result["file"]), cached=False, summary=result["summary"])
 
-    def describe(self, result: Judgement) -> str:
+    def describe(self, result: ValidationSummary) -> str:
         return f"validation: {result}"
 
     def _step(self, run: OpenRun) -> int:
@@ -76,7 +76,7 @@ class Evaluate(Stage[list[ValidationResult]]):
         return StageStatus(self.name, run.run_id, run.layout.suites, is_known, "on the suites")
 
     def known(self, run: OpenRun) -> list[ValidationResult] | None:
-        return known_suites(run.config, run.layout, inputs_of(run), "before", 0)
+        return find_suite_results(run.config, run.layout, inputs_of(run), "before", 0)
 
     def make(self, run: OpenRun) -> list[ValidationResult]:
         call_trainer(run, "evaluate")
@@ -90,25 +90,25 @@ class Evaluate(Stage[list[ValidationResult]]):
         return ""
 
 
-def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
+def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
     """A validation of this step that was made with these settings."""
     file = layout.validation / f"{name}.json"
-    if (known := _known_result(file, step, config.validation)) is None:
+    if (known := _find_result(file, step, config.validation)) is None:
         return None
-    summary = dict(known.summary())
+    summary = dict(known.metrics())
     if config.validation.suites:
         try:
-            suites = known_suites(config, layout, RunInputs.read(layout), name, step)
+            suites = find_suite_results(config, layout, RunInputs.read(layout), name, step)
         except DataError:
             return None
         if suites is None:
             return None
         for one in suites:
-            summary |= one.summary()
-    return Judgement(name, step, file, cached=True, summary=summary)
+            summary |= one.metrics()
+    return ValidationSummary(name, step, file, cached=True, summary=summary)
 
 
-def known_suites(
+def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
     """The results of all suites of this name, where each was made of this step with these settings."""
@@ -116,16 +116,16 @@ def known_suites(
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:
             return None
-        known = _known_result(layout.suites / suite.name / f"{name}.json", step, suite)
+        known = _find_result(layout.suites / suite.name / f"{name}.json", step, suite)
         if known is None or known.suite != suite_fingerprint(config, suite, inputs.suites[suite.name]):
             return None
         found.append(known)
     return found
 
 
-def _known_result(file: Path, step: int, settings: JudgingConfig) -> ValidationResult | None:
+def _find_result(file: Path, step: int, settings: EvaluationConfig) -> ValidationResult | None:
     try:
         known = ValidationResult.read(file)
     except DataError:
         return None
-    return known if known.step == step and known.settings.judges_as(settings) else None
+    return known if known.step == step and known.settings.evaluates_as(settings) else None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import DryRun, PlanAsJson, RootOfRun, Settings, Verbose
-from flows.commands.settings import require_dry_run, warn
+from flows.commands.options import DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
+from flows.commands.settings import print_warnings, require_dry_run
 
 if TYPE_CHECKING:
     from rlcore.config.sweep_load import Sweep
@@ -28,7 +28,7 @@ def sweep(
     max_hours: Annotated[
         float | None, typer.Option(min=0.001, max=100_000, help="Begin no run after so many hours.")
     ] = None,
-    root: RootOfRun = None,
+    root: OptionalRoot = None,
     on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
@@ -41,23 +41,23 @@ def sweep(
       millrace sweep my_sweep.yaml trainer.total_steps=40
       millrace sweep countdown_lr --max-hours 8
     """
-    from flows.commands.run import flow_of_a_command
+    from flows.commands.run import command_flow
     from flows.parameters import all_overrides
     from flows.server.api import start_prefect
-    from flows.sweep.points import checked_sweep
+    from flows.sweep.points import load_checked_sweep
     from rlcore.config.sweep import Budget
 
     require_dry_run(as_json=as_json, dry_run=dry_run)
     settings = all_overrides(overrides, root=root)
-    checked = checked_sweep(spec, settings, Budget(runs=max_runs, steps=max_steps, hours=max_hours))
-    warn(checked.idle_settings())
+    checked = load_checked_sweep(spec, settings, Budget(runs=max_runs, steps=max_steps, hours=max_hours))
+    print_warnings(checked.unused_settings())
     if dry_run:
         show(checked, as_json=as_json)
         return
     api = start_prefect(Path(checked.base.paths.root), verbose=verbose)
     from flows.sweep.flow import run_checked  # imports Prefect, while the server comes up
 
-    with flow_of_a_command(api, verbose=verbose):
+    with command_flow(api, verbose=verbose):
         result = run_checked(checked, spec, settings, on_workers=on_workers)
     if result.failed:
         sys.exit(1)
@@ -66,14 +66,14 @@ def sweep(
 def show(sweep: "Sweep", *, as_json: bool) -> None:
     """What would be run, and how far each run is."""
     from flows.sweep.points import members_of
-    from rlcore.config.sweep import shown_point
+    from rlcore.config.sweep import format_point
 
     runs = []
     for number, point in enumerate(sweep.points, 1):
         for member in members_of(sweep, point)[0]:
             total = member.config.trainer.total_steps
-            done = member.look(sweep.metric_of(member.config), total)
-            runs.append({"point": number, "settings": shown_point(point), "seed": member.seed, "run_id": member.run_id,
+            done = member.refresh(sweep.metric_of(member.config), total)
+            runs.append({"point": number, "settings": format_point(point), "seed": member.seed, "run_id": member.run_id,
                          "step": member.step, "total_steps": total, "done": done})  # fmt: skip
     rungs = sweep.rungs(sweep.base)
     if as_json:

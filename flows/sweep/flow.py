@@ -22,25 +22,33 @@ from prefect.states import Cancelling
 from pydantic import Field
 
 from flows import chain
-from flows.artifacts import show
-from flows.parameters import NO_WORDS, Count, Positive, Root, all_overrides, experiment_name, root_of_the_flow
+from flows.artifacts import show_artifact
+from flows.parameters import NO_STRINGS, Count, Positive, Root, all_overrides, experiment_name, flow_root
 from flows.plan.checks import check_run
-from flows.progress import LabelledDisplay, display, shown_on
-from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
+from flows.progress import LabelledDisplay, display, use_display
+from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
-from flows.sweep.drive import POLL_S, Drive, pause
-from flows.sweep.points import Member, checked_sweep
+from flows.sweep.drive import POLL_S, SweepWorker, wait_for_others
+from flows.sweep.points import Member, load_checked_sweep
 from flows.sweep.result import (
     SweepResult,
-    begin_in_mlflow,
-    conclude,
-    description_of,
-    ended_in_mlflow,
-    finish_in_mlflow,
-    summary_of,
+    describe_sweep,
+    end_mlflow_run_on_error,
+    finish_mlflow_run,
+    start_mlflow_run,
+    summary_lines,
+    write_result,
 )
 from flows.sweep.study import sweep_lock
-from flows.tasks import CHECKED, as_task, kept, run_with, tell, tell_command, tell_idle
+from flows.tasks import (
+    CHECKED_SETTINGS,
+    call_flow,
+    keep_outcome,
+    log_and_print,
+    log_command,
+    log_unused_settings,
+    run_as_task,
+)
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import group_members
@@ -49,9 +57,9 @@ from rlcore.config.sweep_load import Sweep
 from rlcore.errors import MillraceError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
-Spec = Annotated[str, Field(examples=list(group_members("sweep")))]
+SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
 DEPLOYMENT = "sweep-child/local"
-AT_ONCE = 8
+MAX_CHILDREN = 8
 """Children that wait or run at a time; how many of them run is the work queue's concurrency limit."""
 STOP_WAIT_S = 20.0
 """For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
@@ -60,7 +68,7 @@ STOP_WAIT_S = 20.0
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
     """Run a sweep that was checked already; in Prefect it has the parameters that give it."""
     most = checked.spec.budget
-    return run_with(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
+    return call_flow(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
 
 
 def sweep_run_name() -> str:
@@ -76,8 +84,8 @@ def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
 
 @flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[cancel_children])
 def sweep(
-    spec: Spec,
-    overrides: list[str] = NO_WORDS,
+    spec: SpecName,
+    overrides: list[str] = NO_STRINGS,
     max_runs: Count = None,
     max_steps: Count = None,
     max_hours: Positive = None,
@@ -96,19 +104,19 @@ def sweep(
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
-    given = all_overrides(overrides, root=root_of_the_flow(root))
-    checked: Sweep = CHECKED.get() or checked_sweep(spec, given, budget)
-    return kept(lambda: _sweep(checked, spec, given, on_workers=on_workers))
+    given = all_overrides(overrides, root=flow_root(root))
+    checked: Sweep = CHECKED_SETTINGS.get() or load_checked_sweep(spec, given, budget)
+    return keep_outcome(lambda: _sweep(checked, spec, given, on_workers=on_workers))
 
 
 def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
-    tell(f"sweep {checked.sweep_id} in {checked.folder}")
-    tell_idle(checked.idle_settings())
-    with watched():
+    log_and_print(f"sweep {checked.sweep_id} in {checked.folder}")
+    log_unused_settings(checked.unused_settings())
+    with watch_flow_run():
         with sweep_lock(checked):
-            parent = begin_in_mlflow(checked)
-        with ended_in_mlflow(checked, parent):
-            drive = Drive(checked, partial(train_here, parent), call=str(uuid4()))
+            parent = start_mlflow_run(checked)
+        with end_mlflow_run_on_error(checked, parent):
+            drive = SweepWorker(checked, partial(train_member, parent), call=str(uuid4()))
             drive.study.retry_failed()
             if on_workers:
                 work_on_workers(drive, checked, {  # a worker may have another working directory
@@ -121,18 +129,18 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
             else:
                 drive.run()
             with sweep_lock(checked):
-                result = conclude(checked, drive.study.points(), drive.spending.read(), parent)
-                about = description_of(checked, result)
-                show(checked.sweep_id, "sweep", f"{checked.sweep_id}: its points and outcome", lambda: about)
-                finish_in_mlflow(checked, result, about)
-    for line in summary_of(result):
-        tell(line)
+                result = write_result(checked, drive.study.points(), drive.spending.read(), parent)
+                about = describe_sweep(checked, result)
+                show_artifact(checked.sweep_id, "sweep", f"{checked.sweep_id}: its points and outcome", lambda: about)
+                finish_mlflow_run(checked, result, about)
+    for line in summary_lines(result):
+        log_and_print(line)
     if result.failed and result.best is None:
         raise MillraceError(f"sweep {result.sweep_id}: no point was finished. {result.failed[0]}")
     return result
 
 
-def train_here(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
+def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
     """Train one run of a sweep to a step, from its last checkpoint, as tasks of the flow run that we are in."""
     end_if_cancelled()
     end_if_suspended()
@@ -142,9 +150,9 @@ def train_here(mlflow_parent: str | None, member: Member, to_step: int, name: st
     if mlflow_parent:
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
-    tell_command(join(command))
-    with shown_on(LabelledDisplay(display(), name)), open_run(config, command, title) as run:
-        chain.run_stages(run, as_task, Train.name, to_step)
+    log_command(join(command))
+    with use_display(LabelledDisplay(display(), name)), open_run(config, command, title) as run:
+        chain.run_stages(run, run_as_task, Train.name, to_step)
 
 
 # ---------------------------------------------------------------------- on workers
@@ -152,7 +160,7 @@ def train_here(mlflow_parent: str | None, member: Member, to_step: int, name: st
 
 @flow(name="sweep-child", flow_run_name=sweep_run_name)
 def sweep_child(
-    spec: Spec, call: str, overrides: list[str] = NO_WORDS, mlflow_parent: str | None = None, root: Root = None
+    spec: SpecName, call: str, overrides: list[str] = NO_STRINGS, mlflow_parent: str | None = None, root: Root = None
 ) -> None:
     """Bring one point of a sweep to its end, on behalf of the sweep's flow run.
 
@@ -163,20 +171,20 @@ def sweep_child(
         mlflow_parent: MLflow run of the sweep, to nest the runs below.
         root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
     """
-    checked = checked_sweep(spec, all_overrides(overrides, root=root_of_the_flow(root)), Budget())
-    with watched():
-        if error := Drive(checked, partial(train_here, mlflow_parent), call).run(whole=False):
+    checked = load_checked_sweep(spec, all_overrides(overrides, root=flow_root(root)), Budget())
+    with watch_flow_run():
+        if error := SweepWorker(checked, partial(train_member, mlflow_parent), call).run(whole=False):
             raise MillraceError(error)
 
 
-def work_on_workers(drive: Drive, sweep: Sweep, parameters: dict[str, Any]) -> None:
+def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
     """Have children work on the points until all have ended, or the budget has. One that is lost is replaced.
 
     Raises:
         MillraceError: there is no such deployment, or its runs end without working on a point.
     """
-    at_once = AT_ONCE if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
-    with cancelled_with_us() as us, get_client(sync_client=True) as client:
+    at_once = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
+    with cancel_children_on_error() as us, get_client(sync_client=True) as client:
         _require_deployment(client)
         num_lost_before = sum(_is_lost(child) for child in _children(client, us))
         while True:
@@ -190,7 +198,7 @@ def work_on_workers(drive: Drive, sweep: Sweep, parameters: dict[str, Any]) -> N
                 return
             for _ in range(min(at_once, num_left) - num_alive):
                 run_deployment(DEPLOYMENT, parameters=parameters, timeout=0)
-            pause()
+            wait_for_others()
 
 
 def _require_deployment(client: SyncPrefectClient) -> None:
@@ -204,7 +212,7 @@ def _require_deployment(client: SyncPrefectClient) -> None:
 
 
 @contextmanager
-def cancelled_with_us() -> Iterator[UUID]:
+def cancel_children_on_error() -> Iterator[UUID]:
     """Gives the id of our flow run. Where the block fails, its children are cancelled: those that run save, and those
     that wait do not begin."""
     us = UUID(str(flow_run.id))
@@ -212,7 +220,7 @@ def cancelled_with_us() -> Iterator[UUID]:
         yield us
     except BaseException:
         # The server may be gone: we end all the same, and soon.
-        with suppress(Exception), few_retries(1), get_client(sync_client=True) as client:
+        with suppress(Exception), limit_retries(1), get_client(sync_client=True) as client:
             _cancel_children(client, us)
             deadline = time.monotonic() + STOP_WAIT_S
             while time.monotonic() < deadline and any(map(_is_alive, _children(client, us))):

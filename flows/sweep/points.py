@@ -7,35 +7,35 @@ from typing import Any
 
 from flows.parameters import RunSettings
 from flows.plan.checks import check_before_plan
-from flows.stack.state import in_stack
+from flows.stack.state import with_stack_tracking
 from flows.work.checkpoints import committed_step
-from flows.work.origin import require_same
+from flows.work.origin import require_same_inputs
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
-from rlcore.config.compose import judge_settings
+from rlcore.config.compose import compose_many
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import Problem
 from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.errors import DataError, MillraceError
-from rlcore.evaluation.result import ValidationResult, per_problem
+from rlcore.evaluation.result import ValidationResult, problem_statistics
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 
 
-def checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
+def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
     """Compose and check a sweep: every point's settings, and what all points need.
 
     Raises:
         ConfigError, DataError: one message with every mistake.
     """
     checked = load_sweep(spec, overrides, budget=budget)
-    checked = replace(checked, base=in_stack(checked.base))
+    checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
     if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
-        from flows.sweep.study import pruner_of  # Optuna, only where its own pruners are asked for
+        from flows.sweep.study import make_pruner  # Optuna, only where its own pruners are asked for
 
-        pruner_of(checked.spec.pruning)
+        make_pruner(checked.spec.pruning)
     return checked
 
 
@@ -59,9 +59,9 @@ class Member:
         """Id of the run: the name of its folder."""
         return run_id(self.config)
 
-    def look(self, metric: str, step: int) -> bool:
+    def refresh(self, metric: str, step: int) -> bool:
         """Read from its folder whether it has come to a step, and with which score."""
-        self.step = committed(self.config)
+        self.step = committed_step_or_zero(self.config)
         self.score = score_at(self.config, metric, step) if self.step >= step else None
         return self.score is not None
 
@@ -75,18 +75,18 @@ class Member:
 def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
     """The runs of a point, one a seed, and what is wrong in its settings."""
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
-    judged = judge_settings(overrides, experiment=sweep.spec.experiment)
+    judged = compose_many(overrides, experiment=sweep.spec.experiment)
     members = [
-        Member(seed, RunSettings(in_stack(config), tuple(texts), sweep.spec.experiment))
+        Member(seed, RunSettings(with_stack_tracking(config), tuple(texts), sweep.spec.experiment))
         for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, judged, strict=True)
     ]
     return members, judged[0][1]
 
 
-def committed(config: RunConfig) -> int:
+def committed_step_or_zero(config: RunConfig) -> int:
     """How far a run has come; 0 where its checkpoints cannot be read: the run itself says why when it is begun."""
     try:
-        require_same(config, RunLayout.of(config))
+        require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)
     except (MillraceError, OSError):
         return 0
@@ -114,8 +114,8 @@ def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, fl
     """The same figure of each held-out problem that has a score, by its id; empty where the answers are not kept."""
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
-        result = ValidationResult.read(file).with_figures
+        result = ValidationResult.read(file).scored_only
     except DataError:
         return {}
     ids = [problem.prompt_id for problem in result.problems]
-    return dict(zip(ids, map(float, per_problem(result.problems)[metric]), strict=True))
+    return dict(zip(ids, map(float, problem_statistics(result.problems)[metric]), strict=True))

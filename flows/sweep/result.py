@@ -16,14 +16,14 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from prefect.logging import get_run_logger
 
-from flows.commands.tracking import reachable
+from flows.commands.tracking import reachable_url
 from flows.parameters import MLFLOW_PAGE
 from flows.sweep.points import members_of
 from flows.sweep.study import ERROR, RUNS, SETTINGS
-from flows.tasks import tell
+from flows.tasks import log_and_print
 from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
-from rlcore.config.sweep import shown_point
+from rlcore.config.sweep import format_point
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
@@ -36,8 +36,8 @@ SWEEP_FILE = "sweep.json"
 BEST_FILE = "best.yaml"
 PARENT_FILE = "mlflow.json"
 """In the sweep's folder: the id of its run in MLflow."""
-FEWEST_TO_COMPARE = 2
-MOST_SHOWN = 20
+MIN_RUNS_TO_COMPARE = 2
+MAX_ROWS_SHOWN = 20
 """Points in the description of a sweep in Prefect and MLflow: the best ones."""
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed"}
 """States of points that have ended; the others are `to do`."""
@@ -80,7 +80,7 @@ class SweepResult:
 def rows_of(sweep: Sweep, points: Points) -> list[Row]:
     """A row for each point: finished ones first, then by the score, then by the number."""
     rows = [
-        {"point": number, "settings": trial.user_attrs[SETTINGS], "label": shown_point(trial.user_attrs[SETTINGS]),
+        {"point": number, "settings": trial.user_attrs[SETTINGS], "label": format_point(trial.user_attrs[SETTINGS]),
          "state": STATES.get(trial.state, "to do"), "score": trial.value,
          "scores": {str(step): score for step, score in trial.intermediate_values.items()},
          "error": trial.user_attrs.get(ERROR, ""), "runs": trial.user_attrs.get(RUNS, [])}
@@ -103,7 +103,7 @@ def write_record(sweep: Sweep, points: Points) -> None:
     write_json_atomically(sweep.folder / SWEEP_FILE, document)
 
 
-def conclude(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
+def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
     """Write what a sweep leaves on disk. `spending`: of this call, see `flows.sweep.study.Spending`."""
     write_record(sweep, points)
     rows = rows_of(sweep, points)
@@ -141,14 +141,14 @@ def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
     """The report that compares all runs with a score that are on disk; None where fewer than two are."""
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
-    if len(there) < FEWEST_TO_COMPARE:
+    if len(there) < MIN_RUNS_TO_COMPARE:
         return None
     from rlcore.report.build import compare_runs
 
     return compare_runs(there, target=sweep.folder / "comparison").html
 
 
-def summary_of(result: SweepResult) -> list[str]:
+def summary_lines(result: SweepResult) -> list[str]:
     """The last lines of `millrace sweep`."""
     states = [row["state"] for row in result.points]
     left = result.num_points - sum(state != "to do" for state in states)
@@ -173,9 +173,9 @@ def summary_of(result: SweepResult) -> list[str]:
     return lines
 
 
-def description_of(sweep: Sweep, result: SweepResult) -> str:
+def describe_sweep(sweep: Sweep, result: SweepResult) -> str:
     """Purpose, outcome and the best points of a sweep, as Markdown."""
-    spec, rows = sweep.spec, result.points[:MOST_SHOWN]
+    spec, rows = sweep.spec, result.points[:MAX_ROWS_SHOWN]
     keys = ", ".join(f"`{key}`" for key in dict.fromkeys(key for row in rows for key in row["settings"]))
     seeds = "".join(f" seed {seed} |" for seed in spec.seeds)
     lines = [
@@ -183,19 +183,21 @@ def description_of(sweep: Sweep, result: SweepResult) -> str:
         "",
         f"- Varies {keys} of {spec.experiment or 'the defaults'} by {spec.searches[0]}",
         f"- {spec.objective.direction.capitalize()}s {sweep.metric_of(sweep.base)}, mean over seeds",
-        *(f"- {line}" for line in summary_of(result)),
+        *(f"- {line}" for line in summary_lines(result)),
         "",
         f"| point | settings | state | step | score |{seeds}",
         f"| --- | --- | --- | --- | --- |{' --- |' * len(spec.seeds)}",
     ]
     for row in rows:
-        runs = "".join(f" {'failed' if run['error'] else _figure(run['score'])} |" for run in row["runs"])
+        runs = "".join(f" {'failed' if run['error'] else _format_score(run['score'])} |" for run in row["runs"])
         step = max(map(int, row["scores"]), default=0)
-        lines.append(f"| {row['point']} | `{row['label']}` | {row['state']} | {step} | {_figure(row['score'])} |{runs}")
+        lines.append(
+            f"| {row['point']} | `{row['label']}` | {row['state']} | {step} | {_format_score(row['score'])} |{runs}"
+        )
     return "\n".join(lines)
 
 
-def _figure(score: float | None) -> str:
+def _format_score(score: float | None) -> str:
     return "" if score is None else f"{score:.4g}"
 
 
@@ -203,7 +205,7 @@ def _figure(score: float | None) -> str:
 
 
 @contextmanager
-def _harmless(what: str) -> Iterator[None]:
+def _log_mlflow_failure(what: str) -> Iterator[None]:
     """MLflow may be away: an error inside the block is a line in the log."""
     try:
         yield
@@ -211,13 +213,13 @@ def _harmless(what: str) -> Iterator[None]:
         get_run_logger().warning("MLflow did not take %s: %s", what, error)
 
 
-def begin_in_mlflow(sweep: Sweep) -> str | None:
+def start_mlflow_run(sweep: Sweep) -> str | None:
     """The sweep's run, now RUNNING; None where tracking is off or MLflow does not answer."""
     run = None
     if sweep.base.tracking.enabled:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
         file, store = sweep.folder / PARENT_FILE, _store(sweep)
-        with _harmless("the sweep, so its runs will stand there side by side"):
+        with _log_mlflow_failure("the sweep, so its runs will stand there side by side"):
             if not file.is_file():
                 tags = {"millrace.sweep_id": sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
                 write_json_atomically(file, {"run_id": store.create_run(sweep.sweep_id, tags)})
@@ -228,22 +230,22 @@ def begin_in_mlflow(sweep: Sweep) -> str | None:
 
 
 @contextmanager
-def ended_in_mlflow(sweep: Sweep, run: str | None) -> Iterator[None]:
+def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
     """Where the block is left by an error or a stop, the sweep's run ends with it."""
     try:
         yield
     except BaseException as error:
         if run is not None:
-            with _harmless("the end of the sweep"):
+            with _log_mlflow_failure("the end of the sweep"):
                 _store(sweep).set_status(run, "KILLED" if is_stop(error) else "FAILED")
         raise
 
 
-def finish_in_mlflow(sweep: Sweep, result: SweepResult, about: str) -> None:
+def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
     """Parameters, scores by point, the files, a description, and the end."""
     if (run := result.mlflow_run_id) is None:
         return
-    with _harmless("all of the sweep"):
+    with _log_mlflow_failure("all of the sweep"):
         store, metric = _store(sweep), sweep.metric_of(sweep.base)
         store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
         for row in result.points:
@@ -260,7 +262,7 @@ def finish_in_mlflow(sweep: Sweep, result: SweepResult, about: str) -> None:
         store.set_tags(run, {NOTE_TAG: about})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
         page = store.run_url(run, os.environ.get(MLFLOW_PAGE) or LOCAL_UI)
-        tell(f"in MLflow: {reachable(page, result.folder.parent.parent)}")
+        log_and_print(f"in MLflow: {reachable_url(page, result.folder.parent.parent)}")
 
 
 def _store(sweep: Sweep) -> MlflowStore:

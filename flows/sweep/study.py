@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import JsonValue
 
-from rlcore.config.problems import Problem, settings_error, shown
+from rlcore.config.problems import Problem, format_value, settings_error
 from rlcore.config.sweep import OptunaSearch, Pruning, RandomSearch, Range, Values
 from rlcore.config.sweep_load import Sweep
 from rlcore.evaluation.stats import paired_difference
@@ -29,7 +29,7 @@ STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
 """Attributes of a trial: the point's number from 1 on, its settings, its runs (`Member.to_json`), why it has failed. A
 trial without settings is no point: its process was killed while it was being made."""
-SEEDS_APART = 100_003
+SEED_STRIDE = 100_003
 """Between two seeds of a search: each point has a sampler of its own, so an interrupted sweep draws the same points."""
 LOCK_WAIT_S = 600.0
 """Seconds to wait for another process of the same sweep: it decides in milliseconds, and compares in seconds."""
@@ -58,7 +58,7 @@ class PairedPruner(BasePruner):
         num_safe = math.ceil(len(begun) / (1 + len(trial.intermediate_values)))
         if trial.number in {one.number for one in there[:num_safe]}:
             return False
-        ours, theirs = (one.user_attrs.get(problems_at(step), {}) for one in (trial, there[0]))
+        ours, theirs = (one.user_attrs.get(problem_scores_key(step), {}) for one in (trial, there[0]))
         shared = sorted(ours.keys() & theirs.keys())
         if not shared:
             return False
@@ -66,12 +66,12 @@ class PairedPruner(BasePruner):
         return paired_difference(of_trial, of_best, confidence=self._confidence).difference.low > 0.0
 
 
-def problems_at(step: int) -> str:
+def problem_scores_key(step: int) -> str:
     """Attribute of a trial: its score of each held-out problem at a step, by the problem's id."""
     return f"problems at {step}"
 
 
-def pruner_of(pruning: Pruning | None) -> BasePruner:
+def make_pruner(pruning: Pruning | None) -> BasePruner:
     """The pruner that a sweep names.
 
     Raises:
@@ -87,13 +87,13 @@ def pruner_of(pruning: Pruning | None) -> BasePruner:
     except (TypeError, ValueError) as error:
         remedy = f"docs/sweeps.md; Optuna's documentation of {made.__name__} lists them"
         rule = f"are not what Optuna's {made.__name__} takes ({' '.join(str(error).split())})"
-        raise settings_error([Problem("pruning.options", rule, shown(pruning.options), remedy)]) from error
+        raise settings_error([Problem("pruning.options", rule, format_value(pruning.options), remedy)]) from error
     return pruner
 
 
-def sampler_of(search: RandomSearch, number: int) -> BaseSampler:
+def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
     """The sampler of the point with this number."""
-    seed = search.seed * SEEDS_APART + number - 1
+    seed = search.seed * SEED_STRIDE + number - 1
     if isinstance(search, OptunaSearch):
         return TPESampler(n_startup_trials=search.startup_points, seed=seed)
     return RandomSampler(seed)
@@ -120,7 +120,7 @@ class SweepStudy:
                 study_name="points",
                 load_if_exists=True,
                 direction=sweep.spec.objective.direction,
-                pruner=pruner_of(sweep.spec.pruning),
+                pruner=make_pruner(sweep.spec.pruning),
             )
 
     def points(self) -> dict[int, FrozenTrial]:
@@ -137,13 +137,13 @@ class SweepStudy:
         with sweep_lock(self._sweep):
             for trial in self.points().values():
                 if trial.state == TrialState.FAIL:
-                    self._queue_again(trial)
+                    self._requeue(trial)
 
     def ask(self) -> Trial | None:
         """The next point, which this process then works on; None: there is none, or others work on those left."""
         search = self._sweep.spec.search
         with sweep_lock(self._sweep):
-            self._fail_lost()
+            self._requeue_lost()
             points = self.points()
             if not any(one.state == TrialState.WAITING for one in points.values()):
                 number = len(points) + 1
@@ -153,12 +153,12 @@ class SweepStudy:
                     settings = dict(self._sweep.points[number - 1])
                     self.optuna.enqueue_trial({}, {POINT: number, SETTINGS: settings})
                 else:
-                    self.optuna.sampler = sampler_of(search, number)
+                    self.optuna.sampler = make_sampler(search, number)
             trial = self.optuna.ask()
             self._claims[trial.number] = self._claim(trial.number)
             self._claims[trial.number].try_acquire()
             if search is not None:  # the values of a queued trial are fixed
-                settings = {key: _suggested(trial, key, values) for key, values in search.space.items()}
+                settings = {key: _suggest(trial, key, values) for key, values in search.space.items()}
                 trial.set_user_attr(POINT, trial.user_attrs.get(POINT, len(points) + 1))
                 trial.set_user_attr(SETTINGS, settings)
         return trial
@@ -171,7 +171,7 @@ class SweepStudy:
         """The lock of the process that works on a trial; the kernel frees it where that is killed."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
-    def _fail_lost(self) -> None:
+    def _requeue_lost(self) -> None:
         """Queue again what was left by a process that was stopped or killed."""
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             claim = self._claim(trial.number)
@@ -179,13 +179,13 @@ class SweepStudy:
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
                 claim.release()
                 if SETTINGS in trial.user_attrs:
-                    self._queue_again(trial)
+                    self._requeue(trial)
 
-    def _queue_again(self, trial: FrozenTrial) -> None:
+    def _requeue(self, trial: FrozenTrial) -> None:
         self.optuna.enqueue_trial(trial.params, {name: trial.user_attrs[name] for name in (POINT, SETTINGS)})
 
 
-class Spending:
+class BudgetTracker:
     """Runs, steps and hours of one call of a sweep against its budget, kept in the study for all its processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
@@ -202,7 +202,7 @@ class Spending:
         found: dict[str, Any] = self._study.user_attrs[self._name]
         return found
 
-    def begin(self, run_id: str, steps: int) -> bool:
+    def reserve(self, run_id: str, steps: int) -> bool:
         """Whether a run may be trained for so many steps more; if so, they are spent."""
         with sweep_lock(self._sweep):
             known = self.read()
@@ -215,7 +215,7 @@ class Spending:
             self._write(new)
             return not over
 
-    def give_back(self, steps: int) -> None:
+    def refund(self, steps: int) -> None:
         """Steps that a run was begun for and has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
@@ -230,7 +230,7 @@ def sweep_lock(sweep: Sweep) -> HeldLock:
     return HeldLock(sweep.folder / "sweep.lock", what=f"sweep {sweep.sweep_id}", wait_s=LOCK_WAIT_S)
 
 
-def _suggested(trial: Trial, key: str, values: Values) -> JsonValue:
+def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
     if not isinstance(values, Range):
         # As text, since Optuna takes no lists and mappings as choices.
         chosen: JsonValue = json.loads(trial.suggest_categorical(key, [json.dumps(value) for value in values]))

@@ -16,26 +16,26 @@ from typing import Any
 
 from data.stage import StageResult
 from flows.parameters import MLFLOW_PAGE
-from flows.stages.export import Weights
+from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.stages.train import DIFF_FILE
 from flows.work.open_run import OpenRun
-from flows.work.recorded import Recorded, models_digest, settings_digest
+from flows.work.recorded import MlflowContents, models_digest, settings_digest
 from rlcore.checkpoint.catalog import scan
 from rlcore.config.fingerprint import RUN_FILE, settings_fingerprint
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.storage.manifest import part_directories
 from rlcore.tracking.attempts import FinalStatus, read_attempts
-from rlcore.tracking.connection import explain
+from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import MlflowRun, ensure_mlflow_run
 from rlcore.tracking.journal import read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from rlcore.tracking.models import Alias, Kind, log_model, name_models
-from rlcore.user_code import code_of
+from rlcore.user_code import code_for_run
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ MAX_UPLOAD_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What a run has made once it is over. `report` None: the run has none yet, but a later call may."""
 
     report: ReportPage | None
-    last: Weights
-    best: Weights
+    last: ExportedWeights
+    best: ExportedWeights
 
     def digests(self, run: OpenRun) -> tuple[str, str]:
         """What the last part of the page depends on: the report's files, and the weights."""
@@ -66,15 +66,15 @@ class Outcome:
 
 
 def log_run_page(
-    run: OpenRun, prefect: Mapping[str, str], rows: tuple[StageResult, StageResult] | None, outcome: Outcome | None
-) -> Recorded:
+    run: OpenRun, prefect: Mapping[str, str], rows: tuple[StageResult, StageResult] | None, outcome: RunOutcome | None
+) -> MlflowContents:
     """Write a run's page in MLflow, and note what it has: by `rows` (the dataset, and the filtered one) settings, code
     and datasets; by `outcome` report, validations, checkpoints and weights.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
-    known = located(Recorded.read(run.layout), page)
-    run.shown.mlflow_page = known.url  # from here on the flow run's page links there
+    known = with_page_address(MlflowContents.read(run.layout), page)
+    run.prefect_view.mlflow_page = known.url  # from here on the flow run's page links there
     if rows is not None:
         log_start(run, page, tags, *rows)
         known = replace(known, settings=settings_digest(run.config))
@@ -86,7 +86,7 @@ def log_run_page(
     return known.write(run.layout)
 
 
-def located(known: Recorded, page: MlflowRun) -> Recorded:
+def with_page_address(known: MlflowContents, page: MlflowRun) -> MlflowContents:
     """The record with the address of the page: a resumed run may have been given another one."""
     stack = os.environ.get(MLFLOW_PAGE)
     url = page.store.run_url(page.id, stack) if stack else page.store.run_url(page.id)
@@ -104,10 +104,10 @@ def log_start(
 
     store, mlflow_run, config, layout = page.store, page.id, run.config, run.layout
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
-    store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
+    store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
     lines = to_yaml(run.origin.settings).split("\n")
-    store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), "config/settings.yaml")
+    store.client.log_text(mlflow_run, "\n".join(map(mask_secrets, lines)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
         store.client.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")
@@ -140,16 +140,16 @@ def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None
     if layout.validation.is_dir():
         store.client.log_artifacts(mlflow_run, str(layout.validation), layout.validation.name)
     lines = layout.run_json.read_text(encoding="utf-8").split("\n")
-    store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), f"lineage/{RUN_FILE}")
+    store.client.log_text(mlflow_run, "\n".join(map(mask_secrets, lines)), f"lineage/{RUN_FILE}")
     if (layout.run_dir / DIFF_FILE).is_file():
         store.client.log_artifact(mlflow_run, str(layout.run_dir / DIFF_FILE), "lineage")
-    if run.config.pass_rates.is_wanted:
+    if run.config.pass_rates.is_enabled:
         table = planned_pass_rates(run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
 
 
-def log_models(run: OpenRun, page: MlflowRun, last: Weights, best: Weights) -> None:
+def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: ExportedWeights) -> None:
     """The checkpoints on disk, each linked to the scores it was given, and the weights of the last and the best."""
     config, layout = run.config, run.layout
     records = {record.step: record for record in read_journal(layout.journal)}
@@ -185,8 +185,8 @@ class MlflowRecord:
         # What it tells of its tables is for others.
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
-        self._known = Recorded.read(run.layout)
-        run.shown.mlflow_page = self._known.url
+        self._known = MlflowContents.read(run.layout)
+        run.prefect_view.mlflow_page = self._known.url
 
     def __enter__(self) -> "MlflowRecord":
         return self
@@ -201,7 +201,7 @@ class MlflowRecord:
             status: FinalStatus = "KILLED" if is_stop(error) else "FAILED"
 
             def end() -> None:
-                if mlflow_run := Recorded.read(run.layout).mlflow_run_id:
+                if mlflow_run := MlflowContents.read(run.layout).mlflow_run_id:
                     MlflowStore(run.config.tracking, run.layout.root).set_status(mlflow_run, status)
 
             try:
@@ -214,12 +214,12 @@ class MlflowRecord:
         """Write settings and datasets, meanwhile."""
         if self._run.config.tracking.enabled and self._known.settings != settings_digest(self._run.config):
             task = self._thread.submit(log_run_page, self._run, self._prefect, (dataset, filtered), None)
-            task.add_done_callback(self._warn_at_once)
+            task.add_done_callback(self._warn_of_failure)
 
-    def finish(self, report: ReportPage | None, last: Weights, best: Weights) -> Recorded:
+    def finish(self, report: ReportPage | None, last: ExportedWeights, best: ExportedWeights) -> MlflowContents:
         """Write report, validations and weights, and wait for it, within a bound. `report` None: the run has none yet,
         but a later call may."""
-        run, known, outcome = self._run, self._known, Outcome(report, last, best)
+        run, known, outcome = self._run, self._known, RunOutcome(report, last, best)
         digest, models = outcome.digests(run)
         is_there = known.report in (report_fingerprint(run.layout), digest) and known.models == models
         if not run.config.tracking.enabled or (is_there and known.settings == settings_digest(run.config)):
@@ -232,7 +232,7 @@ class MlflowRecord:
             self._warn("all of the run", error)
         return self._known
 
-    def _warn_at_once(self, first: "Future[Recorded]") -> None:
+    def _warn_of_failure(self, first: "Future[MlflowContents]") -> None:
         """Warn of a store that is away when the run begins, while there is time to look."""
         if not first.cancelled() and (error := first.exception()) is not None:
             self._warn("the settings and datasets of the run", error)
@@ -242,5 +242,5 @@ class MlflowRecord:
         log.warning(
             "MLflow did not take %s: %s. The training is not touched by that; the same command again writes the rest",
             what,
-            explain(error, where),
+            explain_error(error, where),
         )

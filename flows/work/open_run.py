@@ -12,17 +12,17 @@ from uuid import UUID
 
 import psutil
 
-from flows.stack.state import FLOW_RUN, log_in
+from flows.stack.state import FLOW_RUN_ID, set_mlflow_login
 from flows.work.checkpoints import committed_step
-from flows.work.judgement import Judgement
-from flows.work.origin import require_same
+from flows.work.origin import require_same_inputs
 from flows.work.protocol import Event
-from flows.work.slots import Slots, Wish
+from flows.work.slots import SlotRequest, Slots
 from flows.work.trainer import TrainerProcess
+from flows.work.validation_summary import ValidationSummary
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import DataError, MillraceError, is_stop
-from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.failures import append_failure, failure_from, read_failures
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import model_digests
@@ -32,7 +32,7 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.connection import resolve_uri
 from rlcore.tracking.lineage import Origin, read_origin
-from rlcore.user_code import code_of, kept_code, working_by
+from rlcore.user_code import code_for_run, read_code, run_code
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +46,19 @@ are delivered."""
 
 
 @dataclass(slots=True)
-class Shown:
+class PrefectView:
     """What Prefect shows of the run: artifacts by their names, validations, its page in MLflow once known.
 
     `validations`: in training, by step. `judgements`: by name. `summary_at`: when the summary was last written.
-    `again_at`: when a server that was away is asked again.
+    `retry_at`: when a server that was away is asked again.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
     validations: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    judgements: dict[str, Judgement] = field(default_factory=dict)
+    final_validations: dict[str, ValidationSummary] = field(default_factory=dict)
     mlflow_page: str = ""
     summary_at: float = float("-inf")
-    again_at: float = float("-inf")
+    retry_at: float = float("-inf")
 
 
 class OpenRun:
@@ -72,17 +72,17 @@ class OpenRun:
         self, config: RunConfig, command: Sequence[str] = (), title: str = "", *, seen: RunConfig | None = None
     ) -> None:
         self.config = config
-        self.seen = config if seen is None else seen
+        self.planning_config = config if seen is None else seen
         self.command = tuple(command)
         self.title = title or config.name
         self.layout = RunLayout.of(config)
-        self.shown = Shown()
+        self.prefect_view = PrefectView()
         self.inputs: RunInputs | None = None
         """What the training takes from the stages of the rows, once these are done (`flows.stages.rows.inputs_of`)."""
         self.is_origin_complete = False
         """Whether this process has recorded how the training was started."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
-        slots, wish = Slots(self.layout.root), Wish.of(config, self.run_id)
+        slots, wish = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
         self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, wish=wish)
 
     @property
@@ -127,7 +127,7 @@ class OpenRun:
         return self.config.name == EVALUATION
 
     @contextmanager
-    def heard_by(
+    def route_events(
         self,
         on_event: Callable[[Event], None],
         on_line: Callable[[str], None],
@@ -143,7 +143,7 @@ class OpenRun:
             trainer.on_event, trainer.on_line, trainer.on_wait = before
 
 
-def anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
+def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
     """The settings with an absolute root and MLflow store: they may be read from another working directory."""
     tracking = config.tracking
     if tracking.uri is not None:
@@ -154,9 +154,9 @@ def anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
 
 @contextmanager
 def open_run(
-    config: RunConfig, command: Sequence[str] = (), title: str = "", *, say: Callable[[str], None] = log.warning
+    config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run for the block. See `OpenRun`. A trainer whose command has ended is waited for, which `say` reports.
+    """Open a run for the block. See `OpenRun`. A trainer whose command has ended is waited for, which `report` prints.
 
     Raises:
         RunInUseError: another command works on it, or such a trainer has not ended in time.
@@ -165,47 +165,47 @@ def open_run(
     """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
-        log_in(config.tracking.uri, layout.root)
+        set_mlflow_login(config.tracking.uri, layout.root)
 
-    def report(event: Mapping[str, object]) -> None:
-        say(str(event["text"]))
+    def report_event(event: Mapping[str, object]) -> None:
+        report(str(event["text"]))
 
-    with locked_run(layout.run_dir, report, lambda: False, is_holder_waited_for=False) as lock:
-        require_same(config, layout)
+    with locked_run(layout.run_dir, report_event, lambda: False, waits_for_holder=False) as lock:
+        require_same_inputs(config, layout)
         _keep_code(config, layout)
         run = OpenRun(config, command, title)
         models = {} if run.is_evaluation else {**run.origin.models, **model_digests(config)}  # that one's id has them
-        run.note(settings=anchored(config, layout), models=models)
+        run.note(settings=with_absolute_paths(config, layout), models=models)
         run.trainer.lock = lock.fileno()
         with (
-            _noted_before_the_first_step(layout.run_dir),
-            working_by(layout.code),  # an edit meanwhile is for the next start
+            _record_early_end(layout.run_dir),
+            run_code(layout.code),  # an edit meanwhile is for the next start
             run.trainer,
         ):
             yield run
 
 
 def _keep_code(config: RunConfig, layout: RunLayout) -> None:
-    code = code_of(config)
+    code = code_for_run(config)
     try:
-        is_kept = kept_code(layout.code) == code
+        is_kept = read_code(layout.code) == code
     except DataError:  # damaged before the run has begun
         is_kept = False
     if not is_kept:
-        code.keep(layout.code)
+        code.save(layout.code)
 
 
-def note_told(run_dir: Path, worker: Holder) -> None:
+def record_stop_request(run_dir: Path, worker: Holder) -> None:
     """Remember that a process was told to stop, and the flow run that Prefect's worker started it for, if one did."""
     told: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
-        if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN)):
+        if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
             told["flow_run"] = flow_run
     write_json_atomically(run_dir / STOP_FILE, told)
 
 
 @contextmanager
-def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
+def _record_early_end(run_dir: Path) -> Iterator[None]:
     """Note why the block ends early, where no trainer has begun that would note it."""
     began = time.time()
     try:
@@ -214,7 +214,7 @@ def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
         if not read_attempts(run_dir):
             with suppress(MillraceError, OSError):  # what ends the block matters more
                 if is_stop(error):
-                    note_told(run_dir, Holder.me())
-                elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_faults(run_dir)):
-                    note_fault(run_dir, fault_of(error, "", 0))
+                    record_stop_request(run_dir, Holder.me())
+                elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_failures(run_dir)):
+                    append_failure(run_dir, failure_from(error, "", 0))
         raise

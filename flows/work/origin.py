@@ -13,14 +13,14 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import content_digest, model_digests, model_paths
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.lineage import Origin, read_origin
-from rlcore.user_code import code_of, difference, kept_code
+from rlcore.user_code import code_for_run, code_patch, read_code
 
 ABSENT = "absent"
 SHOWN_DIGITS = 16
 """Hex digits of a digest in a message."""
 
 
-def require_same(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
+def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
     """Require that a run that has begun resumes with the code, data and models of its record, and that it has no more
     steps than `trainer.total_steps`. A run without checkpoints and validations has not begun.
 
@@ -59,11 +59,11 @@ def require_same(config: RunConfig, layout: RunLayout, inputs: RunInputs | None 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
     """A patch. A suite that has come or gone since brings or takes its scorer, which changes no number of the run."""
-    now, then = code_of(config), kept_code(layout.code)
+    now, then = code_for_run(config), read_code(layout.code)
     if then is None:
         return []
     then, now = then.shared_with(now), now.shared_with(then)
-    return [difference(then, now)] if then.digests != now.digests else []
+    return [code_patch(then, now)] if then.digests != now.digests else []
 
 
 def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
@@ -76,7 +76,7 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
         name, path = "warm_start.demonstrations", Path(str(file)).expanduser()
         then |= {name: manifest.values[FILE_SHA256]}
         now |= {name: content_digest(path)} if path.is_file() else {}
-    return _differing("", then, now)
+    return _digest_changes("", then, now)
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
@@ -84,7 +84,7 @@ def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()
-        changes += _differing(f"{key}, {place}: ", origin.models.get(key, now), now)
+        changes += _digest_changes(f"{key}, {place}: ", origin.models.get(key, now), now)
     return changes
 
 
@@ -100,7 +100,7 @@ def _changed_rows(then: RunInputs, now: RunInputs) -> list[str]:
     return [] if before == after else [f"  rows: {then.filtered_directory} then, {now.filtered_directory} now"]
 
 
-def _differing(where: str, then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _digest_changes(where: str, then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """A line for each name whose digest is another one."""
     return [
         f"  {where}{name}: {then.get(name, ABSENT)[:SHOWN_DIGITS]} then, {now.get(name, ABSENT)[:SHOWN_DIGITS]} now"

@@ -57,7 +57,7 @@ class Validated:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class RunEvent:
     """Any other event, by its name: paused_for_disk, disk_room, resumed, an alarm. `text` in it is for people."""
 
     name: str
@@ -88,7 +88,7 @@ class Failed:
         return MillraceError(self.message)
 
 
-Event = Progress | Note | CheckpointSaved | Validated | Happening
+Event = Progress | Note | CheckpointSaved | Validated | RunEvent
 Reply = Event | Done | Failed
 
 _KINDS: Mapping[str, TypeAdapter[Any]] = {
@@ -111,7 +111,7 @@ def parse_reply(line: bytes) -> Reply:
     if not isinstance(values, dict) or not isinstance(name := values.pop("event", None), str):
         raise ValueError("not a reply")
     kind = _KINDS.get(name)
-    found: Reply = Happening(name, values) if kind is None else kind.validate_python(values)
+    found: Reply = RunEvent(name, values) if kind is None else kind.validate_python(values)
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.stack.state import log_in, stack_store
+from flows.stack.state import set_mlflow_login, stack_tracking_uri
 from flows.work.status import worker_of
 from rlcore.checkpoint.catalog import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
@@ -18,7 +18,7 @@ from rlcore.storage.documents import files_of
 from rlcore.storage.locks import RunLock
 from rlcore.storage.sqlite import sqlite_file
 from rlcore.tracking.attempts import Destination, read_attempts
-from rlcore.tracking.connection import explain, has_store, resolve_uri
+from rlcore.tracking.connection import explain_error, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.lineage import read_origin
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "comparisons"
 """Folder of comparisons among a run's artifacts in MLflow."""
-MOST_NAMES = 8
+MAX_NAMES = 8
 """Run ids in a message at most."""
 
 
@@ -40,16 +40,16 @@ def all_runs(root: Path) -> list[Path]:
     return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
-def named_runs(names: Sequence[str], root: Path) -> list[Path]:
+def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
     """The folders of runs named by a path, a run id, or the beginning of one that is no other's.
 
     Raises:
         DataError: a name that is no run's, or several runs'.
     """
-    return [_named(name, root) for name in names]
+    return [_find_folder(name, root) for name in names]
 
 
-def _named(name: str, root: Path) -> Path:
+def _find_folder(name: str, root: Path) -> Path:
     for folder in (Path(name), root / "runs" / name):
         if (folder / RUN_FILE).is_file():
             return folder.resolve()
@@ -59,9 +59,9 @@ def _named(name: str, root: Path) -> Path:
         return found[0].resolve()
     name = name or "''"  # an empty name, perhaps of an unset variable, is no beginning
     meant = found or known
-    names = ", ".join(folder.name for folder in meant[:MOST_NAMES]) or "none"
-    if len(meant) > MOST_NAMES:
-        names += f" and {len(meant) - MOST_NAMES} more (millrace runs lists them)"
+    names = ", ".join(folder.name for folder in meant[:MAX_NAMES]) or "none"
+    if len(meant) > MAX_NAMES:
+        names += f" and {len(meant) - MAX_NAMES} more (millrace runs lists them)"
     problem = "is the beginning of several runs" if found else "is neither the folder nor the id of a run"
     raise DataError(
         f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "
@@ -69,7 +69,7 @@ def _named(name: str, root: Path) -> Path:
     )
 
 
-def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
+def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
     """Settings and folders of a run: by its folder, its id or the beginning of that under `root`, or by its settings.
 
     Raises:
@@ -83,8 +83,8 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
             f"{' '.join(words)}"
         )
     if named:
-        folder = _named(words[0], root or Path(PathsConfig().root))
-        config = settings_of(folder)
+        folder = _find_folder(words[0], root or Path(PathsConfig().root))
+        config = read_settings(folder)
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
     else:
         from flows.parameters import all_overrides
@@ -100,7 +100,7 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
     return config, layout
 
 
-def settings_of(folder: Path) -> RunConfig:
+def read_settings(folder: Path) -> RunConfig:
     """The settings that a run's folder keeps.
 
     Raises:
@@ -131,7 +131,7 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
         DataError: a name is no run's; a run that the search finds is not on this machine.
         TrackingError: MLflow does not take the search.
     """
-    folders = named_runs(names, root)
+    folders = find_named_runs(names, root)
     if search:
         store = MlflowStore(tracking, root)
         if not has_store(store.uri):
@@ -141,7 +141,7 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
         found = search_run_ids(store, search)
         if not found:
             raise DataError(f"--search {search!r}: finds no run in experiment {tracking.experiment}; look for typos")
-        folders += named_runs(found, root)
+        folders += find_named_runs(found, root)
     return list(dict.fromkeys(folders))
 
 
@@ -156,14 +156,14 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
     root = root.resolve()
     files = compare_runs(folders, root=root)
     statements = tuple(f"{found.topic}: {found.statement}" for found in files.findings)
-    page = _keep(folders, files, root)
+    page = _upload(folders, files, root)
     return Comparison(tuple(folders), files.html, files.json, page, statements, files.summary)
 
 
-def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
+def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
     """Upload the files to the runs that MLflow has; the URL of its page of them. A failure is a line in the log."""
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
-    configs = [settings_of(folder) for folder, _ in known]
+    configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
         return ""
     stores = [MlflowStore(config.tracking, root) for config in configs]
@@ -178,7 +178,7 @@ def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
             return compare_url(stores[0], [run_id for _, run_id in known])
     except Exception as error:
-        log.warning("MLflow did not take the comparison: %s", explain(error, stores[0].uri))
+        log.warning("MLflow did not take the comparison: %s", explain_error(error, stores[0].uri))
     return ""
 
 
@@ -208,7 +208,7 @@ class Outcome:
 def prune(folder: Path, *, dry_run: bool) -> Outcome:
     """Delete the checkpoints that a run's own retention rule does not keep; one that is going on is left alone."""
     try:
-        config = settings_of(folder)
+        config = read_settings(folder)
         checkpoints = RunLayout(folder.parents[1], folder).checkpoints
         if not checkpoints.is_dir():
             return Outcome(folder.name, "no checkpoints", ok=True)
@@ -241,7 +241,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
             return Outcome(folder.name, "has not begun", ok=True)
         begun_with = attempts[-1][0].destination
         uri = uri or _store_of_root(folder, begun_with)
-        log_in(uri or begun_with.uri, folder.parents[1])
+        set_mlflow_login(uri or begun_with.uri, folder.parents[1])
         result = sync_run(folder, uri)
     except RunInUseError:
         return Outcome(folder.name, "is being delivered by another process", ok=True)
@@ -261,12 +261,12 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     """
     root = folder.parents[1]
     try:
-        named = settings_of(folder).tracking.uri
+        named = read_settings(folder).tracking.uri
     except DataError:  # settings of another version: `attempts.jsonl` says where it goes
         return None
     if named is not None:
         return None
-    if (stack := stack_store(root)) is not None:
+    if (stack := stack_tracking_uri(root)) is not None:
         return stack
     store = MlflowStore(TrackingConfig(experiment=begun_with.experiment), root)
     is_file = begun_with.uri.startswith("sqlite:")  # else a server's, which no folder holds
@@ -275,7 +275,7 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     try:
         _ = store.experiment_id  # made here where it is missing: its artifacts lie under this root
     except Exception as error:
-        raise TrackingError(f"{folder}: not delivered: {explain(error, store.uri)}") from error
+        raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri
 
 
@@ -285,13 +285,13 @@ def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> l
     Raises:
         TrackingError: the store cannot be read.
     """
-    uri = log_in(resolve_uri(tracking, root), root)
+    uri = set_mlflow_login(resolve_uri(tracking, root), root)
     if not has_store(uri):
         return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]
     try:
         found = find_garbage(uri)
     except Exception as error:
-        raise TrackingError(f"garbage cannot be looked for: {explain(error, uri)}") from error
+        raise TrackingError(f"garbage cannot be looked for: {explain_error(error, uri)}") from error
     outcomes = []
     for one in found:
         name = f"{one.run_name or one.run_id}{f' model {one.model_id}' if one.model_id else ''}"
@@ -303,7 +303,7 @@ def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> l
             if not dry_run:
                 remove_garbage(uri, one)
         except Exception as error:
-            outcomes.append(Outcome(name, f"{size} not removed: {explain(error, uri)}", ok=False))
+            outcomes.append(Outcome(name, f"{size} not removed: {explain_error(error, uri)}", ok=False))
             continue
         outcomes.append(Outcome(name, f"{size} {'would be removed' if dry_run else 'removed'}", ok=True))
     return outcomes

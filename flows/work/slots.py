@@ -32,7 +32,7 @@ MUTEX_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SlotRequest:
     """Request of a run. `number`: of slots. `since`: seconds since the epoch when its process first asked."""
 
     run_id: str
@@ -42,7 +42,7 @@ class Wish:
     pid: int
 
     @classmethod
-    def of(cls, config: RunConfig, run_id: str) -> "Wish":
+    def of(cls, config: RunConfig, run_id: str) -> "SlotRequest":
         """A slot for each rank of a run, requested now."""
         return cls(run_id, config.runtime.num_workers, config.runtime.priority, time.time(), os.getpid())
 
@@ -55,33 +55,33 @@ class Wish:
         return f"{self.run_id} (priority {self.priority})"
 
 
-_WISH = TypeAdapter(Wish)
+_REQUEST = TypeAdapter(SlotRequest)
 _DEVICES = TypeAdapter(tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SlotState:
     """The slots of a root at one moment. `devices`: of each slot, '' on a CPU. `holders`: by taken slot. `waiting`: in
     their order."""
 
     devices: tuple[str, ...]
-    holders: Mapping[int, Wish]
-    waiting: tuple[Wish, ...]
+    holders: Mapping[int, SlotRequest]
+    waiting: tuple[SlotRequest, ...]
 
     @property
     def num_free(self) -> int:
         """Number of slots that no run holds."""
         return len(self.devices) - len(self.holders)
 
-    def num_wanted_before(self, wish: Wish) -> int:
+    def num_requested_before(self, wish: SlotRequest) -> int:
         """Slots that those before it in line wait for."""
         return sum(other.number for other in self.waiting if other.order < wish.order)
 
-    def must_yield(self, mine: Wish) -> bool:
+    def must_yield(self, request: SlotRequest) -> bool:
         """Whether runs of higher priority wait for more slots than are free."""
-        return sum(wish.number for wish in self.waiting if wish.priority > mine.priority) > self.num_free
+        return sum(wish.number for wish in self.waiting if wish.priority > request.priority) > self.num_free
 
-    def reason(self, wish: Wish) -> str:
+    def wait_reason(self, wish: SlotRequest) -> str:
         """Why a run waits."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
         ahead = [str(other) for other in self.waiting if other.order < wish.order]
@@ -130,18 +130,18 @@ class Slots:
         """Lock to hold while slots are looked at or taken."""
         return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
 
-    def look(self) -> State:
+    def read_state(self) -> SlotState:
         """The slots as they are now."""
         if not self.devices():
-            return State((), {}, ())
+            return SlotState((), {}, ())
         with self.mutex():
             return self._state()
 
-    def _state(self) -> State:
+    def _state(self) -> SlotState:
         devices = self.devices()
-        holders = {number: wish for number in range(len(devices)) if (wish := _live(self.path(number)))}
-        waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _live(file))]
-        return State(devices, holders, tuple(sorted(waiting, key=lambda wish: wish.order)))
+        holders = {number: wish for number in range(len(devices)) if (wish := _holder(self.path(number)))}
+        waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _holder(file))]
+        return SlotState(devices, holders, tuple(sorted(waiting, key=lambda wish: wish.order)))
 
     def path(self, number: int) -> Path:
         """File of a slot."""
@@ -151,45 +151,45 @@ class Slots:
         """The file that a run holds while it waits."""
         return self.folder / "waiting" / f"{run_id}.json"
 
-    def reason_of(self, run_id: str) -> str:
+    def wait_reason(self, run_id: str) -> str:
         """Why a run waits; '' for one that does not."""
         if not self.waiting_path(run_id).exists():
             return ""
         try:
-            state = self.look()
+            state = self.read_state()
         except (MillraceError, OSError):  # a user who may only read cannot take the mutex
             return "waits for slots"
-        return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
+        return next((state.wait_reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
 
-    def take(self, wish: Wish, on_wait: Callable[[str], None]) -> "HeldSlots":
+    def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
         """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that.
 
         Raises:
             ConfigError: the root has fewer slots than the run needs, perhaps since it waits.
         """
         if not self.devices():
-            return HeldSlots(self, wish, {}, ())
-        file = self.waiting_path(wish.run_id)
+            return HeldSlots(self, request, {}, ())
+        file = self.waiting_path(request.run_id)
         file.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as line:
             with self.mutex():
-                line.callback(_locked(file, wish).release)
+                line.callback(_lock(file, request).release)
                 line.callback(file.unlink, missing_ok=True)
             while True:
                 with self.mutex():
-                    self.require(wish.number)
+                    self.require(request.number)
                     state = self._state()
-                    if not state.devices or state.num_free >= state.num_wanted_before(wish) + wish.number:
-                        return self._taken(wish, state)
-                on_wait(state.reason(wish))
+                    if not state.devices or state.num_free >= state.num_requested_before(request) + request.number:
+                        return self._acquire_free(request, state)
+                on_wait(state.wait_reason(request))
                 time.sleep(POLL_S)
 
-    def _taken(self, wish: Wish, state: State) -> "HeldSlots":
+    def _acquire_free(self, wish: SlotRequest, state: SlotState) -> "HeldSlots":
         free = [number for number in range(len(state.devices)) if number not in state.holders]
         with ExitStack() as undo:
             locks = {}
             for number in free[: wish.number]:
-                locks[number] = _locked(self.path(number), wish)
+                locks[number] = _lock(self.path(number), wish)
                 undo.callback(locks[number].release)
             undo.pop_all()
         return HeldSlots(self, wish, locks, state.devices)
@@ -198,7 +198,7 @@ class Slots:
 class HeldSlots:
     """Slots of a run, none where the root has none. A trainer inherits `descriptors` and `environment`, its devices."""
 
-    def __init__(self, slots: Slots, wish: Wish, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
+    def __init__(self, slots: Slots, wish: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
         self._slots, self._wish, self._locks = slots, wish, list(locks.values())
         named = [devices[number] for number in locks if devices[number]]
         self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
@@ -207,7 +207,7 @@ class HeldSlots:
     def must_yield(self) -> bool:
         """Whether runs of higher priority need these slots."""
         try:
-            return bool(self._locks) and self._slots.look().must_yield(self._wish)
+            return bool(self._locks) and self._slots.read_state().must_yield(self._wish)
         except (MillraceError, OSError):  # unreadable files are no reason to end a trainer
             return False
 
@@ -217,21 +217,21 @@ class HeldSlots:
             self._locks.pop().release()
 
 
-def _live(file: Path) -> Wish | None:
+def _holder(file: Path) -> SlotRequest | None:
     """The holder of a file's lock; None where it is free. One that has not written yet counts as one of no run."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):
             lock.release(everywhere=True)
             return None
-        return _WISH.validate_json(file.read_bytes())
+        return _REQUEST.validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError:
-        return Wish("a run that has just begun", 1, 0, 0.0, 0)
+        return SlotRequest("a run that has just begun", 1, 0, 0.0, 0)
 
 
-def _locked(path: Path, wish: Wish) -> FileLock:
+def _lock(path: Path, wish: SlotRequest) -> FileLock:
     """A file's lock, with the wish in the file."""
     lock = FileLock(path)
     if not lock.try_acquire():

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flows.progress import REWARD_NAMES
-from flows.stack.state import WORKERS_COMMAND
+from flows.stack.state import FLOW_RUN_COMMAND
 from flows.work.open_run import STOP_FILE
 from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError
 from rlcore.run.disk import GOES_ON, PAUSED
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json, read_ordinary
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of, read_holder
@@ -61,13 +61,13 @@ class RunStatus:
 
 def status_of(run_dir: Path) -> RunStatus:
     """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
-    step, reward, pause, changed, gpu_seconds = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
+    step, reward, pause, changed, gpu_seconds = _read_journal_end(RunLayout(run_dir.parents[1], run_dir).journal)
     with suppress(OSError):  # it is deleted at this moment
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
-    found = _document(run_dir / RUN_FILE).get("settings")
+    found = _read_json(run_dir / RUN_FILE).get("settings")
     settings = found if isinstance(found, dict) else {}
     trainer = settings.get("trainer")
-    state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).reason_of(run_dir.name))
+    state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).wait_reason(run_dir.name))
     return RunStatus(
         run_id=run_dir.name,
         run_dir=str(run_dir),
@@ -96,17 +96,17 @@ def worker_of(run_dir: Path) -> Holder | None:
     return holder_of(run_dir / RUN_LOCK)
 
 
-def was_told(run_dir: Path, worker: Holder | None) -> bool:
+def is_stop_requested(run_dir: Path, worker: Holder | None) -> bool:
     """Whether `millrace stop` has told this process to stop."""
-    return worker is not None and _document(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
+    return worker is not None and _read_json(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
 
 
-def how_it_goes_on(run_dir: Path) -> str:
+def resume_hint(run_dir: Path) -> str:
     """What makes a run go on on which nobody works: the command that did, or Prefect, whose worker starts a process."""
     last = read_holder(run_dir / RUN_LOCK)
-    if last is None or not last.command.endswith(WORKERS_COMMAND):
+    if last is None or not last.command.endswith(FLOW_RUN_COMMAND):
         return SAME_COMMAND
-    flow_run = _document(run_dir / STOP_FILE).get("flow_run") if was_told(run_dir, last) else None
+    flow_run = _read_json(run_dir / STOP_FILE).get("flow_run") if is_stop_requested(run_dir, last) else None
     return f"`prefect flow-run retry {flow_run or 'ID'}` goes on, or Retry on its page"
 
 
@@ -123,16 +123,16 @@ def size_of(folder: Path) -> int:
 def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     worker = worker_of(run_dir)
     if worker is not None:
-        told = was_told(run_dir, worker)
+        told = is_stop_requested(run_dir, worker)
         return (
             "stopping" if told else "waiting" if pause else "running",
             pause or f"process {worker.pid} on {worker.host}",
         )
-    attempts, faults = read_attempts(run_dir), read_faults(run_dir)
+    attempts, faults = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status
     if not attempts:  # a command or flow has noted why it ended before the first step
-        told_at = _document(run_dir / STOP_FILE).get("time")
+        told_at = _read_json(run_dir / STOP_FILE).get("time")
         told_at = told_at if isinstance(told_at, int | float) else 0.0
         status = "KILLED" if told_at > (faults[-1].time if faults else 0.0) else "FAILED" if faults else None
         if status is None:
@@ -140,12 +140,12 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     if status == "FINISHED":
         return "finished", ""
     if status == "KILLED":
-        return "stopped", how_it_goes_on(run_dir)
+        return "stopped", resume_hint(run_dir)
     why = f"{faults[-1]}: {faults[-1].message.partition(chr(10))[0]}" if faults else ""
-    return ("failed" if status == "FAILED" else "lost"), why or f"its process is gone; {how_it_goes_on(run_dir)}"
+    return ("failed" if status == "FAILED" else "lost"), why or f"its process is gone; {resume_hint(run_dir)}"
 
 
-def _newest(journal: Path) -> tuple[int, float | None, str, float, float | None]:
+def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None]:
     """Last step, its reward, what the run waits for ('' for nothing), the last line's time and the GPU-seconds so far,
     by the file's end."""
     step, reward, pause, changed, gpu_seconds = 0, None, "", 0.0, None
@@ -172,7 +172,7 @@ def _score(run_dir: Path) -> float | None:
     return None
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_ordinary(path))
     except (OSError, ValueError):

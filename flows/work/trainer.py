@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from flows.server.launch import python_path, start_process
-from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
-from flows.work.slots import HeldSlots, Slots, Wish
+from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, RunEvent, command_line, parse_reply
+from flows.work.slots import HeldSlots, SlotRequest, Slots
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
-from rlcore.run.faults import fault_of, note_fault, num_oom_kills
+from rlcore.run.failures import append_failure, failure_from, num_oom_kills
 
 TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
 POLL_S = 0.25
@@ -32,7 +32,7 @@ DRAIN_WAIT_S = 1.0
 """For the replies that a dead process has left in the pipe."""
 NUM_LAST_LINES = 20
 """Lines of the log in the message about a lost process."""
-WAITS = "waits_for_slots"
+WAITS_FOR_SLOTS = "waits_for_slots"
 """Event of a run that waits for slots of its root."""
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -121,7 +121,7 @@ class TrainerProcess:
         *,
         stop_wait_s: float,
         slots: Slots,
-        wish: Wish,
+        wish: SlotRequest,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -163,7 +163,7 @@ class TrainerProcess:
             StopRequestedError: somebody told the process to stop; it has saved.
             MillraceError: what the trainer raised, as the class that it raised.
         """
-        child = self._started()
+        child = self._start()
         try:
             child.send(command_line(command, **arguments))
             reply = self._wait_for_reply(child)
@@ -176,7 +176,7 @@ class TrainerProcess:
             raise
         if isinstance(reply, Done):
             return reply.result
-        self._let_end(child)
+        self._wait_for_end(child)
         raise reply.error()
 
     def close(self) -> None:
@@ -194,13 +194,13 @@ class TrainerProcess:
         finally:
             child.destroy()
 
-    def _started(self) -> "_Child":
+    def _start(self) -> "_Child":
         if self._child is not None and self._child.has_ended():
-            self._let_end(self._child)
+            self._wait_for_end(self._child)
         if self._child is not None and self._child.held.must_yield():
             self.close()
         if self._child is None:
-            held = self._slots.take(self._wish, self._wait_in_line)
+            held = self._slots.acquire(self._wish, self._report_wait)
             try:
                 if self._reason:
                     number = len(held.descriptors)
@@ -212,9 +212,9 @@ class TrainerProcess:
                 raise
         return self._child
 
-    def _wait_in_line(self, reason: str) -> None:
+    def _report_wait(self, reason: str) -> None:
         if reason != self._reason:
-            self.on_event(Happening(WAITS, {"text": reason}))
+            self.on_event(RunEvent(WAITS_FOR_SLOTS, {"text": reason}))
         self._reason = reason
         self.on_wait()
 
@@ -223,15 +223,15 @@ class TrainerProcess:
             is_dead = child.has_ended()  # asked first: what it wrote before is read below
             for reply in child.replies(DRAIN_WAIT_S if is_dead else POLL_S):
                 if isinstance(reply, Done | Failed):
-                    self._pass_on_lines(child)
+                    self._forward_lines(child)
                     return reply
                 self.on_event(reply)
-            self._pass_on_lines(child)
+            self._forward_lines(child)
             self.on_wait()
             if is_dead:
-                raise child.lost()
+                raise child.lost_error()
 
-    def _pass_on_lines(self, child: "_Child") -> None:
+    def _forward_lines(self, child: "_Child") -> None:
         for line in child.log.new_lines():
             self.on_line(line)
 
@@ -241,17 +241,17 @@ class TrainerProcess:
             has_ended = child.has_ended()
             for reply in child.replies(0.0 if has_ended else POLL_S):
                 if isinstance(reply, Failed) and reply.type == StopRequestedError.__name__:
-                    self._mention(Note(reply.message))
+                    self._report(Note(reply.message))
                 elif not isinstance(reply, Done | Failed):
-                    self._mention(reply)
+                    self._report(reply)
             with suppress(Exception):
-                self._pass_on_lines(child)
+                self._forward_lines(child)
             if has_ended:
                 return True
             if time.monotonic() >= deadline:
                 return False
 
-    def _mention(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         """Pass on an event while the process ends; an error of the receiver must not keep it from saving."""
         with suppress(Exception):
             self.on_event(event)
@@ -261,12 +261,12 @@ class TrainerProcess:
         self._child = None
         try:
             child.signal(signal.SIGTERM)
-            self._mention(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
+            self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
             self._wait_for_exit(child, self._stop_wait_s)
         finally:
             child.destroy()
 
-    def _let_end(self, child: "_Child") -> None:
+    def _wait_for_end(self, child: "_Child") -> None:
         """Wait for a process that ends by itself: it does after an error."""
         self._child = None
         try:
@@ -310,7 +310,7 @@ class _Child:
         try:
             os.write(self._commands_fd, line)  # far below PIPE_BUF: whole or not at all
         except BrokenPipeError:
-            raise self.lost() from None
+            raise self.lost_error() from None
 
     def replies(self, timeout_s: float) -> list[Reply]:
         """The whole replies that are there, or that come within that time."""
@@ -336,7 +336,7 @@ class _Child:
         except ValueError as error:
             raise WorkerLostError(f"the trainer process says {line[:200]!r}, which is no reply ({error})") from error
 
-    def lost(self) -> MillraceError:
+    def lost_error(self) -> MillraceError:
         code = self.process.wait()
         if code == EXIT_RESUMABLE:
             return StopRequestedError("the trainer was told to stop; start again to go on from its last checkpoint")
@@ -345,11 +345,11 @@ class _Child:
         text = f"the trainer process has ended ({reason}). The end of {self.log.path}:\n{end}"
         # It had no time to say why: the kernel counts the processes that it kills for want of memory.
         if code == -signal.SIGKILL and num_oom_kills() > self._oom_kills:
-            return self._noted(HostMemoryError(f"the kernel has killed a process for want of memory: {text}"))
-        return self._noted(WorkerLostError(text))
+            return self._record_failure(HostMemoryError(f"the kernel has killed a process for want of memory: {text}"))
+        return self._record_failure(WorkerLostError(text))
 
-    def _noted(self, error: MillraceError) -> MillraceError:
-        note_fault(self.log.path.parent.parent, fault_of(error, "", self._last_step))
+    def _record_failure(self, error: MillraceError) -> MillraceError:
+        append_failure(self.log.path.parent.parent, failure_from(error, "", self._last_step))
         return error
 
     def has_ended(self) -> bool:

@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.parameters import RunSettings, compose_settings
-from flows.work.runs import named_run
+from flows.work.runs import find_run
 from rlcore.checkpoint.catalog import find_checkpoint
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, fingerprint
 from rlcore.config.problems import override_value
 from rlcore.errors import CheckpointError, DataError
 from rlcore.models.hub import require_reachable
-from rlcore.run.inputs import RunInputs, planned_start_model
+from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.run.layout import RunLayout
-from rlcore.storage.finished import finished_or_set_aside, finished_or_why
-from rlcore.user_code import working_by
+from rlcore.storage.finished import read_finished_or_reason, read_finished_or_set_aside
+from rlcore.user_code import run_code
 
 START = "start"
 """In place of a checkpoint: the model that a run has started from."""
@@ -30,18 +30,18 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
     from rlcore.checkpoint.export import export_checkpoint
 
     info = find_checkpoint(layout.checkpoints, checkpoint)
-    return export_checkpoint(info, config, start_model_of(config, layout), target)
+    return export_checkpoint(info, config, find_initial_policy(config, layout), target)
 
 
-def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
+def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
     """The model that the run has started from: a folder, or a hub id as a path.
 
     Raises:
         DataError: the folder is not there any more.
         ModelError: the hub's model is neither in its cache nor to be had.
     """
-    with working_by(layout.code):
-        start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
+    with run_code(layout.code):
+        start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
     if not start.is_absolute():
         require_reachable("model.path", str(start))
     elif not start.is_dir():
@@ -53,7 +53,7 @@ def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class CheckpointWeights:
     """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
 
     config: RunConfig
@@ -72,12 +72,12 @@ class Weights:
         Raises:
             CheckpointError: the checkpoint is broken.
         """
-        if self.checkpoint != START and finished_or_set_aside(self.folder, error=CheckpointError) is None:
+        if self.checkpoint != START and read_finished_or_set_aside(self.folder, error=CheckpointError) is None:
             export_to(self.config, self.layout, self.checkpoint, self.folder)
         return self.folder
 
 
-def weights_of(source: str, root: Path | None) -> Weights:
+def find_weights(source: str, root: Path | None) -> CheckpointWeights:
     """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
 
     Raises:
@@ -87,15 +87,15 @@ def weights_of(source: str, root: Path | None) -> Weights:
     name, at, checkpoint = source.rpartition("@")
     if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
         name, checkpoint = source, ""
-    config, layout = named_run([name], root)
+    config, layout = find_run([name], root)
     if checkpoint == START:
-        return Weights(config, layout, START, start_model_of(config, layout))
+        return CheckpointWeights(config, layout, START, find_initial_policy(config, layout))
     info = find_checkpoint(layout.checkpoints, checkpoint or "last")
     digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
-    return Weights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
+    return CheckpointWeights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
 
 
-def forked(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
+def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
     """Compose settings whose model of step 0 has the weights that `source` names (`RUN[@CHECKPOINT]`, under `root`).
 
     The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
@@ -107,10 +107,10 @@ def forked(settings: list[str], source: str, root: Path | None = None, *, dry_ru
         DataError: there is no such run.
         CheckpointError: it has no such checkpoint, or that is broken.
     """
-    weights = weights_of(source, root)
-    is_missing = dry_run and finished_or_why(weights.folder, error=CheckpointError)[0] is None
+    weights = find_weights(source, root)
+    is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None
     target = weights.folder if dry_run else weights.ensure()
-    model = start_model_of(weights.config, weights.layout) if is_missing else target
+    model = find_initial_policy(weights.config, weights.layout) if is_missing else target
     more = [
         f"model.path={override_value(str(model))}",
         "warm_start.enabled=false",
@@ -121,4 +121,4 @@ def forked(settings: list[str], source: str, root: Path | None = None, *, dry_ru
         return composed
     seen = composed.config
     planned = seen.model_copy(update={"model": seen.model.model_copy(update={"path": str(target)})})
-    return replace(composed, config=planned, seen=seen)
+    return replace(composed, config=planned, planning_config=seen)

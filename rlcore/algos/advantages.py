@@ -148,8 +148,8 @@ def pass_at_k(
     num_right = torch.zeros_like(sizes).index_add(0, members, right.long())
     n, c = sizes.double(), num_right.double()
     chosen = torch.minimum(n, torch.full_like(n, k))
-    passes = 1 - _share_without(n, n - c, chosen)
-    with_wrong = 1 - _share_without(n - 1, n - c - 1, chosen - 1)
+    passes = 1 - _share_without_correct(n, n - c, chosen)
+    with_wrong = 1 - _share_without_correct(n - 1, n - c - 1, chosen - 1)
     is_open = (c > 0) & (n - c >= chosen)  # by counts: p itself is rounded
     sigma = (passes * (1 - passes)).sqrt()
     value = torch.where(right, (1 - passes)[members], (with_wrong - passes)[members])
@@ -157,7 +157,7 @@ def pass_at_k(
     return advantages.to(_float_type(scores))
 
 
-def _share_without(
+def _share_without_correct(
     total: Float[Tensor, "P"], wrong: Float[Tensor, "P"], chosen: Float[Tensor, "P"]
 ) -> Float[Tensor, "P"]:
     """`C(wrong, chosen) / C(total, chosen)`: share of the sets of `chosen` that have wrong answers alone."""
@@ -175,7 +175,9 @@ def _required(value: Tensor | None, name: str, method: str) -> Tensor:
     return value
 
 
-def spread(values: Float[Tensor, "N"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"]) -> Float[Tensor, "T"]:
+def broadcast_to_tokens(
+    values: Float[Tensor, "N"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"]
+) -> Float[Tensor, "T"]:
     """Each answer token gets its sequence's value; 0 elsewhere."""
     return masked(values[sequence_ids], mask)
 
@@ -273,10 +275,10 @@ def group_size(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
     return sizes[members]
 
 
-def comparable(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
+def has_scored_peer(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
     """True for an answer with a score whose group has another answer with a score, or no other answer.
 
-    >>> comparable(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
+    >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]
     """
     members, sizes = group_members(group_ids)
@@ -350,7 +352,7 @@ def score_range(
     return highest, lowest
 
 
-def informative_groups(
+def groups_with_signal(
     scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
 ) -> Bool[Tensor, "N"]:
     """For each answer whether its group's scores differ: where all are equal, every advantage is 0.

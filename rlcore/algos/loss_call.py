@@ -38,7 +38,7 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
 
-def checked(
+def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
     """The function of the setting `key`; one of one's own (`name` is `module:function`) is checked at each call.
@@ -53,7 +53,7 @@ def checked(
         try:
             found = function(first, *rest)
         except Exception as error:  # somebody's function can raise anything
-            raise UserCodeError(f"{key}: {name} {_raised(name, error)}") from error
+            raise UserCodeError(f"{key}: {name} {_error_text(name, error)}") from error
         if problem := problem_of_shape(found, first):
             raise UserCodeError(f"{key}: {name} {problem}")
         return found
@@ -76,11 +76,11 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     try:
         given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0]), "covariance_rank": ranks}
         found: object = bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2)
-        problem = problem_of(found, policy)
+        problem = gradient_problem(found, policy)
     except ConfigError:
         raise
     except Exception as error:  # somebody's function can raise anything
-        problem = _raised(settings.policy_loss, error)
+        problem = _error_text(settings.policy_loss, error)
     if problem:
         raise TrialError(
             f"algo.policy_loss: must be a loss to train with; got {settings.policy_loss}, which {problem} on two "
@@ -104,7 +104,7 @@ def require_advantage(settings: AlgoConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # somebody's function can raise anything
-        problem = _raised(settings.advantage, error)
+        problem = _error_text(settings.advantage, error)
     else:
         problem = advantage_problem(found, scores)
         if not problem and isinstance(found, Tensor) and not found.isfinite().all():
@@ -116,7 +116,7 @@ def require_advantage(settings: AlgoConfig) -> None:
         )
 
 
-def _raised(name: str, error: Exception) -> str:
+def _error_text(name: str, error: Exception) -> str:
     """The error with the innermost line of the function's own file; a call that does not fit has none."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
@@ -148,7 +148,7 @@ def loss_problem(found: object, policy: Tensor) -> str:
     return ""
 
 
-def problem_of(found: object, policy: Tensor) -> str:
+def gradient_problem(found: object, policy: Tensor) -> str:
     """What is wrong with a loss of six tokens, and with its gradient; '' if nothing is."""
     if problem := loss_problem(found, policy):
         return problem

@@ -51,7 +51,7 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
     return find_function("algo.policy_loss", name, POLICY_LOSSES)
 
 
-def asks_for(name: str, argument: str) -> bool:
+def has_argument(name: str, argument: str) -> bool:
     """Whether the function of a policy loss has an argument of that name."""
     return argument in inspect.signature(resolve_policy_loss(name)).parameters
 

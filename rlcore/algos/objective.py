@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
 from rlcore.algos.kl import kl_estimate
-from rlcore.algos.loss_call import bind_policy_loss, checked, loss_problem
+from rlcore.algos.loss_call import bind_policy_loss, check_results, loss_problem
 from rlcore.algos.losses import value_loss
-from rlcore.algos.off_policy import left_behind
+from rlcore.algos.off_policy import off_policy_mask
 from rlcore.config.algo import AlgoConfig
 from rlcore.types import TrainBatch
 
@@ -137,7 +137,7 @@ def policy_objective(
     the entropy of the policy at each token, which needs a gradient only if its weight is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
     KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of
-    `next_entropy_added`. `algo.off_policy_mask` makes `l` 0 where `left_behind` says so.
+    `next_entropy_bonus`. `algo.off_policy_mask` makes `l` 0 where `off_policy_mask` says so.
     """
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
@@ -159,12 +159,12 @@ def policy_objective(
         "group_ids": packed.group_ids,
         "covariance_rank": batch.covariance_rank,
     }
-    function = checked(bind_policy_loss(settings, given), "algo.policy_loss", settings.policy_loss, loss_problem)
+    function = check_results(bind_policy_loss(settings, given), "algo.policy_loss", settings.policy_loss, loss_problem)
     policy_loss = function(policy_logprobs, old_logprobs, batch.advantages, mask, sequence_ids, num_sequences)
     token_loss = policy_loss.loss * batch.importance_weights
     if settings.off_policy_mask is not None:
         rows = (packed.behavior_logprobs, batch.advantages, mask, sequence_ids, num_sequences)
-        is_left = left_behind(policy_logprobs, *rows, delta=settings.off_policy_mask)
+        is_left = off_policy_mask(policy_logprobs, *rows, delta=settings.off_policy_mask)
         token_loss = torch.where(is_left, torch.zeros_like(token_loss), token_loss)
     pg_loss = share(token_loss)
     loss = pg_loss

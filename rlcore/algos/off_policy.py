@@ -49,7 +49,7 @@ def importance_weights(
     return torch.where(mask, weights, torch.zeros_like(weights))
 
 
-def rejected(
+def rejection_mask(
     old_logprobs: Float[Tensor, "T"],
     behavior_logprobs: Float[Tensor, "T"],
     mask: Bool[Tensor, "T"],
@@ -89,7 +89,7 @@ def rejected(
     return mask & (measured.abs() > bound)
 
 
-def left_behind(
+def off_policy_mask(
     policy_logprobs: Float[Tensor, "T"],
     behavior_logprobs: Float[Tensor, "T"],
     advantages: Float[Tensor, "T"],

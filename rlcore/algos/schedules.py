@@ -41,7 +41,7 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 
-def next_entropy_added(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
+def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
     """What is added to `algo.entropy_coef` after a step in which the policy's entropy was observed, in nats a token.
 
     With the weight `c = entropy_coef + added`, and `step` and `target` of `algo.entropy_control`:

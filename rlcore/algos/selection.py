@@ -9,7 +9,7 @@ from rlcore.algos.aggregation import masked
 from rlcore.config.algo import ClipCovConfig
 
 
-def _places(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Int[Tensor, "T"]:
+def _ranks(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Int[Tensor, "T"]:
     """0 for the answer token with the largest value, 1 for the next, ...; of equal ones the first in the batch is
     first. T where the mask is False."""
     chosen = mask.nonzero().squeeze(1)
@@ -23,7 +23,7 @@ def rank_share(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Ten
 
     So `rank_share(values, mask) < p` are the `ceil(p M)` of M answer tokens with the largest values: at least one.
     """
-    shares = _places(values, mask).double() / mask.sum().clamp(min=1)
+    shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
     return torch.where(mask, shares, torch.ones_like(shares))
 
 
@@ -51,4 +51,4 @@ def clipped_by_covariance(
     Clip-Cov, Cui et al. 2025, arXiv:2505.22617.
     """
     inside = mask & (covariance > settings.low) & (covariance < settings.high)
-    return inside & (_places(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)
+    return inside & (_ranks(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)

@@ -23,7 +23,7 @@ from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
 """-(sum of a part), an index of it, and its indices as nested pairs: joining lists takes quadratic time."""
-CLOSE_ENOUGH = 1e-3
+BALANCE_TOLERANCE = 1e-3
 """Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
 
 
@@ -69,7 +69,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
         heapq.heappush(heap, (_spread(merged, num_parts), serial, merged))
         serial += 1
     found = [_indices(tree) for _, _, tree in heap[0][2]]
-    return [sorted(indices) for indices in (_exchanged(found, lengths) if equal_counts else found)]
+    return [sorted(indices) for indices in (_exchange(found, lengths) if equal_counts else found)]
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
@@ -89,10 +89,10 @@ def _indices(tree: Any) -> list[int]:
     return found
 
 
-def _exchanged(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     """The parts after exchanges of two indices between the heaviest part and another, until none makes it lighter."""
     sums = [sum(lengths[i] for i in part) for part in parts]
-    enough = (1 + CLOSE_ENOUGH) * sum(sums) / len(sums)
+    enough = (1 + BALANCE_TOLERANCE) * sum(sums) / len(sums)
     while max(sums) > enough:
         by_sum = sorted(range(len(parts)), key=sums.__getitem__)
         heavy, found = by_sum.pop(), None
@@ -131,13 +131,13 @@ class Sizes:
     shared: Int[Tensor, "n"]
 
     @classmethod
-    def of(cls, batch: PackedBatch, *, share_prompts: bool) -> "Sizes":
+    def from_batch(cls, batch: PackedBatch, *, share_prompts: bool) -> "Sizes":
         """Those of a batch."""
         targets = batch.loss_lengths()
         shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
         return cls(batch.sequence_lengths(), targets, shared)
 
-    def part(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
+    def select(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
         """Of some of them, in this order. `batch`: of all of them."""
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
@@ -146,7 +146,7 @@ class Sizes:
             shared = torch.from_numpy(shared_prompts(batch, rows))
         return Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
-    def alone(self) -> "Sizes":
+    def without_sharing(self) -> "Sizes":
         """Each sequence computed without another."""
         return replace(self, shared=torch.zeros_like(self.shared))
 
@@ -174,14 +174,14 @@ def micro_batches(
 
     With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
     """
-    return _cut(Sizes.of(batch, share_prompts=share_prompts), num_micro, shape)[0]
+    return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
     """The sequences of each micro-batch, and how many tokens it computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
-        sizes = sizes.alone()
+        sizes = sizes.without_sharing()
         blocks, tokens = [[i] for i in range(len(sizes.lengths))], sizes.lengths.tolist()
     weights = sizes.costs(shape)
     parts = partition([sum(weights[i] for i in block) for block in blocks], num_micro)
@@ -207,7 +207,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class RankShares:
     """`sequences[rank]`: indices of the sequences that a rank works on; `num_micro` is the same on all ranks, since
     sharded parameters are gathered by all ranks together."""
 
@@ -216,18 +216,18 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Assignment:
     """Which rank works on which sequences of a step. `mini_batches`: the shares of each optimizer step; `whole`: those
     of a pass over all of them, in which a rank has what it has in the optimizer steps, in their order; `num_shared`:
     tokens of all of them that are computed with another sequence."""
 
-    mini_batches: tuple[Shares, ...]
-    whole: Shares
+    mini_batches: tuple[RankShares, ...]
+    whole: RankShares
     num_shared: int
 
 
 @dataclass(frozen=True, slots=True)
-class Dealer:
+class Balancer:
     """Shares sequences out to ranks, equally many and nearly equal in cost; with `share_prompts` whole prompts, where
     they have equally many answers and the ranks divide their number. `max_tokens`: of a micro-batch."""
 
@@ -236,31 +236,31 @@ class Dealer:
     shape: ModelShape | None
     share_prompts: bool = False
 
-    def deal(self, batch: PackedBatch, groups_per_mini_batch: int) -> Deal:
+    def assign(self, batch: PackedBatch, groups_per_mini_batch: int) -> Assignment:
         """Shares in each mini-batch, and in all of them."""
-        sizes = Sizes.of(batch, share_prompts=self.share_prompts)
+        sizes = Sizes.from_batch(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
         found = tuple(self.shares(batch, sizes, sequences) for sequences in cut)
         by_rank = zip(*(each.sequences for each in found), strict=True)
         of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
-        whole = Shares(of_ranks, self._num_micro(batch, sizes, of_ranks))
-        return Deal(found, whole, int(sizes.shared.sum()))
+        whole = RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
+        return Assignment(found, whole, int(sizes.shared.sum()))
 
     @property
     def _shape(self) -> ModelShape | None:
         return self.shape if self.num_ranks > 1 else None
 
-    def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> Shares:
+    def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> RankShares:
         """Shares in some sequences of the batch, by their indices. `sizes`: of all of them."""
-        parts = self._parts(batch.group_ids[list(sequences)], sizes.part(batch, sequences))
+        parts = self._parts(batch.group_ids[list(sequences)], sizes.select(batch, sequences))
         of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
-        return Shares(of_ranks, self._num_micro(batch, sizes, of_ranks))
+        return RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
 
     def _parts(self, group_ids: Int[Tensor, "n"], sizes: Sizes) -> list[list[int]]:
         """The sequences of each rank, as places among those that `sizes` is of."""
         prompts = mini_batches(group_ids, 1) if self.share_prompts else []
         if len({len(answers) for answers in prompts}) != 1 or len(prompts) % self.num_ranks:
-            return partition(sizes.alone().costs(self._shape), self.num_ranks, equal_counts=True)
+            return partition(sizes.without_sharing().costs(self._shape), self.num_ranks, equal_counts=True)
         weights = sizes.costs(self._shape)
         of_prompts = [sum(weights[i] for i in answers) for answers in prompts]
         parts = partition(of_prompts, self.num_ranks, equal_counts=True)
@@ -268,7 +268,7 @@ class Dealer:
 
     def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
         """Micro-batches of the rank that needs most."""
-        return max(self._num_cut(sizes.part(batch, mine)) for mine in of_ranks)
+        return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
         """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""

@@ -27,7 +27,7 @@ from rlcore.errors import DataError
 from rlcore.types import Prompt
 
 T = TypeVar("T")
-BY_WEIGHT = 2**31
+WEIGHTED_SEED = 2**31
 """First word of the seeds of weighted orders: a run's seed is below it."""
 
 
@@ -46,7 +46,7 @@ class PromptStream(Generic[T]):
         self._weights: np.ndarray | None = None
         self._begin: int | None = None
 
-    def weigh(self, weights: np.ndarray) -> None:
+    def set_weights(self, weights: np.ndarray) -> None:
         """From the next position taken on, draw by weights: one a prompt, over 0. No prompt twice before all were."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
@@ -67,15 +67,15 @@ class PromptStream(Generic[T]):
             self._begin = position
         epoch, offset = divmod(position - (self._begin or 0), len(self._prompts))
         if epoch != self._epoch:
-            self._order = self._order_of(epoch)
+            self._order = self._epoch_order(epoch)
             self._epoch = epoch
         return self._prompts[int(self._order[offset])]
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._weights is None:
             return np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
         assert self._begin is not None, "an order is made for a position"
-        return weighted_order(self._weights, np.random.default_rng((BY_WEIGHT, *self._seed, self._begin, epoch)))
+        return weighted_order(self._weights, np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch)))
 
 
 BLOCK = 1_024
@@ -101,11 +101,11 @@ class MixedStream:
         self._sources = np.empty(0, dtype=np.int64)
         self._places = np.empty(0, dtype=np.int64)
 
-    def weigh(self, weights: np.ndarray) -> None:
+    def set_weights(self, weights: np.ndarray) -> None:
         """As `PromptStream.weigh`, in each part; `weights`: of the parts' prompts one part after the other."""
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
-            stream.weigh(mine)
+            stream.set_weights(mine)
 
     def __len__(self) -> int:
         """Prompts of all parts."""
@@ -128,7 +128,7 @@ class MixedStream:
 
     def _lay_out(self, block: int) -> None:
         """Which part each position of a block draws from, and at which place of that part's own stream."""
-        before, after = self._drawn(block * BLOCK), self._drawn((block + 1) * BLOCK)
+        before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._seed, block, len(quotas)))
         self._sources = rng.permutation(np.repeat(np.arange(len(quotas)), quotas))
@@ -138,7 +138,7 @@ class MixedStream:
             self._places[mine] = start + np.arange(int(mine.sum()))
         self._block = block
 
-    def _drawn(self, position: int) -> list[int]:
+    def _counts_before(self, position: int) -> list[int]:
         """Prompts of each part before a position that begins a block."""
         ends = [int(position * share) for share in self._shares]  # int of a Fraction is its floor, from 0 up
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -88,7 +88,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
             behavior_logprobs=np.zeros(len(each.token_ids) - 1),
             finish_reason="stop",
             policy_version=0,
-            is_sampled=np.array(each.is_answer[1:], dtype=bool),
+            is_sampled=np.array(each.is_target[1:], dtype=bool),
         )
         for index, each in enumerate(demonstrations)
     ]
@@ -134,7 +134,7 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
     return np.where(has_loss & ~is_first & (num_different[prompt] == 0), common, 0)
 
 
-def _places(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
+def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
     """Where sequences and their tokens stand: slices of neighbours, so that nothing is copied; None: they are all."""
     first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
     if list(sequences) != list(range(first, stop)):
@@ -151,11 +151,11 @@ def _at(values: Tensor, places: Tensor | slice) -> Tensor:
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
     """The packed batch of some sequences, in the order given; the batch itself where they are all of it."""
-    places = _places(batch, sequences)
-    return batch if places is None else _selected(batch, *places)
+    places = _gather_indices(batch, sequences)
+    return batch if places is None else _select_tokens(batch, *places)
 
 
-def _selected(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | slice) -> PackedBatch:
+def _select_tokens(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | slice) -> PackedBatch:
     lengths = _at(batch.sequence_lengths(), index)
     return PackedBatch(
         token_ids=_at(batch.token_ids, tokens),
@@ -172,7 +172,7 @@ def _selected(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | slice)
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     """The train batch of some sequences, in the order given; the batch itself where they are all of it."""
-    places = _places(batch.packed, sequences)
+    places = _gather_indices(batch.packed, sequences)
     if places is None:
         return batch
     _, tokens = places
@@ -180,7 +180,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     chosen: dict[str, Any] = {
         name: None if of_all is None else _at(of_all, tokens) for name, of_all in per_token.items()
     }
-    return replace(batch, packed=_selected(batch.packed, *places), **chosen)
+    return replace(batch, packed=_select_tokens(batch.packed, *places), **chosen)
 
 
 def scatter_tokens(

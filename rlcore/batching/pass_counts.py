@@ -65,7 +65,7 @@ class PassCounts:
             rates: Array = self.passes.astype(np.float64) / self.samples
         return rates
 
-    def added(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
+    def update(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
         """After M groups: the row of each, every row once, its right answers and its scored ones.
 
         A group without a scored answer changes nothing.
@@ -93,7 +93,7 @@ class PassCounts:
         return 4.0 * p * (1.0 - p)
 
 
-class CountedRows:
+class RowSampler:
     """The training rows of a run that draws them by weights.
 
     Args:
@@ -113,13 +113,13 @@ class CountedRows:
         """Weight of each row in a step's draw. `text`: the counts that it begins with, '' for those of the start."""
         return self._counts(text).weights(self._settings)
 
-    def after(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
+    def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
         """The counts after a step's groups, (right answers, scored answers) by `prompt_id`, and what has changed: the
         mean pass rate, and with a band the rows outside of it. `text`: as for `weights`."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
         before = self._counts(text)
-        after = before.added(rows, passes, samples, self._settings.fade)
+        after = before.update(rows, passes, samples, self._settings.fade)
         rates = after.rates()
         known = rates[~np.isnan(rates)]
         metrics = {"pass_rates/mean": float(known.mean())} if len(known) else {}

@@ -23,14 +23,14 @@ class Demonstration:
     """
 
     token_ids: Sequence[int]
-    is_answer: Sequence[bool]
+    is_target: Sequence[bool]
     misdirected: "Demonstration | None" = None
 
     @classmethod
-    def of(cls, prompt: list[int], answer: list[int], distractor: list[int] | None = None) -> "Demonstration":
+    def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
         """A prompt with one answer, and perhaps another one that is beside the target."""
         wrong = cls.of(prompt, distractor) if distractor else None
-        return cls(prompt + answer, [False] * len(prompt) + [True] * len(answer), wrong)
+        return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
@@ -84,13 +84,13 @@ def read_demonstrations(parquet: Path) -> list[Demonstration]:
     """
     table = _read(parquet, {"token_ids": _INTEGERS, "answer_lengths": _INTEGERS})
     rows = zip(table.column("token_ids").to_pylist(), table.column("answer_lengths").to_pylist(), strict=True)
-    return [Demonstration(ids, _alternating(lengths)) for ids, lengths in rows]
+    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
-def _alternating(lengths: list[int]) -> list[bool]:
+def _alternating_mask(lengths: list[int]) -> list[bool]:
     """Runs of tokens that are no answer's and of an answer's, in turn.
 
-    >>> _alternating([2, 1, 1])
+    >>> _alternating_mask([2, 1, 1])
     [False, False, True, False]
     """
     return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
@@ -103,7 +103,7 @@ def _read(parquet: Path, expected: dict[str, str]) -> pa.Table:
         schema = pq.read_schema(parquet)
         for name, kind in expected.items():
             found = schema.field(name).type if name in schema.names else None
-            if found is None or not _fits(found, kind):
+            if found is None or not _matches_type(found, kind):
                 raise DataError(
                     f"{parquet}: column {name}: expected {kind}, got {'nothing' if found is None else found}. {_REMEDY}"
                 )
@@ -114,7 +114,7 @@ def _read(parquet: Path, expected: dict[str, str]) -> pa.Table:
         ) from error
 
 
-def _fits(found: pa.DataType, kind: str) -> bool:
+def _matches_type(found: pa.DataType, kind: str) -> bool:
     if kind == _INTEGERS:
         is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
         return bool(is_list and pa.types.is_integer(found.value_type))

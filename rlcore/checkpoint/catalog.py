@@ -14,7 +14,7 @@ from rlcore.checkpoint.state import STATE
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import read_ordinary
-from rlcore.storage.finished import finished_or_set_aside, set_aside
+from rlcore.storage.finished import read_finished_or_set_aside, set_aside
 from rlcore.storage.manifest import MANIFEST, newer_format, read_manifest, verify_directory
 
 NAME = re.compile(r"^step-(?P<step>\d{6,})$")
@@ -121,7 +121,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
     return CheckpointInfo(step, path, manifest.size_bytes, metrics, created, settings)
 
 
-def make_way(path: Path) -> None:
+def move_out_of_the_way(path: Path) -> None:
     """Give what lies at a checkpoint's place another name, where a checkpoint of ours must not or cannot replace it.
 
     That is one that a newer Millrace has written, one that cannot be read just now, and what is no folder. It is no
@@ -164,11 +164,11 @@ class PrunePlan:
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
     """Every checkpoint folder by step, broken ones too. Without `verify_hashes` presence and size of files alone."""
     catalog = scan(directory)
-    judged = [_judged(info, verify_hashes) for info in catalog.checkpoints]
+    judged = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*judged, *catalog.refusals], key=lambda info: info.step))
 
 
-def _judged(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
+def _verified(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
     try:
         verify_directory(info.path, hashes=hashes, error=CheckpointError)
     except CheckpointError as error:
@@ -217,7 +217,7 @@ def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
     """Those that the retention rule does not keep. One whose files are not all there has no place in it, and stays."""
-    whole = [info for info in checkpoints if not _judged(info, hashes=False).reason]
+    whole = [info for info in checkpoints if not _verified(info, hashes=False).reason]
     kept = kept_steps(whole, config)
     return [info for info in whole if info.step not in kept]
 
@@ -242,5 +242,5 @@ def is_exported(target: Path, step: int) -> bool:
     Raises:
         CheckpointError: it is of a newer format, or cannot be renamed.
     """
-    manifest = finished_or_set_aside(target, error=CheckpointError)
+    manifest = read_finished_or_set_aside(target, error=CheckpointError)
     return manifest is not None and manifest.values.get("step") == step

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from rlcore.checkpoint.shards import RankSaver, in_thread
+from rlcore.checkpoint.shards import RankSaver, start_thread
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.errors import MillraceError
@@ -105,7 +105,7 @@ class CheckpointSaver:
 
         at(f"opening a folder beside {self.store.path_of(step)}")
         with self.phase(), ExitStack() as opened:
-            opened.callback(self._at_nothing)
+            opened.callback(self._require_idle)
             folder = opened.enter_context(self.store.writing(record(), metrics, at))
             at(f"writing shards to {folder}")
             ranks.each(RankSaver.write, str(folder))
@@ -135,8 +135,8 @@ class CheckpointSaver:
                 save.publication.exception()
                 return
             try:
-                save.folder.__exit__(_GivenUpError, _GivenUpError(), None)
-            except _GivenUpError:
+                save.folder.__exit__(_AbandonedError, _AbandonedError(), None)
+            except _AbandonedError:
                 pass
             except Exception:
                 log.exception("what is left of an abandoned checkpoint is removed by the next one")
@@ -147,7 +147,7 @@ class CheckpointSaver:
             return None
         with self.phase() if wait else nullcontext():
             if save.publication is None and self._is_written(save, wait=wait):
-                save.publication = in_thread(partial(self._publish, save.folder), "checkpoint-publish")
+                save.publication = start_thread(partial(self._publish, save.folder), "checkpoint-publish")
             if save.publication is None or not (wait or save.publication.done()):
                 return None
             self._save = None
@@ -161,7 +161,7 @@ class CheckpointSaver:
         except BaseException as reason:
             try:
                 if isinstance(reason, MillraceError):
-                    save.ranks.each(RankSaver.give_up)  # no rank may write any more; a lost one raises here too
+                    save.ranks.each(RankSaver.abandon)  # no rank may write any more; a lost one raises here too
             finally:
                 self.abandon()
             raise
@@ -172,13 +172,13 @@ class CheckpointSaver:
         try:
             prune(self.store)
         finally:
-            self._at_nothing()
+            self._require_idle()
 
-    def _at_nothing(self) -> None:
+    def _require_idle(self) -> None:
         self.at = ""
 
 
-class _GivenUpError(Exception):
+class _AbandonedError(Exception):
     """Closes the open folder as a failed one, which removes it."""
 
 

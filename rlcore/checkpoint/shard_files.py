@@ -65,10 +65,10 @@ class Box:
             return None
         return Box(low, tuple(end - start for start, end in zip(low, high, strict=True)))
 
-    def inside(self, outer: "Box") -> tuple[slice, ...]:
+    def relative_to(self, outer: "Box") -> tuple[slice, ...]:
         """This box as slices of a tensor that holds `outer`.
 
-        >>> Box((3, 0), (1, 2)).inside(Box((2, 0), (4, 2)))
+        >>> Box((3, 0), (1, 2)).relative_to(Box((2, 0), (4, 2)))
         (slice(1, 2, None), slice(0, 2, None))
         """
         return tuple(
@@ -296,7 +296,7 @@ class ShardReader:
         for piece in stored.pieces:
             common = part.box.overlap(piece.box)
             if common is not None:
-                target = part.local[common.inside(part.box)]
+                target = part.local[common.relative_to(part.box)]
                 target.copy_(self._read(piece, part.name, common))
                 num_filled += math.prod(common.shape)  # 1 of a scalar
         if num_filled != part.local.numel():
@@ -326,5 +326,5 @@ class ShardReader:
 
     def _read(self, piece: _Piece, name: str, box: Box) -> Tensor:
         file = self._open[piece.file]
-        found: Tensor = file.get_tensor(name) if box == piece.box else file.get_slice(name)[box.inside(piece.box)]
+        found: Tensor = file.get_tensor(name) if box == piece.box else file.get_slice(name)[box.relative_to(piece.box)]
         return found

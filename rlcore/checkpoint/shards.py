@@ -98,7 +98,7 @@ class RankShards:
     def copied(self, buffers: dict[str, Tensor]) -> "RankShards":
         """A copy on the host. That of a GPU's tensors is in `buffers` by name, page-locked and slow to get;
         the next copy to the same buffers overwrites it."""
-        copy = replace(self, parts=tuple(replace(part, local=_copied(part, buffers)) for part in self.parts))
+        copy = replace(self, parts=tuple(replace(part, local=_copy_part(part, buffers)) for part in self.parts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
@@ -252,7 +252,7 @@ class RankSaver:
 
         May be called again with another folder.
         """
-        self.give_up()
+        self.abandon()
         if not self._copies:
             for name, (model, optimizer) in self._models().items():
                 rank_shards(model, optimizer).write(Path(directory) / name)
@@ -263,7 +263,7 @@ class RankSaver:
             for name, copy in copies.items():
                 copy.write(Path(directory) / name)
 
-        self._writing = in_thread(write, "checkpoint-shards")
+        self._writing = start_thread(write, "checkpoint-shards")
 
     def is_written(self, *, wait: bool) -> bool:
         """Whether the thread is done, now or in the end.
@@ -279,7 +279,7 @@ class RankSaver:
         writing.result()
         return True
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Wait for the thread, whatever becomes of it: its folder is about to be removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -290,7 +290,7 @@ class RankSaver:
         self._copies = {}
 
 
-def in_thread(do: Callable[[], None], name: str) -> "Future[None]":
+def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
     """Run in a thread that does not keep a dying process alive: what it leaves is a temporary, which is known."""
     result: Future[None] = Future()
 
@@ -311,14 +311,14 @@ def fits_in_memory(num_bytes: int) -> bool:
     return psutil.virtual_memory().available > num_bytes * (1 + SPARE_SHARE)
 
 
-def _copied(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
+def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
     """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""
     source = part.local
     if source.device.type != "cuda":
         return source.to("cpu", copy=True)
     buffer = buffers.get(part.name)
     if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-        buffer = buffers[part.name] = host_memory(source, source.dtype, locked=True)
+        buffer = buffers[part.name] = host_memory(source, source.dtype, pinned=True)
     return buffer.copy_(source, non_blocking=True)
 
 

@@ -16,14 +16,14 @@ from rlcore.checkpoint.catalog import (
     KIND,
     CheckpointInfo,
     by_score,
-    make_way,
+    move_out_of_the_way,
     name_of,
     prunable,
     scan,
 )
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import CheckpointConfig, RunConfig
-from rlcore.config.fingerprint import lasting_settings, settings_fingerprint
+from rlcore.config.fingerprint import fixed_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
 from rlcore.storage.documents import parse_json, read_ordinary
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """The newest checkpoint that can be used (None where the folder has none), and those refused before it.
 
     `journal_problem`: what the journal lacks for it, where no checkpoint fits the journal; '' where it fits.
@@ -56,7 +56,7 @@ class CheckpointStore:
         self.directory = directory
         self._journal = journal
         self._config = config
-        self._settings = lasting_settings(settings)
+        self._settings = fixed_settings(settings)
         self._fingerprint = settings_fingerprint(settings)
         # (path, creation): hashing a large checkpoint takes minutes, once a process is enough.
         self._verified: set[tuple[Path, str]] = set()
@@ -73,7 +73,7 @@ class CheckpointStore:
     ) -> Iterator[Path]:
         """Publish a checkpoint: yields a folder for the ranks' shards, and renames it into place at the block's end.
 
-        One that lies there for the same step is replaced in one operation, or given another name (`make_way`). Metrics
+        One that lies there for the same step is replaced in one operation, or given another name (`move_out_of_the_way`). Metrics
         that are not finite are left out. `at` is called with what is begun, and its path.
 
         Raises:
@@ -93,7 +93,7 @@ class CheckpointStore:
         remove_stale_temporaries(self.directory)
         is_there = os.path.lexists(target)
         with published_directory(target, manifest, replace=is_there, error=CheckpointError, at=at) as folder:
-            make_way(target)
+            move_out_of_the_way(target)
             yield folder
             self._write_records(folder, state)
         self._verified.add((target, created))  # its hashes were taken from what was read back a moment ago
@@ -124,7 +124,7 @@ class CheckpointStore:
             return ()
         return tuple(info.path for info in doomed if info.step != good.step and self._delete(info.path))
 
-    def leave_later(self, step: int) -> None:
+    def set_aside_later(self, step: int) -> None:
         """Rename the whole checkpoints of later steps: the journal does not fit them, and the run goes on from `step`.
 
         They would count as the newest ones where old ones are deleted. Broken ones stay, as ever.
@@ -181,7 +181,7 @@ class CheckpointStore:
         found = self.find(name, verify=verify)
         return 0 if found is None else found.step
 
-    def find_latest(self, *, verify: bool = True) -> Found:
+    def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
         """The newest checkpoint that is whole and fits the journal; others are refused, said so, and the one before is
         taken. Where none fits the journal, the newest whole one is taken.
 
@@ -237,7 +237,7 @@ class CheckpointStore:
         known = self.list()
         return known[-1].size_bytes if known else None
 
-    def _find(self, *, verify: bool) -> Found:
+    def _find(self, *, verify: bool) -> FoundCheckpoint:
         catalog = scan(self.directory)
         found = self._search(catalog.checkpoints, hashes=verify, journal=True)
         if found.checkpoint is None:
@@ -250,7 +250,7 @@ class CheckpointStore:
         )
         return replace(found, refusals=refusals)
 
-    def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> Found:
+    def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> FoundCheckpoint:
         """The last candidate that is whole; with `journal` the last that fits it too."""
         refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
@@ -259,10 +259,10 @@ class CheckpointStore:
                 state = TrainerState.read(info.path / STATE)
                 if journal and (problem := self._journal_problem(state)):
                     raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")
-                return Found(info, refusals)
+                return FoundCheckpoint(info, refusals)
             except CheckpointError as reason:
                 refusals += (CheckpointInfo.refused(info.path, info.step, str(reason)),)
-        return Found(None, refusals)
+        return FoundCheckpoint(None, refusals)
 
     def _journal_problem(self, state: TrainerState) -> str:
         return "" if self._journal is None else journal_problem(state, self._journal)
@@ -294,7 +294,7 @@ def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fin
         if (key in theirs, theirs.get(key)) != (key in settings, settings.get(key))
     ]
     shown = [
-        f"  {key}: {_told(theirs, key)} in the checkpoint, {_told(settings, key)} now"
+        f"  {key}: {_setting_text(theirs, key)} in the checkpoint, {_setting_text(settings, key)} now"
         for key in keys[:SHOWN_DIFFERENCES]
     ]
     if len(keys) > SHOWN_DIFFERENCES:
@@ -320,5 +320,5 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _told(settings: Mapping[str, Any], key: str) -> str:
+def _setting_text(settings: Mapping[str, Any], key: str) -> str:
     return json.dumps(settings[key]) if key in settings else "absent"

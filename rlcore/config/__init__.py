@@ -17,7 +17,7 @@ from rlcore.config.data import (
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (
     EpisodeConfig,
-    JudgingConfig,
+    EvaluationConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import MayChange, Run, Section, names_a_function, with_home
+from rlcore.config.base import MayChange, Run, Section, expand_home, is_function_name
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
@@ -25,7 +25,7 @@ POLICY_LOSSES: Mapping[str, str] = {
 }
 """Losses with a short name, and the function of each."""
 _UNCLIPPED = "sapo gmpo gpg dppo kl_cov"
-_OF_BOTH_CLIPS = EffectiveWhen(".policy_loss", unless=_UNCLIPPED)
+_WITH_BOTH_CLIPS = EffectiveWhen(".policy_loss", unless=_UNCLIPPED)
 _TWO_SIDES = EffectiveWhen("trainer.old_logprobs", unless="behavior")
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -163,7 +163,7 @@ def _is_known(field: str, known: tuple[str, ...]) -> Rule:
 
     def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
-        if given in known or names_a_function(given):
+        if given in known or is_function_name(given):
             return None
         remedy = f"{did_you_mean(given, known)}There are {', '.join(known)}"
         return Problem(f".{field}", "must be one that is there, or `module:function` of your own", given, remedy)
@@ -190,9 +190,9 @@ class AlgoConfig(Section):
     """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or `module:function` of your own."""
     policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments of the policy loss, such as `tau_pos` of sapo: any names that the function declares."""
-    clip_low: Annotated[float, _OF_BOTH_CLIPS] = Field(default=0.2, gt=0, lt=1)
+    clip_low: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, _OF_BOTH_CLIPS] = Field(default=0.2, gt=0)
+    clip_high: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0)
     """Ratio is clipped above at 1 + clip_high."""
     dual_clip: Annotated[
         float | None,
@@ -314,4 +314,4 @@ class CriticConfig(Section):
              "Leave out the critic's settings (critic=none), or choose algo=ppo"),
     )  # fmt: skip
 
-    _expanded = field_validator("path")(with_home)
+    _expanded = field_validator("path")(expand_home)

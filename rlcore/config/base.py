@@ -15,17 +15,17 @@ FILE_ENDINGS = (".yaml", ".yml")
 """Endings that tell the path of a file from a name in a folder of `conf/`."""
 
 
-def expanded(path: str) -> Path:
+def expand_path(path: str) -> Path:
     """A path with `~` expanded; that of an unknown user stays, where Path.expanduser raises RuntimeError."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
-def with_home(path: str | None) -> str | None:
+def expand_home(path: str | None) -> str | None:
     """The same of a setting's text, which may be none or a hub id: a validator of fields."""
     return path and os.path.expanduser(path)  # noqa: PTH111
 
 
-def names_a_function(name: str) -> bool:
+def is_function_name(name: str) -> bool:
     """Whether a text is `module:function`."""
     module, _, function = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), function))

@@ -13,13 +13,13 @@ from pydantic_core import ErrorDetails
 
 from rlcore.config.base import covers, keys_of, leaves
 from rlcore.config.data import TASKS, CountdownData
-from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
+from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
-from rlcore.config.suite import SUITES, problems_in, put_suites, suites_in
+from rlcore.config.suite import SUITES, find_problems, resolve_suites, suites_in
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ValueOverride:
     """An override of one value: its dotted key, the value, its text, and whether the key is deleted."""
 
     key: str
@@ -33,7 +33,7 @@ class Written:
         return tuple(leaves({self.key: self.value}))
 
 
-def checked(settings: dict[str, Any], values: Sequence[Written], findings: Findings) -> RunConfig:
+def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
     """Nested plain settings with overrides put over them, as a typed config without the wrong ones.
 
     Every mistake in keys, types, ranges and rules goes to `findings`.
@@ -42,20 +42,20 @@ def checked(settings: dict[str, Any], values: Sequence[Written], findings: Findi
         ConfigError: some of the values that are wrong cannot be removed.
     """
     for written in values:
-        _put(settings, written, findings)
-    put_suites(settings, findings)
+        _apply_override(settings, written, findings)
+    resolve_suites(settings, findings)
     texts = {
         name: written.text if isinstance(written.value, int | float) else ""
         for written in values
         for name in written.names
     }
-    config = _typed(_filled_in(settings, findings), findings, texts)
-    for problem in problems_in(config, findings.unsound):
+    config = _validate_types(_interpolate(settings, findings), findings, texts)
+    for problem in find_problems(config, findings.unreliable):
         findings.add(problem)
     return config
 
 
-def _put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
+def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: Findings) -> None:
     """Put one override into nested plain settings, in place. Unknown keys are found later, by `_typed`."""
     key, value = written.key, written.value
     *outer, last = key.split(".")
@@ -66,7 +66,7 @@ def _put(settings: dict[str, Any], written: Written, findings: Findings) -> None
         inner = inner[part]
         if not isinstance(inner, dict):
             rule = f"there is no such setting: {part} is a value, not a section"
-            findings.add(Problem(key, rule, shown(value), "docs/settings.md lists every key"))
+            findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
             return
     if written.delete and last not in inner:
         rule = "there is nothing of that name to delete"
@@ -74,16 +74,16 @@ def _put(settings: dict[str, Any], written: Written, findings: Findings) -> None
     elif written.delete:
         inner.pop(last)
     else:
-        inner[last] = _merged(inner.get(last), value)
+        inner[last] = _merge(inner.get(last), value)
 
 
-def _merged(settings: Any, more: Any) -> Any:
+def _merge(settings: Any, more: Any) -> Any:
     if not (isinstance(settings, dict) and isinstance(more, dict)):
         return more
-    return settings | {name: _merged(settings.get(name), value) for name, value in more.items()}
+    return settings | {name: _merge(settings.get(name), value) for name, value in more.items()}
 
 
-def _filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
+def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
     """The settings as JSON has them, every `${...}` replaced by its value. One that cannot be read, or points nowhere,
     is a problem, and the value that it is in is left out."""
     while True:
@@ -95,10 +95,10 @@ def _filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
             return as_plain(OmegaConf.create(settings), resolve=True)
         except OmegaConfBaseException as error:
             path = _path_of(str(error.full_key).partition("[")[0], settings)
-            value = _removed(settings, path)
+            value = _remove(settings, path)
             rule = f"cannot be filled in ({str(error).splitlines()[0]})"
             remedy = "Name a setting that exists, or write a value"
-            findings.add(Problem(".".join(path), rule, shown(value), remedy))
+            findings.add(Problem(".".join(path), rule, format_value(value), remedy))
 
 
 def _path_of(key: str, settings: Any) -> list[str]:
@@ -109,7 +109,7 @@ def _path_of(key: str, settings: Any) -> list[str]:
     return []
 
 
-def _removed(settings: Any, path: Sequence[int | str]) -> Any:
+def _remove(settings: Any, path: Sequence[int | str]) -> Any:
     """Remove the value at a path; a path that is not there any more is left alone."""
     *outer, last = path
     for part in outer:
@@ -127,7 +127,7 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 # ---------------------------------------------------------------------- keys, types and ranges, by pydantic
 
 
-def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
+def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """The settings without their mistakes: wrong values are removed until the rest is right.
 
     `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
@@ -139,12 +139,12 @@ def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str
             return RunConfig.model_validate_json(text, strict=True)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
-                _settle(detail, json.loads(text), settings, findings, texts)
+                _report_error(detail, json.loads(text), settings, findings, texts)
         if json.dumps(settings) == text:
             raise settings_error(findings.problems)
 
 
-def place_of(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
+def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
     """Path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
     path: list[int | str] = []
     for part in detail["loc"]:
@@ -154,11 +154,11 @@ def place_of(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
     return (*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)
 
 
-def _settle(
+def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
     """Add what is wrong with the settings that were `given`, and take it out of `settings`."""
-    path = place_of(detail, given)
+    path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
     value, outer = detail["input"], key.rpartition(".")[0]
@@ -166,42 +166,42 @@ def _settle(
     if isinstance(values_of_outer, UnionType):
         # pydantic has a mistake for each type that the value may have; as problems they are equal, and so one.
         rule = "must be true or false, a finite number or a text"
-        findings.add(Problem(key, rule, shown(value), _described(outer)))
+        findings.add(Problem(key, rule, format_value(value), _describe(outer)))
     elif detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         # A name made of digits is parsed as a number; its text is the string that was meant.
-        inner: Any = settings if place_of(detail, settings) == path else given
+        inner: Any = settings if error_path(detail, settings) == path else given
         for part in path[:-1]:
             inner = inner[part]
         inner[path[-1]] = texts.get(key) or str(value)
         return
     elif len(inside) > 1 or (inside and detail["type"] == "model_type"):
-        findings.add(_wrong_in_list(key, inside, detail, given))
+        findings.add(_list_problem(key, inside, detail, given))
     elif detail["type"] == "extra_forbidden":
         for name, inner in leaves({key: value}).items():
             is_written = any(covers(written, name) or covers(name, written) for written in texts)
             _add_unknown(name, inner, settings, findings, in_files=not is_written)
     else:
-        findings.add(_wrong_value(key, detail))
-    _removed(settings, path[:at])
+        findings.add(_value_problem(key, detail))
+    _remove(settings, path[:at])
 
 
-def _wrong_in_list(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
+def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
     """A mistake in a list of sections: `entry 0: data.train_size`, or by the section's name."""
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
     name = suite.get("name") if isinstance(suite, dict) else None
     entry = name if isinstance(name, str) and name else f"entry {index}"
     wrong = ".".join(map(str, rest))
-    rule, remedy = rule_of(detail), _described(key)
+    rule, remedy = rule_text(detail), _describe(key)
     if detail["type"] == "extra_forbidden":
         (section,) = get_args(all_keys()[key][0].annotation)[:1]
         rule = "there is no such setting"
         remedy = did_you_mean(wrong, [known for known, _ in keys_of(section)]).strip() or remedy
-    return Problem(key, ": ".join([entry, *([wrong] if wrong else []), rule]), shown(detail["input"]), remedy)
+    return Problem(key, ": ".join([entry, *([wrong] if wrong else []), rule]), format_value(detail["input"]), remedy)
 
 
 def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: Findings, *, in_files: bool) -> None:
-    got = shown(value) + (" from a settings file" if in_files else "")
+    got = format_value(value) + (" from a settings file" if in_files else "")
     owners = [task for task, section in TASKS.items() if name.removeprefix("data.") in section.model_fields]
     if name.startswith("data.") and owners:
         task = settings["data"].get("task", CountdownData().task)
@@ -214,12 +214,12 @@ def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: F
     findings.add(Problem(name, "there is no such setting", got, remedy), name, *([proposal] if proposal else []))
 
 
-def _wrong_value(key: str, detail: ErrorDetails) -> Problem:
+def _value_problem(key: str, detail: ErrorDetails) -> Problem:
     value = detail["input"]
     if detail["type"] in ("model_type", "model_attributes_type", "union_tag_invalid", "dict_type"):
         inside = sorted(name for name in all_keys() if name.startswith(f"{key}."))
         hint = f"such as {inside[0] if inside else f'{key}.name=value'}"
-        return Problem(key, "is a section, not a value", shown(value), f"Set one of its keys, {hint}")
+        return Problem(key, "is a section, not a value", format_value(value), f"Set one of its keys, {hint}")
     remedy = ""
     if detail["type"] == "literal_error":
         expected = detail.get("ctx", {}).get("expected", "")
@@ -227,18 +227,18 @@ def _wrong_value(key: str, detail: ErrorDetails) -> Problem:
             remedy = "In YAML write it in quotes: 'off' without them is the boolean false. "
         else:
             remedy = did_you_mean(str(value), expected.replace("'", "").replace(" or ", ", ").split(", "))
-    return Problem(key, rule_of(detail), shown(value), (remedy + _described(key)).strip())
+    return Problem(key, rule_text(detail), format_value(value), (remedy + _describe(key)).strip())
 
 
-def rule_of(detail: ErrorDetails) -> str:
+def rule_text(detail: ErrorDetails) -> str:
     """The rule that a value breaks, in our words."""
     told = detail["msg"].removeprefix("Value error, ")
     return told.replace("Input should be", "must be").replace("String should", "must")
 
 
-def _described(key: str) -> str:
+def _describe(key: str) -> str:
     if key not in all_keys():
         return f"docs/settings.md describes {key if key in section_names() else 'every key'}"
     field_info = all_keys()[key][0]
-    default = shown(field_info.get_default(call_default_factory=True, validated_data={}))
+    default = format_value(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"

@@ -35,12 +35,12 @@ from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
 from rlcore.config.base import FILE_ENDINGS, leaves
-from rlcore.config.check import Written, as_plain, checked
+from rlcore.config.check import ValueOverride, as_plain, validate_settings
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
-from rlcore.config.rules import without_effect
+from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
+from rlcore.config.rules import unused_settings
 from rlcore.config.run import RunConfig, all_keys
-from rlcore.config.suite import content_of
+from rlcore.config.suite import read_yaml
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
@@ -55,7 +55,7 @@ GROUPS = {
 EXCLUSIVE_GROUPS = ("data", "critic")
 """Groups whose members have different keys. The section in an experiment's file belongs to the member that the file
 chooses, and is left out where an override, or a file that builds on it, chooses another one."""
-EXPERIMENT_MEANT = "Did you mean experiment="
+EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
 _LOCK = Lock()
@@ -83,18 +83,18 @@ class Composition:
     problems: Sequence[Problem]
     files: Sequence[str]
     members: Mapping[str, str]
-    given: Collection[str]
-    in_file: Collection[str]
+    override_keys: Collection[str]
+    file_keys: Collection[str]
 
-    def idle_settings(self, swept: Collection[str] = ()) -> list[str]:
+    def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
         """A line for each setting that an override or the experiment's own file gives and that cannot have an effect.
 
         Args:
             swept: keys that differ from point to point of a sweep.
         """
-        return without_effect(self.config, self.given, self.in_file, swept)
+        return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
-    def sound(self) -> "Composition":
+    def require_valid(self) -> "Composition":
         """The same.
 
         Raises:
@@ -115,31 +115,31 @@ def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> R
     Raises:
         ConfigError: one message with every mistake: key, rule, value got, what to do.
     """
-    return compose(overrides, experiment=experiment).sound().config
+    return compose(overrides, experiment=experiment).require_valid().config
 
 
 def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Composition:
     """Compose the settings, wrong ones too; the arguments are those of `load_config`."""
     findings = Findings()
-    request = _read(overrides, experiment, findings)
-    files = [] if request.experiment is None else _files_of(request.experiment, findings)
+    request = _read_overrides(overrides, experiment, findings)
+    files = [] if request.experiment is None else _experiment_files(request.experiment, findings)
     chosen = {**(files[-1].members if files else {}), **request.choices}
-    settings, members = _of_groups(chosen, findings)
+    settings, members = _compose_groups(chosen, findings)
     for file in files:
         own = {
             group: member
-            for group, member in _of_groups(file.members, findings)[1].items()
+            for group, member in _compose_groups(file.members, findings)[1].items()
             if group in EXCLUSIVE_GROUPS and group in file.keys and member != members[group]
         }
         settings = as_plain(OmegaConf.merge(settings, {key: file.keys[key] for key in file.keys if key not in own}))
-    config = checked(settings, request.values, findings)
+    config = validate_settings(settings, request.values, findings)
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file = leaves(files[-1].keys).keys() - given if files else frozenset()
     shown_files = [file.name for file in files]
     return Composition(config, findings.problems, shown_files, members, given | request.choices.keys(), in_file)
 
 
-def judge_settings(
+def compose_many(
     many: Sequence[Sequence[str]], *, experiment: str | None = None
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
     """Settings of each list of overrides, without wrong values, and the problems in them."""
@@ -147,17 +147,17 @@ def judge_settings(
     return [(each.config, each.problems) for each in found]
 
 
-def checked_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """Nested plain settings that were composed before, with the values of overrides put over them.
 
     Raises:
         ConfigError: one message with every mistake.
     """
     findings = Findings()
-    request = _read(overrides, None, findings)
+    request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
         findings.add(Problem(group, "cannot be chosen over settings that are there", group, "Give the keys one by one"))
-    found = checked(settings, request.values, findings)
+    found = validate_settings(settings, request.values, findings)
     if findings.problems:
         raise settings_error(findings.problems)
     return found
@@ -172,21 +172,21 @@ class _Request:
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
-    values: list[Written] = field(default_factory=list)
+    values: list[ValueOverride] = field(default_factory=list)
 
 
-def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
+def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
     """Sort the overrides into groups and values; find those that cannot be read or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
         given["experiment"] = experiment
-        _choose(request, "experiment", experiment, findings)
+        _choose_member(request, "experiment", experiment, findings)
     for text in overrides:
-        override = _parsed(parser, text)
+        override = _parse_override(parser, text)
         if isinstance(override, Problem):
             unsound = ["data"] if override.key == "data.task" else []
-            if EXPERIMENT_MEANT in override.remedy:  # the other settings are its own
+            if EXPERIMENT_HINT in override.remedy:  # the other settings are its own
                 unsound = list(RunConfig.model_fields)
             findings.add(override, *unsound)
             continue
@@ -194,19 +194,19 @@ def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) 
         parts = leaves({key: value}) if not override.is_delete() else {key: "~"}
         again = [name for name in parts if name in given and given[name] != parts[name]]
         for name in again:
-            got = f"{shown(given[name])} and {shown(parts[name])}"
+            got = f"{format_value(given[name])} and {format_value(parts[name])}"
             findings.add(Problem(name, "is given more than once, with different values", got, "Keep one of them"))
         given |= parts
         if again:
             continue
         if key in GROUPS or key == "experiment":
-            _choose(request, key, value, findings)
+            _choose_member(request, key, value, findings)
         else:
-            request.values.append(Written(key, value, text.partition("=")[2], override.is_delete()))
+            request.values.append(ValueOverride(key, value, text.partition("=")[2], override.is_delete()))
     return request
 
 
-def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
+def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     """One override by Hydra's grammar, or why there is none."""
     try:
         override = parser.parse_override(text)
@@ -214,7 +214,7 @@ def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
         reason = str(error).splitlines()[0] if "=" in text else "there is no = in it"
         remedy = "Write key=value, and quote spaces, commas and ~: 'key=\"~/a, b\"'"
         if "=" not in text and (text in experiment_names() or text.endswith(FILE_ENDINGS)):
-            remedy = f"Write key=value. {EXPERIMENT_MEANT}{text}?"
+            remedy = f"Write key=value. {EXPERIMENT_HINT}{text}?"
         return Problem("override", f"cannot be read ({reason})", repr(text), remedy)
     key = override.key_or_group
     if not key:
@@ -230,12 +230,12 @@ def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
         remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
         return Problem(key, "there is no such setting", repr(text), remedy)
     if key == "data.task":
-        task = "countdown" if override.is_delete() else shown(override.value())
+        task = "countdown" if override.is_delete() else format_value(override.value())
         return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")
     return override
 
 
-def _choose(request: _Request, group: str, value: Any, findings: Findings) -> None:
+def _choose_member(request: _Request, group: str, value: Any, findings: Findings) -> None:
     """Choose a member of a group, or add the problem that there is none of that name."""
     if value is None and group == "critic":
         value = "none"
@@ -243,9 +243,9 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
         return
     if group == "experiment" and str(value).endswith(FILE_ENDINGS):
         request.experiment = str(value)
-    elif (known := _members_but(group, value)) is not None:
+    elif (known := _unknown_member_remedy(group, value)) is not None:
         unsound = list(RunConfig.model_fields) if group == "experiment" else [group]
-        findings.add(Problem(group, "must name a file in conf/" + group, shown(value), known), *unsound)
+        findings.add(Problem(group, "must name a file in conf/" + group, format_value(value), known), *unsound)
     elif group == "experiment":
         request.experiment = value
     else:
@@ -264,7 +264,7 @@ class _File:
     members: Mapping[str, str]
 
 
-def _files_of(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
+def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
     """An experiment's file, last, and those that it builds on, in the order in which they are merged.
 
     With a problem in one of them no setting is trustworthy; the keys of those that can be read are still checked.
@@ -275,14 +275,14 @@ def _files_of(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> l
 
     is_path = named.endswith(FILE_ENDINGS)
     path = Path(named) if is_path else CONF_DIR / "experiment" / f"{named}.yaml"
-    content = "builds on itself" if path.resolve() in above else content_of(path)
+    content = "builds on itself" if path.resolve() in above else read_yaml(path)
     if isinstance(content, str):
         remedy = f"Mend it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
         wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
         return []
     entries = content.pop("defaults", [])
     if not isinstance(entries, list):
-        wrong("its defaults must be a list", f"{shown(entries)} in {named}", "Such as [debug, _self_]")
+        wrong("its defaults must be a list", f"{format_value(entries)} in {named}", "Such as [debug, _self_]")
         entries = []
     bases = [str(entry) for entry in entries if not isinstance(entry, dict)]
     if "_self_" in bases[:-1]:
@@ -296,18 +296,18 @@ def _files_of(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> l
     for group, member in [*(("experiment", base) for base in bases if base != "_self_"), *chosen]:
         if group == "experiment" and member.endswith(FILE_ENDINGS):
             member = str((path.parent / member).resolve())
-        elif (known := _members_but(group, member)) is not None:
+        elif (known := _unknown_member_remedy(group, member)) is not None:
             wrong("its defaults must name files in conf/", f"{group}/{member} in {named}", known)
             continue
         if group != "experiment":
             members[group] = member
-        elif base := _files_of(member, findings, (*above, path.resolve())):
+        elif base := _experiment_files(member, findings, (*above, path.resolve())):
             files += [file for file in base if file not in files]
             members |= base[-1].members
     return [*files, _File(str(path) if is_path else f"experiment/{named}.yaml", content, members)]
 
 
-def _members_but(group: str, member: Any) -> str | None:
+def _unknown_member_remedy(group: str, member: Any) -> str | None:
     """The names that there are, and the nearest one, where a group has no such member."""
     groups = ("experiment", *GROUPS)
     if group not in groups:
@@ -319,12 +319,12 @@ def _members_but(group: str, member: Any) -> str | None:
 # ---------------------------------------------------------------------- groups, by Hydra
 
 
-def _of_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
+def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Settings of members of groups over the defaults, as plain values, and the member of each group."""
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(CONF_DIR.glob("*/*.yaml"))]
     try:
         with _LOCK:
-            return deepcopy(_composed(tuple(sorted(chosen.items())), tuple(state)))
+            return deepcopy(_compose_cached(tuple(sorted(chosen.items())), tuple(state)))
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         rule = f"its files cannot be read ({' '.join(str(error).split())})"
         findings.add(Problem("conf", rule, str(CONF_DIR), "Mend the file"), *RunConfig.model_fields)
@@ -332,7 +332,7 @@ def _of_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str,
 
 
 @lru_cache(maxsize=64)
-def _composed(
+def _compose_cached(
     chosen: tuple[tuple[str, str], ...], _files: tuple[Hashable, ...]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
     """The same, once while the files stay as they are; the caller holds the lock."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import MayChange, Section, expanded, names_a_function
+from rlcore.config.base import MayChange, Section, expand_path, is_function_name
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 Operation = Literal["+", "-", "*", "/"]
@@ -20,7 +20,9 @@ Revision = Annotated[
 ]  # fmt: skip
 
 _ORDER = "Lower one or raise the other"
-_OF_A_HUB = EffectiveWhen(".source", lambda source: not expanded(source).is_dir(), remedy="Set data.source to a hub id")
+_IS_HUB_SOURCE = EffectiveWhen(
+    ".source", lambda source: not expand_path(source).is_dir(), remedy="Set data.source to a hub id"
+)
 
 DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arrow))")
 """Names of files that are read as records: stem, and kind in one of two groups."""
@@ -55,7 +57,7 @@ RENDERING_NAMES = frozenset((
 """Arguments of transformers' `apply_chat_template`, and names that every chat template gets."""
 
 
-def taken(names: Iterable[str]) -> str:
+def reserved(names: Iterable[str]) -> str:
     """Names that are given more than once, or are that of all held-out problems together."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
@@ -78,9 +80,9 @@ class Conversation(Section):
     from the same rows and are judged on the same problems."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".scorer", "", "must be `module:function`",
-             lambda own, _: names_a_function(own.scorer), "Such as data.countdown:score"),
+             lambda own, _: is_function_name(own.scorer), "Such as data.countdown:score"),
         rule(".environment", "", "must be `module:Class`, or ''",
-             lambda own, _: not own.environment or names_a_function(own.environment),
+             lambda own, _: not own.environment or is_function_name(own.environment),
              "Such as data.number_guessing:Game"),
         rule(".chat_template_kwargs", "",
              "must not name what the rendering itself sets (messages, tools, add_generation_prompt, ...)",
@@ -147,7 +149,7 @@ class Gsm8kData(Conversation):
     """Which task in `data/` makes the rows."""
     source: str = "openai/gsm8k"
     """A hub dataset by its id, or a folder holding `train` and `test`."""
-    revision: Annotated[Revision, _OF_A_HUB] = ""
+    revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
     scorer: Scorer = "data.gsm8k:score"
@@ -158,7 +160,7 @@ def _is_a_file(name: str) -> Rule:
 
     def holds(data: Any, _: Any) -> bool:
         file = getattr(data, name)
-        return bool(file) and expanded(file).is_file()
+        return bool(file) and expand_path(file).is_file()
 
     remedy = "Give its path; data/schema.py says what it holds"
     return rule(f".{name}", "", "must be a parquet file that exists", holds, remedy)
@@ -189,9 +191,9 @@ class MappedData(Conversation):
     """Take columns by their names."""
     source: str = ""
     """A folder holding the two splits, or a hub id."""
-    subset: Annotated[str, _OF_A_HUB] = ""
+    subset: Annotated[str, _IS_HUB_SOURCE] = ""
     """Subset of a hub dataset; '' for its default."""
-    revision: Annotated[Revision, _OF_A_HUB] = ""
+    revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
     """Name of the training split: the file's stem, the folder of `save_to_disk`, or the split on the hub."""
     validation_split: str = "test"
@@ -284,7 +286,7 @@ class MixtureData(Conversation):
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
         rule(".parts", "", f"must name each dataset once, and none {ALL_SOURCES}, which is the name of all together",
-             lambda own, _: not taken(part.name for part in own.parts if part.name),
+             lambda own, _: not reserved(part.name for part in own.parts if part.name),
              "Give another name, or leave it out"),
         rule(".scorer", ".task", f"must be {BY_ROW} with data=mixture", lambda own, _: own.scorer == BY_ROW,
              "Leave it out, and set `scorer` in the data of a part"),
@@ -347,7 +349,7 @@ class FilterConfig(Section):
     in common, whatever their case and punctuation. tell: such rows are counted. drop: they are left out."""
 
 
-_OF_A_BAND = EffectiveWhen(".draw", "band")
+_WITH_BAND = EffectiveWhen(".draw", "band")
 
 
 def _shares(name: str) -> Rule:
@@ -377,9 +379,9 @@ class PassRatesConfig(Section):
     """How training draws its rows. uniform: each once an epoch. band: those whose pass rate lies in `band`, the others
     by `rest_weight`. informative: with a weight of p (1 - p). The last two count the answers of training too, and know
     no epochs: each step draws different rows, any row may be drawn again by the next one."""
-    band: Annotated[tuple[float, float], _OF_A_BAND] = (0.1, 0.9)
+    band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """Lowest and highest pass rate of a row that is drawn with weight 1, both included."""
-    rest_weight: Annotated[float, _OF_A_BAND] = Field(default=0.05, gt=0, le=1)
+    rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
     """Weight of a row whose pass rate lies outside `band`, which is retired. It is still drawn now and then, and is
     revived by the answers that bring its pass rate back into the band."""
     fade: Annotated[float, EffectiveWhen(".draw", unless="uniform")] = Field(default=0.5, ge=0, le=1)
@@ -392,11 +394,11 @@ class PassRatesConfig(Section):
              "Leave one of the two out"),
         rule(".table", ".samples", "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
              lambda own, _: own.samples > 0 or own.table is None
-             or (expanded(own.table) / "manifest.json").is_file(),
+             or (expand_path(own.table) / "manifest.json").is_file(),
              "Give the folder that `millrace data pass-rates` names"),
     )  # fmt: skip
 
     @property
-    def is_wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether the run has a table of pass rates, of its own or of another run."""
         return self.samples > 0 or self.table is not None

@@ -16,7 +16,7 @@ from rlcore.config.compose import (
     GROUPS,
     group_members,
 )
-from rlcore.config.problems import shown
+from rlcore.config.problems import format_value
 from rlcore.config.rules import Bound, EffectiveWhen
 from rlcore.config.run import RunConfig
 
@@ -35,16 +35,16 @@ def experiment_text(config: RunConfig, comment: str) -> str:
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     base = RunConfig.model_validate({"data": {"task": config.data.task}, "critic": {} if config.critic else None})
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
-    document |= _differing(config.model_dump(mode="json", exclude=NOT_WRITTEN), base.model_dump(mode="json"))
+    document |= _differences(config.model_dump(mode="json", exclude=NOT_WRITTEN), base.model_dump(mode="json"))
     lines = [f"# {line}" for line in comment.splitlines()]
     return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, width=120)])
 
 
-def _differing(settings: Any, base: Any) -> Any:
+def _differences(settings: Any, base: Any) -> Any:
     """Nested settings without those that are equal in `base`."""
     if not (isinstance(settings, dict) and isinstance(base, dict)):
         return settings
-    return {key: _differing(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
+    return {key: _differences(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
 
 
 # ---------------------------------------------------------------------- docs/settings.md
@@ -100,14 +100,14 @@ def _section(name: str, section: type[Section], title: str = "") -> Iterator[str
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    default = shown(field.get_default(call_default_factory=True, validated_data={})).replace("\n", r"\n")
+    default = format_value(field.get_default(call_default_factory=True, validated_data={})).replace("\n", r"\n")
     meaning = " ".join((field.description or "").split())
-    kind = ", ".join([_written(field.annotation), *_ranges(field)])
+    kind = ", ".join([_type_text(field.annotation), *_range_text(field)])
     cells = (f"`{key}`", kind, f"`{default}`", meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _ranges(field: FieldInfo) -> Iterator[str]:
+def _range_text(field: FieldInfo) -> Iterator[str]:
     for rule in field.metadata:
         match rule:
             case Ge(ge=bound):
@@ -129,7 +129,7 @@ def _ranges(field: FieldInfo) -> Iterator[str]:
                 yield f"like `{rule.pattern}`"
 
 
-def _written(annotation: Any) -> str:
+def _type_text(annotation: Any) -> str:
     """A type in words for writers of YAML."""
     words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     if annotation in words:
@@ -138,13 +138,13 @@ def _written(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (Union, UnionType):
-        return " or ".join(map(_written, parts))
+        return " or ".join(map(_type_text, parts))
     if origin is tuple:
-        return f"list of {_written(parts[0])}"
+        return f"list of {_type_text(parts[0])}"
     if issubclass(annotation, Section):
         return f"sections ({', '.join(annotation.model_fields)})"
     assert origin is dict, annotation
-    return f"names with {_written(parts[1])}"
+    return f"names with {_type_text(parts[1])}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def fingerprint(stage: str, payload: Any) -> str:
 def may_change() -> frozenset[str]:
     """Keys and sections that may differ when a run is resumed: those annotated with `MayChange`.
 
-    `trainer.total_steps` may too, see `total_steps_may_change`; `lasting_settings` says where `validation.suites` and
+    `trainer.total_steps` may too, see `total_steps_may_change`; `fixed_settings` says where `validation.suites` and
     `warm_start.steps_per_chunk` may not.
     """
 
@@ -59,7 +59,7 @@ def total_steps_may_change(config: RunConfig) -> bool:
     return all(optim.schedule == "constant" and (optim.warmup_steps > 0 or optim.warmup_ratio == 0) for optim in optims)
 
 
-def lasting_settings(config: RunConfig) -> dict[str, Any]:
+def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
     free = may_change() | {"trainer.total_steps"} if total_steps_may_change(config) else may_change()
     # Neither parts nor suites have a seed in their data.
@@ -85,13 +85,13 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
 def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
     """The lasting settings of these keys and sections that differ from the defaults, by dotted key."""
     usual = leaves(RunConfig().model_dump(mode="json")).items()
-    lasting = lasting_settings(config).items()
+    lasting = fixed_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
 
 
 def settings_fingerprint(config: RunConfig) -> str:
     """Fingerprint of everything that must not change between a run's first step and its last."""
-    return fingerprint("settings", lasting_settings(config))
+    return fingerprint("settings", fixed_settings(config))
 
 
 def run_id(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import MayChange, Run, Section, expanded, value_at, with_home
+from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path, value_at
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
@@ -90,7 +90,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
     return Problem(".scratch.num_heads", says, f"heads of {width}", remedy)
 
 
-def _reads_the_prompts(model: "ModelConfig", run: Run) -> Problem | None:
+def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
     """The tokenizer made from nothing has integers up to `max_integer` and operators, no words."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a custom task are not known here; the filter refuses words without a token.
@@ -113,7 +113,7 @@ def _reads_the_prompts(model: "ModelConfig", run: Run) -> Problem | None:
     )
 
 
-def _heads_are_dealt_to_the_gpus(model: "ModelConfig", run: Run) -> Problem | None:
+def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
     """The ranks of an engine have equal parts of the heads and of the feed-forward layer. Where there are fewer heads
     of keys and values than ranks, several ranks share one."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
@@ -136,7 +136,7 @@ def _heads_are_dealt_to_the_gpus(model: "ModelConfig", run: Run) -> Problem | No
     )
 
 
-def _fits_the_context(model: "ModelConfig", run: Run) -> Problem | None:
+def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
     """The longest prompt with the longest answer fits the model's positions."""
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
     context = model.number("max_position_embeddings", model.scratch.max_position_embeddings)
@@ -151,18 +151,18 @@ def _fits_the_context(model: "ModelConfig", run: Run) -> Problem | None:
     )
 
 
-def _model_is_there(key: str, *others: str) -> Rule:
+def _model_exists(key: str, *others: str) -> Rule:
     """A path that cannot be a hub id is a transformers directory, or one of `others`. It would fail late: a critic's
     after policy and engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
         path = value_at(run, key)
-        if path is None or path in others or (expanded(path) / "config.json").is_file():
+        if path is None or path in others or (expand_path(path) / "config.json").is_file():
             return None
         # A hub id is a name, or an owner and a name.
         if not (path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()):
             return None
-        got = f"{path or repr(path)}, which {'has no config.json' if expanded(path).is_dir() else 'is no directory'}"
+        got = f"{path or repr(path)}, which {'has no config.json' if expand_path(path).is_dir() else 'is no directory'}"
         remedy = (
             "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
         )
@@ -171,7 +171,7 @@ def _model_is_there(key: str, *others: str) -> Rule:
     return Rule((key,), check)
 
 
-def _adapters_name_layers(lora: "LoraConfig", run: Run) -> Problem | None:
+def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
     """Layers that get adapters are those of a decoder layer; a model of an unknown type says so when it loads."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
@@ -186,7 +186,7 @@ def shape_at(path: str) -> Mapping[str, Any]:
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
-        shape = json.loads((expanded(path) / "config.json").read_text(encoding="utf-8"))
+        shape = json.loads((expand_path(path) / "config.json").read_text(encoding="utf-8"))
         found = shape.get("text_config", shape)
     except (OSError, ValueError, AttributeError):
         return {}
@@ -234,7 +234,7 @@ class LoraConfig(Section):
     """Keep the base in host memory alone while vLLM's weights are on the GPU, and vLLM's there while the base is
     (`rollout.sleep_level=1`): of a model that a card holds only once."""
     checks = (
-        Rule((".target_modules", "model.path"), _adapters_name_layers),
+        Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
              "needs an engine whose weights wait in the host's memory while the base does not",
              lambda own, run: not own.offload or (run.rollout.engine == "vllm" and run.rollout.sleep_level == 1),
@@ -275,13 +275,13 @@ class ModelConfig(Section):
     checks = (
         Rule((".path", ".scratch.hidden_size", ".scratch.num_heads", "rollout.engine", "runtime.device"),
              _heads_fit_vllm),
-        Rule((".path", ".scratch.max_integer", "data"), _reads_the_prompts),
+        Rule((".path", ".scratch.max_integer", "data"), _has_tokenizer_for_prompts),
         Rule(("rollout.tensor_parallel_size", ".path", ".scratch.num_heads", ".scratch.intermediate_size"),
-             _heads_are_dealt_to_the_gpus),
-        _model_is_there("model.path", SMOLLM2),  # its package is not needed for a plan
-        _model_is_there("critic.path"),
+             _heads_divide_among_gpus),
+        _model_exists("model.path", SMOLLM2),  # its package is not needed for a plan
+        _model_exists("critic.path"),
         Rule((".path", ".scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
-             _fits_the_context),
+             _fits_context),
         rule(".attention", "runtime.device", "must be auto or sdpa on a CPU",
              lambda own, run: run.runtime.device != "cpu" or own.attention in ("auto", "sdpa"),
              "Set model.attention=auto"),
@@ -290,7 +290,7 @@ class ModelConfig(Section):
              "Set model.compile=false, or runtime.device=cuda"),
     )  # fmt: skip
 
-    _expanded = field_validator("path")(with_home)
+    _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
         """A number of the model's config.json, or that of a model made from nothing; None where it is not known."""
@@ -350,6 +350,6 @@ class WarmStartConfig(Section):
         rule(".demonstrations", ".enabled", f"must be a file that exists, {KINDS_OF_FILES}",
              lambda own, _: not own.enabled or own.demonstrations is None
              or (DATA_FILE.fullmatch(Path(own.demonstrations).name) is not None
-                 and expanded(own.demonstrations).is_file()),
+                 and expand_path(own.demonstrations).is_file()),
              "Give its path, or leave it out: a task's own solutions are shown then"),
     )  # fmt: skip

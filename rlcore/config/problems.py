@@ -8,11 +8,11 @@ from typing import Any
 
 from rlcore.errors import ConfigError
 
-_LONGEST_VALUE = 60
+_MAX_VALUE_CHARS = 60
 _PLAIN = re.compile(r"[A-Za-z_/][\w.\-/]*", re.ASCII)
 _WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
 # Below this likeness a proposal confuses more than it helps: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
-_LEAST_LIKENESS = 0.6
+_MIN_SIMILARITY = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.rule}; got {masked(self.got)}. {self.remedy}"
+        return f"{self.key}: {self.rule}; got {mask_secrets(self.got)}. {self.remedy}"
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Findings:
     """The problems found so far, and the keys and sections without a trustworthy value, on which no rule is judged."""
 
     problems: list[Problem] = field(default_factory=list)
-    unsound: set[str] = field(default_factory=set)
+    unreliable: set[str] = field(default_factory=set)
 
     def add(self, problem: Problem, *unsound: str) -> None:
         """Add a problem once. `unsound` are the keys that it makes untrustworthy, by default its own."""
         if problem not in self.problems:
             self.problems.append(problem)
-        self.unsound.update(unsound or (problem.key,))
+        self.unreliable.update(unsound or (problem.key,))
 
 
 def settings_error(problems: Sequence[Problem]) -> ConfigError:
@@ -48,23 +48,23 @@ def settings_error(problems: Sequence[Problem]) -> ConfigError:
     return ConfigError("\n".join([title, *(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))]))
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """`plain_text`, without passwords, cut to a readable length.
 
-    >>> shown([1, None, True, "x"])
+    >>> format_value([1, None, True, "x"])
     '[1,null,true,x]'
     """
-    text = masked(plain_text(value))
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    text = mask_secrets(plain_text(value))
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """An address, or a text with one, that may be shown: without its password, a user alone (a token, over http) and
     its query, which may hold one too.
 
-    >>> masked("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
+    >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
-    >>> masked("sqlite:////data/mlflow.db")
+    >>> mask_secrets("sqlite:////data/mlflow.db")
     'sqlite:////data/mlflow.db'
     """
     hidden = re.sub(r"(\w://[^:@/]*):.*@", r"\1:***@", text)
@@ -84,13 +84,13 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
     """
     # A SequenceMatcher caches its analysis of the second sequence.
     whole, last = (SequenceMatcher(None, b=text, autojunk=False) for text in (wrong, wrong.rpartition(".")[2]))
-    best, best_likeness = None, _LEAST_LIKENESS
+    best, best_likeness = None, _MIN_SIMILARITY
     for candidate in sorted(candidates):
         whole.set_seq1(candidate)
         last.set_seq1(candidate.rpartition(".")[2])
-        if _likeness(whole.quick_ratio(), last.quick_ratio()) < best_likeness:
+        if _similarity(whole.quick_ratio(), last.quick_ratio()) < best_likeness:
             continue
-        likeness = _likeness(whole.ratio(), last.ratio())
+        likeness = _similarity(whole.ratio(), last.ratio())
         if likeness > best_likeness:
             best, best_likeness = candidate, likeness
     return best
@@ -102,7 +102,7 @@ def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
     return f"Did you mean {found}? " if found else ""
 
 
-def _likeness(whole: float, last: float) -> float:
+def _similarity(whole: float, last: float) -> float:
     """Weighted likeness. The whole alone counts a little less; it decides where a dot was left out."""
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
@@ -128,10 +128,10 @@ def override_value(value: Any) -> str:
     >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
     ("['+',0.0003]", "'off'", '/data', "'/my data'")
     """
-    return plain_text(value, _quoted)
+    return plain_text(value, _quote)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML:
         return text
     return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from rlcore.config.algo import GROUP_ADVANTAGES
-from rlcore.config.base import MayChange, Run, Section, names_a_function
-from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, taken
+from rlcore.config.base import MayChange, Run, Section, is_function_name
+from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, reserved
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
@@ -150,7 +150,7 @@ class JudgeConfig(Section):
         rule(".prompt", "", "must have a place {response}",
              lambda own, _: "{response}" in own.prompt, "Write {response} where the answer comes"),
         rule(".rules", "", "must be `module:function` of a scorer other than the judge, or ''",
-             lambda own, _: not own.rules or (names_a_function(own.rules) and own.rules != JUDGE),
+             lambda own, _: not own.rules or (is_function_name(own.rules) and own.rules != JUDGE),
              "Such as data.countdown:score"),
     )  # fmt: skip
 
@@ -253,7 +253,7 @@ class EpisodeConfig(Section):
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
-             lambda own, _: all(map(names_a_function, own.tools))
+             lambda own, _: all(map(is_function_name, own.tools))
              and len({tool.partition(":")[2] for tool in own.tools}) == len(own.tools),
              "Such as [data.calculator:calculate]"),
         rule(".tools", "data.environment",
@@ -263,7 +263,7 @@ class EpisodeConfig(Section):
     )  # fmt: skip
 
 
-class JudgingConfig(Section):
+class EvaluationConfig(Section):
     """How a model is judged on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
@@ -291,20 +291,20 @@ class JudgingConfig(Section):
     )  # fmt: skip
 
     @property
-    def judging(self) -> "JudgingConfig":
+    def evaluation(self) -> "EvaluationConfig":
         """These settings alone, without what a subclass adds."""
-        return JudgingConfig(**{name: getattr(self, name) for name in JudgingConfig.model_fields})
+        return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
-    def judges_as(self, other: "JudgingConfig") -> bool:
+    def evaluates_as(self, other: "EvaluationConfig") -> bool:
         """Whether both come to the same figures of the same weights: they do whatever `every_steps` says."""
-        return self.judging == other.judging.model_copy(update={"every_steps": self.every_steps})
+        return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether a training of so many steps is judged after this one, 0 being before the first."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
-class SuiteConfig(JudgingConfig):
+class SuiteConfig(EvaluationConfig):
     """A held-out set of its own, with its own task, scorer and sampling, and without a training part."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
@@ -321,7 +321,7 @@ class SuiteConfig(JudgingConfig):
 
 def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
     """Each suite's figures have a name of their own, and its answers fit where the run's do."""
-    if names := taken(suite.name for suite in validation.suites):
+    if names := reserved(suite.name for suite in validation.suites):
         says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
         return Problem(".suites", says, names, "Write another `name` into the file")
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
@@ -334,7 +334,7 @@ def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Pro
     return None
 
 
-class ValidationConfig(JudgingConfig):
+class ValidationConfig(EvaluationConfig):
     """How a model is judged on held-out problems: those of its own data, and suites."""
 
     suites: tuple[SuiteConfig, ...] = ()

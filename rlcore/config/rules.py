@@ -12,7 +12,7 @@ from math import isqrt, prod
 from typing import Any, Literal, get_args, get_origin
 
 from rlcore.config.base import Run, Section, covers, leaves, value_at
-from rlcore.config.problems import Problem, plain_text, shown
+from rlcore.config.problems import Problem, format_value, plain_text
 
 _ALLOWS: dict[str, Callable[[Any, Any], bool]] = {
     "divide": lambda value, bound: bound % value == 0,
@@ -20,7 +20,7 @@ _ALLOWS: dict[str, Callable[[Any, Any], bool]] = {
     "be at least": lambda value, bound: value >= bound,
     "be under": lambda value, bound: value < bound,
 }
-_MOST_DIVISORS = 12
+_MAX_DIVISORS = 12
 _ABSENT = object()
 
 
@@ -36,7 +36,7 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
     """A rule about one key, given others (in one text, with spaces); the problem shows the values of all."""
 
     def check(section: Any, run: Run) -> Problem | None:
-        return None if holds(section, run) else Problem(key, says, _got(section, run, key, *names), remedy)
+        return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
 
     names = tuple(others.split())
     return Rule((key, *names), check)
@@ -68,7 +68,7 @@ class Bound:
                 return None
             whole = divisors(number) if self.words == "divide" else ""  # another kind of bound may be no whole number
             remedy = self.remedy.format(bound=number, divisors=whole)
-            return Problem(key, f"must {self.words} {self.others}", _got(section, run, key, *names), remedy)
+            return Problem(key, f"must {self.words} {self.others}", _values_text(section, run, key, *names), remedy)
 
         return Rule((key, *names, *([self.only_with] if self.only_with else [])), check)
 
@@ -86,11 +86,11 @@ def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
     found = []
     for prefix, section in sections_in(config):
         for each in rules_of(type(section)):
-            reads = [_full(name, prefix) for name in each.reads]
+            reads = [_full_key(name, prefix) for name in each.reads]
             if any(covers(key, read) or covers(read, key) for read in reads for key in unsound):
                 continue
             if problem := each.check(section, config):
-                found.append(replace(problem, key=_full(problem.key, prefix)))
+                found.append(replace(problem, key=_full_key(problem.key, prefix)))
     return found
 
 
@@ -107,10 +107,10 @@ def divisors(number: int) -> str:
     """The largest divisors of a number, in order."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
     found = sorted({*low, *(number // each for each in low)})
-    return ", ".join(map(str, found[-_MOST_DIVISORS:]))
+    return ", ".join(map(str, found[-_MAX_DIVISORS:]))
 
 
-def _full(name: str, prefix: str) -> str:
+def _full_key(name: str, prefix: str) -> str:
     return prefix + name[1:] if name.startswith(".") else name
 
 
@@ -118,20 +118,20 @@ def _value(section: Section, run: Run, name: str) -> Any:
     return value_at(section, name[1:]) if name.startswith(".") else value_at(run, name)
 
 
-def _got(section: Section, run: Run, key: str, *others: str) -> str:
+def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
     """Values of settings in words: `48 with batch_size 64`."""
-    first, *rest = (_in_words(_value(section, run, name)) for name in (key, *others))
+    first, *rest = (_value_text(_value(section, run, name)) for name in (key, *others))
     values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
     return f"{first} with {', '.join(values)}" if values else first
 
 
-def _in_words(value: object) -> str:
+def _value_text(value: object) -> str:
     """A setting's value; of sections their number."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
         return str(len(value))
-    return shown(value)
+    return format_value(value)
 
 
 # ---------------------------------------------------------------------- settings without an effect
@@ -166,9 +166,9 @@ class EffectiveWhen:
         """The settings `by` that leave the setting unread, as one would write them; None where it is read."""
         if not by or any(map(self.is_met, by.values())):
             return None
-        return self.why or ", ".join(f"{name}={shown(value)}" for name, value in by.items())
+        return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
-    def way_out(self, config: Run, name: str) -> str:
+    def fix(self, config: Run, name: str) -> str:
         """What the first of `by`, of this name, has to be."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
@@ -179,7 +179,7 @@ class EffectiveWhen:
         return f"Set {name}={' or '.join(words)}" if words else f"{'Change' if self.unless else 'Set'} {name}"
 
 
-def without_effect(
+def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
     """A warning for each group of settings that cannot have an effect here: keys and values, why, what to do.
@@ -208,9 +208,9 @@ def without_effect(
         if reason is None:
             continue
         left = [key for key in left if key not in keys]
-        named = ", ".join(key if key in swept else f"{key}={shown(values[key])}" for key in keys)
+        named = ", ".join(key if key in swept else f"{key}={format_value(values[key])}" for key in keys)
         have, them = ("have", "them") if len(keys) > 1 else ("has", "it")
-        remedy = effect.remedy or effect.way_out(config, next(iter(by)))
+        remedy = effect.remedy or effect.fix(config, next(iter(by)))
         lines.append(f"{named}: {have} no effect with {reason}. {remedy}, or leave {them} out")
     return lines
 
@@ -223,7 +223,7 @@ def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[
         for name, field in type(section).model_fields.items():
             declared += [(prefix + name, each) for each in field.metadata if isinstance(each, EffectiveWhen)]
         for key, effect in declared:
-            by = tuple(_full(name, prefix) for name in effect.by.split())
+            by = tuple(_full_key(name, prefix) for name in effect.by.split())
             found.setdefault((effect, by), []).append(key)
     return found
 

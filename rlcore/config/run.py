@@ -77,7 +77,7 @@ class RunConfig(Section):
     )  # fmt: skip
 
     @property
-    def answers_together(self) -> int:
+    def concurrent_responses(self) -> int:
         """Answers of a batch that an engine writes at one time: those of all ranks that share it."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
         answers = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)

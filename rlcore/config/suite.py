@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, covers, expanded
+from rlcore.config.base import FILE_ENDINGS, covers, expand_path
 from rlcore.config.data import FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Findings, Problem, did_you_mean
@@ -21,7 +21,7 @@ SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
 SUITES = "validation.suites"
 
 
-def content_of(file: Path) -> dict[str, Any] | str:
+def read_yaml(file: Path) -> dict[str, Any] | str:
     """Keys and values of a YAML file, as OmegaConf reads them; or why there are none."""
     try:
         if not file.exists():
@@ -39,7 +39,7 @@ def content_of(file: Path) -> dict[str, Any] | str:
     return {str(name): value for name, value in content.items()}
 
 
-def put_suites(settings: dict[str, Any], findings: Findings) -> None:
+def resolve_suites(settings: dict[str, Any], findings: Findings) -> None:
     """Put the content of the files that `validation.suites` names in place of their names, in nested plain settings."""
     named = suites_in(settings)
     if any(isinstance(entry, str) for entry in named):
@@ -65,11 +65,11 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 def _read(name: str) -> dict[str, Any] | Problem:
     """The content of a suite's file, whose `name` is the file's unless it gives another; or why there is none."""
     is_path = name.endswith(FILE_ENDINGS)
-    file = expanded(name) if is_path else SUITES_DIR / f"{name}.yaml"
+    file = expand_path(name) if is_path else SUITES_DIR / f"{name}.yaml"
     if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
         remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
-    content = content_of(file)
+    content = read_yaml(file)
     if isinstance(content, str):
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
         return Problem(SUITES, content, got, "conf/suite/gsm8k.yaml shows the form")
@@ -82,18 +82,18 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {
-        "data": _held_out_alone(suite.data).model_copy(update={"seed": suite.seed}),
+        "data": _held_out_only(suite.data).model_copy(update={"seed": suite.seed}),
         "seed": suite.seed,
         "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
         "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),
-        "validation": ValidationConfig(**dict(suite.judging)),
+        "validation": ValidationConfig(**dict(suite.evaluation)),
     }
     if not suite.data.environment:
         changes["episode"] = EpisodeConfig()  # its tools are shown where there is an environment to call them
     return config.model_copy(update=changes)
 
 
-def _held_out_alone(data: TaskData) -> TaskData:
+def _held_out_only(data: TaskData) -> TaskData:
     """The settings of a task whose training rows nobody reads: they need not be there."""
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
@@ -102,20 +102,20 @@ def _held_out_alone(data: TaskData) -> TaskData:
     return data
 
 
-def problems_in(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
+def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
     """Every broken rule of a run, and of its datasets and suites as if each were the run's only one.
 
     Rules that read a key or section named in `unsound` are left out.
     """
     found = broken_rules(run, unsound)
-    for key, name, alone in _alone(run):
+    for key, name, alone in _single_datasets(run):
         if not any(covers(key, each) or covers(each, key) for each in unsound):
             found += [replace(each, key=key, rule=f"{name}: {each.key} {each.rule}")
                       for each in broken_rules(alone, unsound) if each not in found]  # fmt: skip
     return found
 
 
-def _alone(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
+def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
     """The settings of each dataset of a mixture, and of each suite: their key, their name, a run of nothing else."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})

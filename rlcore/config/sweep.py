@@ -34,7 +34,7 @@ class Range(Section):
         return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def _is_valid_range(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"low must be below high, got {self.low} and {self.high}")
         if self.log and self.low <= 0:
@@ -80,7 +80,7 @@ class Pruning(Section):
     """Arguments of Optuna's pruner, such as reduction_factor: 3."""
 
     @model_validator(mode="after")
-    def _has_what_its_pruner_reads(self) -> Self:
+    def _options_match_pruner(self) -> Self:
         if self.pruner == "paired" and self.options:
             raise ValueError("options are arguments of Optuna's pruners, and pruner is paired: leave them out")
         if self.pruner != "paired" and "confidence" in self.model_fields_set:
@@ -165,7 +165,7 @@ def points_of(spec: SweepSpec) -> list[Point]:
     return list(spec.list or ())
 
 
-def edges_of(space: Mapping[str, Values]) -> list[Point]:
+def edge_points(space: Mapping[str, Values]) -> list[Point]:
     """Points with every end and every choice of a space at least once, to be checked before the search."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
@@ -175,19 +175,19 @@ def edges_of(space: Mapping[str, Values]) -> list[Point]:
     return [point for number, point in enumerate(found) if point not in found[:number]]
 
 
-def written(point: Point) -> list[str]:
+def point_overrides(point: Point) -> list[str]:
     """A point as overrides.
 
-    >>> written({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
+    >>> point_overrides({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
     ['optim.lr=1e-05', 'algo=dapo', "data.operations=['+','-']", "filter.overlong='off'"]
     """
     return [f"{key}={override_value(value)}" for key, value in point.items()]
 
 
-def shown_point(point: Point) -> str:
+def format_point(point: Point) -> str:
     """A point in a line.
 
-    >>> shown_point({"optim.lr": 1e-5, "algo": "dapo"})
+    >>> format_point({"optim.lr": 1e-5, "algo": "dapo"})
     'optim.lr=1e-05 algo=dapo'
     """
-    return " ".join(written(point))
+    return " ".join(point_overrides(point))

@@ -15,16 +15,16 @@ from yaml import YAMLError
 
 from rlcore.config import sweep
 from rlcore.config.base import FILE_ENDINGS, keys_of
-from rlcore.config.check import rule_of
-from rlcore.config.compose import CONF_DIR, GROUPS, compose, group_members, judge_settings
-from rlcore.config.fingerprint import fingerprint, lasting_settings, run_id
-from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
+from rlcore.config.check import rule_text
+from rlcore.config.compose import CONF_DIR, GROUPS, compose, compose_many, group_members
+from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
+from rlcore.config.problems import Problem, did_you_mean, format_value, settings_error
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
-from rlcore.config.sweep import Budget, Point, SweepSpec, shown_point, written
+from rlcore.config.sweep import Budget, Point, SweepSpec, format_point, point_overrides
 
 SWEEPS_DIR = CONF_DIR / "sweep"
 _WORDS = tuple(name.rpartition(".")[2] for name, _ in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
-MOST_POINTS = 10_000
+MAX_POINTS = 10_000
 NOT_SWEPT = {
     "seed": "Write the seeds as seeds: [1, 2]",
     "experiment": "A sweep varies one experiment; write a sweep for each",
@@ -58,7 +58,7 @@ class Sweep:
                 del spec[search]["num_points"]
         base = self.base
         more = {"name": base.name, "total_steps": base.trainer.total_steps, "metric": self.metric_of(base)}
-        digest = fingerprint("sweep", {"spec": spec, "base": lasting_settings(base), **more})
+        digest = fingerprint("sweep", {"spec": spec, "base": fixed_settings(base), **more})
         return f"{self.spec.name}-{digest[:8]}"
 
     @property
@@ -79,12 +79,12 @@ class Sweep:
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
         """The settings of one run, beyond the experiment."""
-        return [*self.overrides, *written(point), f"seed={seed}"]
+        return [*self.overrides, *point_overrides(point), f"seed={seed}"]
 
-    def idle_settings(self) -> list[str]:
+    def unused_settings(self) -> list[str]:
         """A line for each setting, shared or swept, that has no effect in any point."""
         swept = {key for point in self.points for key in point} | self.spec.space.keys()
-        return compose(self.overrides, experiment=self.spec.experiment).idle_settings(swept)
+        return compose(self.overrides, experiment=self.spec.experiment).unused_settings(swept)
 
     def metric_of(self, config: RunConfig) -> str:
         """The objective's name below `val-core/<data source>/`."""
@@ -102,7 +102,7 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     Raises:
         ConfigError: one message with every mistake in the file; if there is none, with every mistake in the settings.
     """
-    spec = _parsed(_content(source))
+    spec = _parse(_content(source))
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
         spec = spec.model_copy(update={"budget": changed})
@@ -111,18 +111,20 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         spec = spec.model_copy(update={"experiment": str(Path(spec.experiment).absolute())})
     replaced = {_key(text) for text in overrides}
     shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
-    if problems := [*_of_search(spec), *_of_keys(spec, shared), *_of_seeds(spec, shared)]:
+    if problems := [*_search_problems(spec), *_key_problems(spec, shared), *_seed_problems(spec, shared)]:
         raise settings_error(problems)
     points = sweep.points_of(spec)
-    tried = points or sweep.edges_of(spec.space)
-    judged = judge_settings([shared, *([*shared, *written(point)] for point in tried)], experiment=spec.experiment)
+    tried = points or sweep.edge_points(spec.space)
+    judged = compose_many(
+        [shared, *([*shared, *point_overrides(point)] for point in tried)], experiment=spec.experiment
+    )
     (base, of_all), of_points = judged[0], judged[1:]
     found = Sweep(spec, shared, base, tuple(points))
     configs = [config for config, _ in of_points]
-    problems = [*of_all, *_of_points(tried, [[one for one in more if one not in of_all] for _, more in of_points])]
+    problems = [*of_all, *_point_problems(tried, [[one for one in more if one not in of_all] for _, more in of_points])]
     if not problems:
-        problems += _twice(tried, configs)
-    problems += [*_of_metric(spec, configs), *_of_rungs(found, configs)]
+        problems += _duplicate_problems(tried, configs)
+    problems += [*_metric_problems(spec, configs), *_rung_problems(found, configs)]
     if problems:
         raise settings_error(list(dict.fromkeys(problems)))
     return found
@@ -157,31 +159,35 @@ def _content(source: str) -> dict[str, Any]:
     return content
 
 
-def _parsed(content: Mapping[str, Any]) -> SweepSpec:
+def _parse(content: Mapping[str, Any]) -> SweepSpec:
     """The file as a `SweepSpec`, or one error with all places that have no such form."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        raise settings_error([_of_detail(detail) for detail in error.errors(include_url=False)]) from None
+        raise settings_error([_form_problem(detail) for detail in error.errors(include_url=False)]) from None
 
 
-def _of_detail(detail: ErrorDetails) -> Problem:
+def _form_problem(detail: ErrorDetails) -> Problem:
     loc = [str(part) for part in detail["loc"] if part not in (sweep.VALUES, sweep.RANGE)]
     got, kind, key = detail["input"], detail["type"], ".".join(loc)
     if kind == "tuple_type" and sweep.VALUES in detail["loc"]:
-        return Problem(key, "must be a list of values, or a range", shown(got), "Write [1, 2] or {low: 1, high: 2}")
+        return Problem(
+            key, "must be a list of values, or a range", format_value(got), "Write [1, 2] or {low: 1, high: 2}"
+        )
     if kind == "extra_forbidden":
         words = tuple(SweepSpec.model_fields) if len(loc) == 1 else _WORDS
         remedy = f"{did_you_mean(loc[-1], words)}docs/sweeps.md lists what a sweep may say"
-        return Problem(key, "there is nothing of that name in a sweep", shown(got), remedy)
-    return Problem(key, "is missing" if kind == "missing" else rule_of(detail), shown(got), "See docs/sweeps.md")
+        return Problem(key, "there is nothing of that name in a sweep", format_value(got), remedy)
+    return Problem(
+        key, "is missing" if kind == "missing" else rule_text(detail), format_value(got), "See docs/sweeps.md"
+    )
 
 
 # ---------------------------------------------------------------------- checks
 
 
-def _of_search(spec: SweepSpec) -> Iterable[Problem]:
+def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
     """The sweep has one way to choose points, and something to try."""
     said = spec.searches
     if not said:
@@ -193,14 +199,16 @@ def _of_search(spec: SweepSpec) -> Iterable[Problem]:
     spread = {f"{said[0]}.{key}": values for key, values in {**(spec.grid or {}), **spec.space}.items()}
     for name, values in {"seeds": spec.seeds, "grid": spec.grid, "list": spec.list, **listed, **spread}.items():
         if values in ({}, ()):
-            yield Problem(name, "is empty: there is nothing to try", shown(values), "Name a setting and its values")
+            yield Problem(
+                name, "is empty: there is nothing to try", format_value(values), "Name a setting and its values"
+            )
     size = math.prod(len(values) for values in (spec.grid or {}).values())
-    if size > MOST_POINTS:
+    if size > MAX_POINTS:
         remedy = "Draw some of them by random or optuna"
-        yield Problem("grid", f"must have at most {MOST_POINTS:,} points", f"{size:,}", remedy)
+        yield Problem("grid", f"must have at most {MAX_POINTS:,} points", f"{size:,}", remedy)
 
 
-def _of_keys(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
+def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
     """Every key that is swept is a setting that may be swept, and is not given for all points too."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
@@ -216,17 +224,17 @@ def _of_keys(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
             yield Problem(key, "is swept, and given for all points", key, "Keep one")
 
 
-def _of_seeds(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
+def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
     """The seeds differ, and are given in one place."""
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
-        yield Problem("seeds", "must differ", shown(spec.seeds), f"Name {', '.join(map(str, twice))} once")
+        yield Problem("seeds", "must differ", format_value(spec.seeds), f"Name {', '.join(map(str, twice))} once")
     for text in shared:
         if _key(text) in ("seed", "run_id"):
             yield Problem("overrides", "seed and run_id differ from run to run", text, "Say seeds: [...] instead")
 
 
-def _of_points(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
+def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
     """Each mistake once, with the points that have it."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
@@ -234,22 +242,22 @@ def _of_points(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> I
             where.setdefault(problem, []).append(point)
     for problem, owners in where.items():
         more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
-        rule = f"{problem.rule} (point {shown_point(owners[0])}{more})"
+        rule = f"{problem.rule} (point {format_point(owners[0])}{more})"
         yield Problem(problem.key, rule, problem.got, problem.remedy)
 
 
-def _twice(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Problem]:
+def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Problem]:
     """Points with the same run id would be the same run."""
     first: dict[str, Point] = {}
     for point, config in zip(points, configs, strict=True):
         before = first.setdefault(run_id(config), point)
         if before is not point:
-            got = f"{shown_point(before)} and {shown_point(point)}"
+            got = f"{format_point(before)} and {format_point(point)}"
             remedy = "Leave one out; keys that do not change a run's numbers make no other run, see docs/sweeps.md"
             yield Problem("sweep", "has two points that are the same run", got, remedy)
 
 
-def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
+def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
     """The validation of each point has the figure by which points are compared."""
     metric = spec.objective.metric
     for config in configs:
@@ -261,7 +269,7 @@ def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Proble
             yield Problem("objective.metric", "must be a figure of the validation", metric, remedy)
 
 
-def _of_rungs(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
+def _rung_problems(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
     """There is a checkpoint and a validation where points are compared."""
     if (pruning := found.spec.pruning) is None:
         return

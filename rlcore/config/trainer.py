@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import MayChange, Section, with_home
+from rlcore.config.base import MayChange, Section, expand_home
 from rlcore.config.rules import Bound, EffectiveWhen, rule
 
 _ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
@@ -198,7 +198,7 @@ class PathsConfig(Section):
     root: str = "artifacts"
     """Folder of datasets, models, runs and the MLflow store; relative to the working directory. `~` is expanded."""
 
-    _expanded = field_validator("root")(with_home)
+    _expanded = field_validator("root")(expand_home)
 
 
 class TrackingConfig(Section):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from rlcore.config import JudgingConfig
+from rlcore.config import EvaluationConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.stats import (
     Array,
@@ -35,7 +35,7 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """One answer. `parts` are the named components of its score, `num_tokens` counts the end token.
 
     `logprob` is the sum of its tokens' log-probabilities at sampling time (nats), None where it was not recorded.
@@ -74,29 +74,29 @@ class ProblemResult:
     difficulty: int
     prompt_text: str
     ground_truth_json: str
-    greedy: Answer | None
-    samples: tuple[Answer, ...]
+    greedy: Response | None
+    samples: tuple[Response, ...]
     data_source: str = ""
 
     @property
-    def scored(self) -> tuple[Answer, ...]:
+    def scored_samples(self) -> tuple[Response, ...]:
         """Samples that have a score."""
         return tuple(answer for answer in self.samples if answer.failure is None)
 
     @property
-    def has_figures(self) -> bool:
+    def is_scored(self) -> bool:
         """Whether a sample has a score, if there are samples, and the greedy answer, if there is one."""
-        return (bool(self.scored) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
+        return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
     def num_solved(self) -> int:
         """c: samples that are right."""
-        return sum(answer.solved for answer in self.scored)
+        return sum(answer.solved for answer in self.scored_samples)
 
     @property
     def mean_score(self) -> float:
         """Mean score of the samples, 0 without any."""
-        return sum(answer.score for answer in self.scored) / max(1, len(self.scored))
+        return sum(answer.score for answer in self.scored_samples) / max(1, len(self.scored_samples))
 
 
 def vote(text: str) -> str:
@@ -111,7 +111,7 @@ def vote(text: str) -> str:
     return "".join(said.split())
 
 
-def num_samples_of(problems: Sequence[ProblemResult]) -> int:
+def num_samples(problems: Sequence[ProblemResult]) -> int:
     """k: sampled answers to each problem; 0 without problems.
 
     Raises:
@@ -123,29 +123,32 @@ def num_samples_of(problems: Sequence[ProblemResult]) -> int:
     return counts.pop() if counts else 0
 
 
-def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
+def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
     """Each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`.
 
     Sampled statistics need samples, greedy ones a greedy answer to every problem. Answers without a score do not
     count: of k samples with two failures the statistics are those of k - 2.
 
     Args:
-        problems: each of which `has_figures`.
+        problems: each of which `is_scored`.
 
     Raises:
         DataError: problems have different numbers of samples.
     """
-    k = num_samples_of(problems)
+    k = num_samples(problems)
     found: dict[str, Array] = {}
     if k:
         solved = np.array([problem.num_solved for problem in problems])
-        answers = np.array([len(problem.scored) for problem in problems])
+        answers = np.array([len(problem.scored_samples) for problem in problems])
         found = {
             f"reward/mean@{k}": np.array([problem.mean_score for problem in problems]),
             f"reward/pass@{k}": pass_at_k(answers, solved, answers),
             f"reward/pass_all@{k}": pass_all_at_k(answers, solved, answers),
             f"reward/maj@{k}": np.array(
-                [majority([a.vote for a in each.scored], [float(a.solved) for a in each.scored]) for each in problems]
+                [
+                    majority([a.vote for a in each.scored_samples], [float(a.solved) for a in each.scored_samples])
+                    for each in problems
+                ]
             ),
             f"acc/mean@{k}": solved / answers,
         }
@@ -170,13 +173,13 @@ class ValidationResult:
     policy_version: int
     data_source: str
     problems: tuple[ProblemResult, ...]
-    settings: JudgingConfig
+    settings: EvaluationConfig
     suite: str = ""
 
     @property
     def num_samples(self) -> int:
         """k: sampled answers to each problem."""
-        return num_samples_of(self.problems)
+        return num_samples(self.problems)
 
     @property
     def reward_statistic(self) -> str:
@@ -184,9 +187,9 @@ class ValidationResult:
         return f"reward/mean@{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
-    def with_figures(self) -> "ValidationResult":
+    def scored_only(self) -> "ValidationResult":
         """The result over the problems that figures are made of: those with a score."""
-        return replace(self, problems=tuple(problem for problem in self.problems if problem.has_figures))
+        return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
         """Mean over problems and interval of each column, Float[P], by this validation's settings."""
@@ -206,7 +209,7 @@ class ValidationResult:
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
         """Each statistic with its interval over problems, by its name below `val-core/<data_source>/`."""
-        return self.intervals_of(per_problem(self.with_figures.problems))
+        return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
         """The result of each data source, in the order of their names; empty where there is only one."""
@@ -215,18 +218,18 @@ class ValidationResult:
 
     def by_difficulty(self) -> dict[int, "ValidationResult"]:
         """The result of each difficulty, easiest first, over the problems that figures are made of."""
-        return self.with_figures._parts(lambda problem: problem.difficulty)
+        return self.scored_only._parts(lambda problem: problem.difficulty)
 
     def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
         """The result of the problems of each key, in order of the keys."""
         ordered = sorted(self.problems, key=key)  # a stable sort: problems of a part stay in their order
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
-    def summary(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """The figures of this validation under their metric names (`rlcore/tracking/metrics.md` defines them), each
         with `/ci_low` and `/ci_high`; of several sources those of each, and of all problems as `val-core/all/...`.
         """
-        summary = {name: value for part in self.by_source().values() for name, value in part.summary().items()}
+        summary = {name: value for part in self.by_source().values() for name, value in part.metrics().items()}
         for statistic, interval in self.intervals.items():
             name = f"val-core/{self.data_source}/{statistic}"
             summary |= {name: interval.value, f"{name}/ci_low": interval.low, f"{name}/ci_high": interval.high}
@@ -283,13 +286,13 @@ class Comparison:
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
     """pass@k for k = 1, 2, 4, ... and all samples, each with its interval."""
-    result = result.with_figures
+    result = result.scored_only
     num_samples = result.num_samples
     if not num_samples:
         return {}
     ks = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
     right = [problem.num_solved for problem in result.problems]
-    answers = [len(problem.scored) for problem in result.problems]
+    answers = [len(problem.scored_samples) for problem in result.problems]
     found = result.intervals_of({str(k): pass_at_k(answers, right, np.minimum(k, answers)) for k in ks})
     return {int(k): interval for k, interval in found.items()}
 
@@ -300,7 +303,7 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
     Raises:
         DataError: they share no problem that has figures in both, or a problem of the same id asks for something else.
     """
-    first, second = first.with_figures, second.with_figures
+    first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]
     if not pairs:
@@ -316,7 +319,7 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
             )
     first = replace(first, problems=tuple(one for one, _ in pairs))
     second = replace(second, problems=tuple(other for _, other in pairs))
-    first_values, second_values = per_problem(first.problems), per_problem(second.problems)
+    first_values, second_values = problem_statistics(first.problems), problem_statistics(second.problems)
     settings = second.settings
     pair = partial(paired_difference, confidence=settings.confidence, num_resamples=settings.num_resamples)
     found = []

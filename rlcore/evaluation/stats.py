@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 # Resamples drawn at a time hold this many counts at most (8 bytes each), whatever the number of problems.
-_COUNTS_AT_A_TIME = 4_000_000
+_CHUNK_SIZE = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PairedDifference:
     losses: int
 
 
-def pass_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> Array:
+def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
     """Chance that at least one of k answers is right, unbiased, for each problem: `1 - C(n-c, k) / C(n, k)`.
 
     C(n-c, k) / C(n, k) is the share of the k-subsets of the n answers without a right one (Chen et al. 2021,
@@ -58,11 +58,11 @@ def pass_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> Arr
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
     """
-    answers, right, drawn = _counts(num_answers, num_right, k)
+    answers, right, drawn = _counts(num_responses, num_correct, k)
     return 1.0 - _all_of_k(answers, answers - right, drawn)
 
 
-def pass_all_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> Array:
+def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
     """Chance that all of k answers are right, unbiased, for each problem: `C(c, k) / C(n, k)`.
 
     Written pass^k elsewhere (Yao et al. 2024, arXiv:2406.12045). Arguments and result as for `pass_at_k`.
@@ -70,12 +70,12 @@ def pass_all_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) ->
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
     """
-    answers, right, drawn = _counts(num_answers, num_right, k)
+    answers, right, drawn = _counts(num_responses, num_correct, k)
     return _all_of_k(answers, right, drawn)
 
 
-def _counts(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> tuple[Array, Array, Array]:
-    answers, right = np.asarray(num_answers, dtype=float), np.asarray(num_right, dtype=float)
+def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> tuple[Array, Array, Array]:
+    answers, right = np.asarray(num_responses, dtype=float), np.asarray(num_correct, dtype=float)
     drawn = np.broadcast_to(np.asarray(k, dtype=float), answers.shape)
     if (drawn < 1).any() or (answers < drawn).any():
         raise ValueError(f"k must be 1 to the number of answers, got {k!r} with {answers.min():.0f} answers")
@@ -134,7 +134,7 @@ def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples
     ]
 
 
-def wilson_interval(num_right: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
+def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
     """A share with the interval of the score test: the chances p with |share - p| <= z sqrt(p (1 - p) / P)
     (Wilson 1927), z the normal quantile of `confidence`.
 
@@ -142,7 +142,7 @@ def wilson_interval(num_right: int, num_problems: int, *, confidence: float = 0.
     0.114
     """
     z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
-    share, weight = num_right / num_problems, z * z / num_problems
+    share, weight = num_correct / num_problems, z * z / num_problems
     centre = (share + weight / 2.0) / (1.0 + weight)
     half = z * sqrt(share * (1.0 - share) / num_problems + weight / (4.0 * num_problems)) / (1.0 + weight)
     return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
@@ -185,7 +185,7 @@ def _table(values: ArrayLike) -> Array:
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
     """Means of B resamples, [B, M]. A resample is how often each problem is drawn."""
     num_problems = table.shape[0]
-    at_a_time = max(1, _COUNTS_AT_A_TIME // num_problems)
+    at_a_time = max(1, _CHUNK_SIZE // num_problems)
     parts = []
     for start in range(0, num_resamples, at_a_time):
         size = min(at_a_time, num_resamples - start)

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from rlcore.errors import ModelError
 from rlcore.models.memory import to_device
-from rlcore.models.shared_prompts import Integers, SharedOrder, SharedPrompts
+from rlcore.models.shared_prompts import IntArray, SharedOrder, SharedPrompts
 
 # ---------------------------------------------------------------- layout
 
@@ -75,7 +75,7 @@ class PackedLayout:
     cu_seqlens: Int[Tensor, "N_plus_1"]
     max_seqlen: int
     token_order: Int[Tensor, "c"]
-    place: Int[Tensor, "T"]
+    computed_index: Int[Tensor, "T"]
     groups: tuple[LengthGroup, ...]
     shared: SharedPrompts | None = None
 
@@ -85,7 +85,7 @@ def build_layout(
     *,
     backend: Backend,
     device: torch.device,
-    shared: Integers | None = None,
+    shared: IntArray | None = None,
 ) -> PackedLayout:
     """Layout of the sequences that `cu_seqlens` bounds. With bounds on the host nothing waits for the device.
 
@@ -115,7 +115,7 @@ def build_layout(
             cu_seqlens=to_device(sorted_bounds, device, torch.int32),
             max_seqlen=longest,
             token_order=to_device(own_order, device),
-            place=to_device(place, device),
+            computed_index=to_device(place, device),
             groups=_length_groups([lengths[i] for i in order], device),
         )
     else:
@@ -125,7 +125,7 @@ def build_layout(
             cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
             max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
             token_order=identity,
-            place=identity,
+            computed_index=identity,
             groups=(),
         )
     if shared is None or not shared.any():
@@ -134,7 +134,7 @@ def build_layout(
     return replace(
         layout,
         token_order=to_device(torch.from_numpy(found.computed), device),
-        place=to_device(torch.from_numpy(found.places), device),
+        computed_index=to_device(torch.from_numpy(found.places), device),
         shared=found.on_device(np.array(bounds), own_order, device),
     )
 
@@ -144,7 +144,7 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0
-    for _, members in groupby(lengths, key=lambda length: length if exact else _rounded_up(length)):
+    for _, members in groupby(lengths, key=lambda length: length if exact else _round_up(length)):
         group = list(members)
         longest, stop = group[-1], start + sum(group)
         slots = torch.empty(0, dtype=torch.int64)
@@ -155,10 +155,10 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
     return tuple(groups)
 
 
-def _rounded_up(length: int) -> int:
+def _round_up(length: int) -> int:
     """`length` rounded up to a step of an eighth of the power of two below it.
 
-    >>> [_rounded_up(length) for length in (7, 16, 17, 100, 1000)]
+    >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
     [7, 16, 18, 104, 1024]
     """
     step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
@@ -171,10 +171,10 @@ def _rounded_up(length: int) -> int:
 _MIN_CAPABILITY = (8, 0)
 # Modules of flash-attn 3, 2 and 4, and the major compute capabilities that they serve.
 _FLASH_3, _FLASH_2, _FLASH_4 = "flash_attn_interface", "flash_attn", "flash_attn.cute"
-_SERVED = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
+_CAPABILITIES = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
 _FLASH_FUNCTION = "flash_attn_varlen_func"
 # How an import fails: no such package, a wheel built for another torch or CUDA, another version of it.
-_NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError)
+_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
 # Largest head that the flash kernels hold in registers, and the multiple that their loads need.
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -203,7 +203,7 @@ def choose_attention(
     refused: list[str] = []
     candidates: tuple[Backend, ...] = ("flash_attn", "varlen") if requested == "auto" else (requested,)
     for name in candidates:
-        problem = _flash_problem(device, dtype, head_dim) or _missing(name)
+        problem = _flash_problem(device, dtype, head_dim) or _import_problem(name)
         if not problem and requested == "auto" and _KERNELS[name].module == _FLASH_4:
             problem = "flash-attn 4 is a pre-release, and is used where model.attention=flash_attn asks for it"
         if not problem:
@@ -231,11 +231,11 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return ""
 
 
-def _missing(name: Backend) -> str:
+def _import_problem(name: Backend) -> str:
     """Why the kernel cannot be imported; empty where it can."""
     try:
-        _load(name)
-    except _NO_KERNEL as error:
+        _load_kernel(name)
+    except _IMPORT_ERRORS as error:
         return f"not installed here ({error})"
     return ""
 
@@ -248,14 +248,14 @@ class _Kernel:
     function: Callable[..., Any]
     module: str
     no_window: Any
-    takes_groups: bool
+    supports_gqa: bool
 
 
 # Filled by `choose_attention`. A plain table and no cached function, which the compiler could not trace.
 _KERNELS: dict[Backend, _Kernel] = {}
 
 
-def _load(name: Backend) -> None:
+def _load_kernel(name: Backend) -> None:
     """Import a kernel once."""
     if name in _KERNELS:
         return
@@ -269,7 +269,7 @@ def _load(name: Backend) -> None:
     if module == _FLASH_4:
         function = torch.compiler.disable(function)  # the compiler cannot trace another compiler's kernels
     no_window = None if window is None else window.default
-    _KERNELS[name] = _Kernel(function, module, no_window, takes_groups="enable_gqa" in parameters)
+    _KERNELS[name] = _Kernel(function, module, no_window, supports_gqa="enable_gqa" in parameters)
 
 
 def flash_package(capability: int) -> str:
@@ -280,25 +280,25 @@ def flash_package(capability: int) -> str:
     """
     wrong = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
-        if capability in _SERVED.get(module, (capability,)):
+        if capability in _CAPABILITIES.get(module, (capability,)):
             try:
                 getattr(importlib.import_module(module), _FLASH_FUNCTION)
-            except _NO_KERNEL as error:
-                if not _is_absent(module, error):
+            except _IMPORT_ERRORS as error:
+                if not _is_not_installed(module, error):
                     wrong.append(f"{module}: {error}")
             else:
                 return module
     raise ImportError("; ".join(wrong) or "no flash-attn package")
 
 
-def _is_absent(module: str, error: Exception) -> bool:
+def _is_not_installed(module: str, error: Exception) -> bool:
     """Whether nothing of a version is installed. The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
     if isinstance(error, AttributeError):
         return module == _FLASH_2 and importlib.import_module(module).__file__ is None
     return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
 
 
-def _by_kernel(
+def _kernel_attention(
     query: Float[Tensor, "c Hq D"],
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],
@@ -327,7 +327,7 @@ def _by_kernel(
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if key.shape[1] != query.shape[1]:
-        if kernel.takes_groups:
+        if kernel.supports_gqa:
             options["enable_gqa"] = True
         else:
             repeats = query.shape[1] // key.shape[1]
@@ -367,24 +367,26 @@ def packed_attention(
     if dropout:
         raise ModelError(f"model.path: attention dropout must be 0 for log-probabilities to repeat, got {dropout}")
     if packed_layout is None:
-        return _masked(query, key, value, attention_mask, scaling, sliding_window), None
+        return _masked_attention(query, key, value, attention_mask, scaling, sliding_window), None
     shared = packed_layout.shared
     if packed_layout.backend == "sdpa":
         if shared is None:
-            return _by_length(query, key, value, packed_layout, scaling, sliding_window), None
-        q, k, v = (shared.spread(tensor[0].transpose(0, 1)).transpose(0, 1)[None] for tensor in (query, key, value))
-        return _by_length(q, k, v, packed_layout, scaling, sliding_window).index_select(1, shared.firsts), None
+            return _sdpa_by_length(query, key, value, packed_layout, scaling, sliding_window), None
+        q, k, v = (shared.expand(tensor[0].transpose(0, 1)).transpose(0, 1)[None] for tensor in (query, key, value))
+        return _sdpa_by_length(q, k, v, packed_layout, scaling, sliding_window).index_select(
+            1, shared.first_tokens
+        ), None
     # Under autocast the rotary embedding leaves query and key in float32, which the kernels refuse.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     if shared is not None:
-        k, v = shared.spread(k), shared.spread(v)
-    return _by_kernel(q, k, v, packed_layout, scaling, sliding_window)[None], None
+        k, v = shared.expand(k), shared.expand(v)
+    return _kernel_attention(q, k, v, packed_layout, scaling, sliding_window)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
-def _masked(
+def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, window: int | None
 ) -> Tensor:
     """Dense attention of left-padded rows with a key-value cache."""
@@ -397,16 +399,16 @@ def _masked(
     if window is not None and num_seen > window:
         # Rows are padded on the left alone, so distances between columns are distances between tokens.
         mask = mask & causal_band(num_new, num_seen, window, query.device)
-    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2)
 
 
-def _by_length(
+def _sdpa_by_length(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None, window: int | None
 ) -> Tensor:
     """One dense causal attention for each group of sequences of equal length; [1, T, Hq, D]."""
     num_heads = query.shape[1]
-    key, value = _repeated(key, num_heads), _repeated(value, num_heads)
+    key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
     # One split and not a slice for each group: the gradient of a slice fills the whole tensor with zeros.
     sizes = [group.stop - group.start for group in layout.groups]
     parts = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
@@ -431,7 +433,7 @@ def _group_rows(part: Tensor, group: LengthGroup) -> Tensor:
     return part.view(part.shape[0], group.num_sequences, group.length, part.shape[2]).transpose(0, 1)
 
 
-def _repeated(tensor: Tensor, num_heads: int) -> Tensor:
+def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """Key or value heads repeated so that each query head has its own (grouped-query attention)."""
     return tensor if tensor.shape[1] == num_heads else tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 

@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 MODEL_FILES = ("generation_config.json", "config.json")
 """Where a model names the tokens that end an answer: the first that names any."""
-_ANSWER_TIMEOUT_S = 10.0
+_HUB_TIMEOUT_S = 10.0
 
 
 @cache
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the hub answers; asked once a process. If not, only the cache is read: the client waits 25 s a file."""
     from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
     except Exception:  # the client's own classes (told to stay offline) and those of its HTTP library
         return False
     return True
@@ -50,23 +50,23 @@ def require_reachable(key: str, path: str) -> None:
     """
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
-    if (refusal := _refusal(path)) is not None:
+    if (refusal := _hub_problem(path)) is not None:
         raise ModelError(
             f"{key}: {path} is no directory here, it is not in the hub's cache on this machine, and {refusal}, or give "
             f"{key} a local model directory"
         )
 
 
-def _refusal(path: str) -> str | None:
+def _hub_problem(path: str) -> str | None:
     """Why the hub does not give a model, and what to do; None where it does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
     fetch = f"Fetch it where there is a network (hf download {path})"
-    if not hub_answers():
+    if not is_hub_reachable():
         return f"the hub does not answer. {fetch}"
     try:
-        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_ANSWER_TIMEOUT_S)
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_TIMEOUT_S)
     except GatedRepoError:
         where = f"{constants.ENDPOINT}/{path}"
         return f"the hub gives it to selected users alone. Ask for access on {where}, then log in (hf auth login)"
@@ -78,7 +78,7 @@ def _refusal(path: str) -> str | None:
     return None
 
 
-def located(path: str | Path, file_name: str) -> str:
+def resolve_model(path: str | Path, file_name: str) -> str:
     """The directory, which must hold `file_name`, or the hub id `owner/name`; what is neither is refused."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
@@ -118,10 +118,10 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
     return None
 
 
-def attempt(path: str, what: str, read: Callable[..., T]) -> T:
+def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
     """Read with transformers; its many errors become one that names the setting."""
     try:
-        return read(local_files_only=is_local(path), trust_remote_code=False)
+        return read(local_files_only=use_local_files(path), trust_remote_code=False)
     except SafetensorError as error:
         raise ModelError(
             f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
@@ -136,6 +136,6 @@ def attempt(path: str, what: str, read: Callable[..., T]) -> T:
         ) from error
 
 
-def is_local(path: str) -> bool:
+def use_local_files(path: str) -> bool:
     """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
-    return Path(path).is_dir() or not hub_answers()
+    return Path(path).is_dir() or not is_hub_reachable()

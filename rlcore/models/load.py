@@ -17,8 +17,8 @@ from transformers import (
 from rlcore.config.model import TESTED, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import attempt, located
-from rlcore.models.nf4 import hold_in_4_bits
+from rlcore.models.hub import read_pretrained, resolve_model
+from rlcore.models.nf4 import quantize_nf4
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
 from rlcore.models.progress_bars import no_progress_bars
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
@@ -46,7 +46,7 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
         compute_dtype=compute_dtype(model, device),
         head_chunk_tokens=model.head_chunk_tokens,
     )
-    return _ready(policy, path, model)
+    return _finish_loading(policy, path, model)
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
@@ -57,7 +57,7 @@ def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.devi
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
-    return _ready(value_model, path, model)
+    return _finish_loading(value_model, path, model)
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
@@ -78,7 +78,7 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 Model = TypeVar("Model", bound=PackedTrunk)
 
 
-def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
+def _finish_loading(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
     """Training mode, checkpointing and the attention in force; says which attention it is."""
     choice = trunk.attention  # raises where the attention asked for cannot run
     if not trunk.layers:
@@ -101,7 +101,7 @@ def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
 def _load_causal(
     path: str | Path, device: torch.device, dtype: torch.dtype, *, in_4_bits: bool = False
 ) -> PreTrainedModel:
-    where, config = located(path, "config.json"), _load_config(path)
+    where, config = resolve_model(path, "config.json"), _load_config(path)
     if (reason := untrainable(config.to_dict())) is not None:
         raise ModelError(f"model.path: {reason}, got {path}. {TRAINABLE}")
     for key, harmless in _HEAD_CHANGES.items():
@@ -114,7 +114,7 @@ def _load_causal(
         if getattr(config, key, 0.0):
             setattr(config, key, 0.0)  # dropout would make log-probabilities noisy
     with no_progress_bars():
-        loaded = attempt(
+        loaded = read_pretrained(
             where,
             "weights",
             lambda **kw: AutoModelForCausalLM.from_pretrained(
@@ -129,7 +129,7 @@ def _load_causal(
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _require_complete(path, model, report)
     if in_4_bits:
-        hold_in_4_bits(model, device)
+        quantize_nf4(model, device)
     model = cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
     require_faithful(model, str(path))
     return model
@@ -149,8 +149,8 @@ def _require_complete(path: str | Path, model: PreTrainedModel, report: dict[str
 
 
 def _load_config(path: str | Path) -> PreTrainedConfig:
-    where = located(path, "config.json")
-    found = attempt(where, "a config", lambda **kw: AutoConfig.from_pretrained(where, **kw))
+    where = resolve_model(path, "config.json")
+    found = read_pretrained(where, "a config", lambda **kw: AutoConfig.from_pretrained(where, **kw))
     return cast(PreTrainedConfig, found)
 
 
@@ -166,7 +166,7 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
     if kind in TESTED:
         return
     try:
-        difference = _difference(model)
+        difference = _packing_difference(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ModelError(
             f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {_NAMES}."
@@ -179,7 +179,7 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel) -> float:
+def _packing_difference(model: PreTrainedModel) -> float:
     """Largest difference of a log-probability between packed and alone."""
     policy = CausalPolicy(model, attention="sdpa", compute_dtype=torch.float32, head_chunk_tokens=4).eval()
     device, num_tokens = policy.device, sum(_LENGTHS)
@@ -189,11 +189,14 @@ def _difference(model: PreTrainedModel) -> float:
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     everywhere = torch.ones(num_tokens, dtype=torch.bool, device=device)
     packed = policy(token_ids, positions, bounds, target_ids, everywhere, temperature=1.0, entropy="none").logprobs
-    alone = [_alone(model, token_ids[first:last], target_ids[first:last]) for first, last in pairwise(bounds.tolist())]
+    alone = [
+        _unpacked_logprobs(model, token_ids[first:last], target_ids[first:last])
+        for first, last in pairwise(bounds.tolist())
+    ]
     return float((packed - torch.cat(alone)).abs().max())
 
 
-def _alone(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
+def _unpacked_logprobs(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
     """Log-probabilities of one sequence by the model's own forward, head included."""
     length = len(token_ids)
     mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)

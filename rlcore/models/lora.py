@@ -57,11 +57,11 @@ class AdaptedLinear(nn.Module):
         """W + s B A, added in float32 and rounded once to W's type, by `dithered`."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
-        weight = base.whole(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
-        return dithered(torch.addmm(weight.float(), high, low, alpha=self.scaling), weight.dtype)
+        weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
+        return stochastic_round(torch.addmm(weight.float(), high, low, alpha=self.scaling), weight.dtype)
 
 
-def dithered(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
+def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
     """A float32 tensor in `dtype`; to bfloat16 rounded up or down by chance, likelier the nearer. Overwrites `exact`.
 
     W is a bfloat16 number itself. Rounded to the nearest one, a change by less than half of the step to the next is
@@ -161,7 +161,10 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
         if isinstance(module, Nf4Linear):
             owner = name.removesuffix(_BASE.rstrip("."))
             layer = model.get_submodule(owner)
-            yield f"{owner}.weight", layer.merged(gather) if isinstance(layer, AdaptedLinear) else module.whole(gather)
+            yield (
+                f"{owner}.weight",
+                layer.merged(gather) if isinstance(layer, AdaptedLinear) else module.dequantized(gather),
+            )
 
 
 def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:

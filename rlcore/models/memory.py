@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rlcore.errors import UserCodeError
-from rlcore.models.optim import copy_beside, local_of, page_locked
+from rlcore.models.optim import copy_like, local_tensor, pinned_copy
 
 R = TypeVar("R")
 
@@ -20,13 +20,13 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class OutOfMemory:
     """Result of work that ran out of memory. `words`: the allocator's message."""
 
-    words: str
+    message: str
 
 
-def attempted(work: Callable[[], R]) -> R | Refused:
+def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
     """Result of `work`, or `Refused` if a GPU or the host refuses torch memory; then nothing that it held is kept."""
     try:
         return work()
@@ -34,7 +34,7 @@ def attempted(work: Callable[[], R]) -> R | Refused:
         if not is_out_of_memory(error):
             raise
         # The error holds the frames of the work, and they its tensors: keep its text alone.
-        return Refused(str(error).strip().split("\n")[0] or type(error).__name__)
+        return OutOfMemory(str(error).strip().split("\n")[0] or type(error).__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -70,7 +70,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return found.pin_memory().to(device, non_blocking=True)
 
 
-class HostedWeights:
+class OffloadedWeights:
     """Frozen parameters that wait in the host's memory, page-locked beside a GPU, while others need the device's.
 
     The host keeps its copy, so only the way to the device is paid for. The device's memory is given up in place:
@@ -82,28 +82,28 @@ class HostedWeights:
         self._storage_bytes: dict[Tensor, int] = {}  # FSDP pads a shard
         self._is_away = False
         for parameter in parameters:
-            local = local_of(parameter)
+            local = local_tensor(parameter)
             if not local.untyped_storage().resizable():  # of the model's file itself, on a CPU
                 parameter.data = local = local.clone()
-            self._host[parameter] = page_locked(local.cpu()) if local.is_cuda else local.clone()
+            self._host[parameter] = pinned_copy(local.cpu()) if local.is_cuda else local.clone()
             self._storage_bytes[parameter] = local.untyped_storage().nbytes()
 
     @torch.no_grad()
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Release the weights' memory on the device."""
         if self._is_away:
             return
         self._is_away = True
         for parameter in self._host:
-            local_of(parameter).untyped_storage().resize_(0)
+            local_tensor(parameter).untyped_storage().resize_(0)
 
     @torch.no_grad()
-    def bring(self) -> None:
+    def reload(self) -> None:
         """Copy the weights to the device again."""
         if not self._is_away:
             return
         for parameter, host in self._host.items():
-            local = local_of(parameter)
+            local = local_tensor(parameter)
             local.untyped_storage().resize_(self._storage_bytes[parameter])
             local.copy_(host, non_blocking=True)
         self._is_away = False
@@ -113,19 +113,19 @@ class HostedWeights:
         host = self._host.get(parameter) if self._is_away else None
         if host is None:
             return parameter
-        return copy_beside(parameter, host)
+        return copy_like(parameter, host)
 
 
-def move_together(tensors: Iterable[Tensor]) -> None:
+def compact(tensors: Iterable[Tensor]) -> None:
     """Take the tensors' memory anew, one beside the other, and release what lies free; they stay the same tensors.
 
     An allocator returns whole pages of 2 or 20 MB: one adapter, taken between two layers, holds its page when these are
     gone.
     """
-    waiting = HostedWeights(tensors)
-    waiting.put_away()
+    waiting = OffloadedWeights(tensors)
+    waiting.offload()
     release_cached_memory()
-    waiting.bring()
+    waiting.reload()
 
 
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
@@ -139,7 +139,7 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
     if flat.device.type == "cpu":
         flat = flat + 0
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    factors = _factors(tensor.device)
+    factors = _digest_factors(tensor.device)
     # Two kernels a chunk: a small model's time is that of their launches.
     sums: list[Tensor] = [(part * factors[: len(part)]).sum() for part in words.split(_CHUNK)]
     if len(sums) == 1:
@@ -148,7 +148,7 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
 
 
 @functools.cache
-def _factors(device: torch.device) -> Int[Tensor, "C"]:
+def _digest_factors(device: torch.device) -> Int[Tensor, "C"]:
     """An odd random number for each place in a chunk."""
     drawn = torch.randint(2**62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
     return (2 * drawn + 1).to(device)

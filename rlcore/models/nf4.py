@@ -36,7 +36,7 @@ class Nf4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.dtype = layer.weight.dtype
-        packed, scales = quantized(layer.weight.detach().to(device))
+        packed, scales = quantize_weight(layer.weight.detach().to(device))
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self.bias = None if layer.bias is None else layer.bias.requires_grad_(False)
@@ -46,12 +46,14 @@ class Nf4Linear(nn.Module):
         output: Tensor = nf4_linear(x, self.packed, self.scales, self.bias, self.out_features)
         return output
 
-    def whole(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
+    def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
         """The weight in the type that it was quantized from; `gather` gives a buffer where it is not on the device."""
-        return dequantized(gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype)
+        return dequantize_weight(
+            gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
+        )
 
 
-def hold_in_4_bits(model: PreTrainedModel, device: torch.device) -> None:
+def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
     """Put an `Nf4Linear` on `device` in the place of each linear layer but the head, one by one: the device never holds
     the weights as they were. What is no linear layer stays where it is.
     """
@@ -74,7 +76,7 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) + sum(in_4_bits)
 
 
-def quantized(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
+def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
     """Codes, two in a byte with the first in the high half, and each block's largest absolute value in float32. The
     last block is filled up with 0.
     """
@@ -93,7 +95,9 @@ def quantized(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Flo
     return torch.cat(packed), torch.cat(scales)
 
 
-def dequantized(packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Float[Tensor, "M N"]:
+def dequantize_weight(
+    packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> Float[Tensor, "M N"]:
     """Level x scale, multiplied in float32 and rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
@@ -102,7 +106,7 @@ def dequantized(packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: t
 def _levels() -> Float[Tensor, "16"]:
     """The 16 levels in rising order, as the kernel has them."""
     every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
-    return dequantized(every, torch.ones(1), (1, 16), torch.float32)[0]
+    return dequantize_weight(every, torch.ones(1), (1, 16), torch.float32)[0]
 
 
 # One operator for each direction: autograd keeps only the packed weight, and the compiler cannot merge the two
@@ -112,13 +116,13 @@ def _levels() -> Float[Tensor, "16"]:
 @torch.library.custom_op("millrace::nf4_linear", mutates_args=())
 def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """x W^T + bias. A gradient goes to x alone."""
-    return functional.linear(x, dequantized(packed, scales, (out_features, x.shape[-1]), x.dtype), bias)
+    return functional.linear(x, dequantize_weight(packed, scales, (out_features, x.shape[-1]), x.dtype), bias)
 
 
 @torch.library.custom_op("millrace::nf4_linear_backward", mutates_args=())
 def nf4_linear_backward(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
     """The gradient of x: that of the output times W."""
-    return gradient @ dequantized(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
+    return gradient @ dequantize_weight(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
 
 
 @nf4_linear.register_fake
@@ -131,7 +135,7 @@ def _(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Ten
     return gradient.new_empty(*gradient.shape[:-1], in_features)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scales, _, _ = inputs
     ctx.save_for_backward(packed, scales)
     ctx.in_features = x.shape[-1]
@@ -141,7 +145,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return nf4_linear_backward(gradient, *ctx.saved_tensors, ctx.in_features), None, None, None, None
 
 
-nf4_linear.register_autograd(_backward, setup_context=_keep)
+nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _have_bitsandbytes() -> None:

@@ -68,7 +68,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         try:
             for parameter in gradients:
                 parameter.grad = None  # torch's step passes over it
-            for piece in pieces(gradients, self.piece_bytes):
+            for piece in split_by_moments(gradients, self.piece_bytes):
                 self._step_piece(piece, gradients)
         finally:
             for parameter, gradient in gradients.items():
@@ -84,19 +84,19 @@ class OffloadedAdamW(torch.optim.AdamW):
             for key in MOMENTS:
                 if key in state:  # not before the first step
                     home[parameter, key] = state[key]
-                    state[key] = copy_beside(parameter, local_of(state[key]))
+                    state[key] = copy_like(parameter, local_tensor(state[key]))
         super().step()
         for parameter in piece:
             state = self.state[parameter]
             for key in MOMENTS:
                 moved, host = state[key], home.get((parameter, key))
                 state[key] = self.new_moment(parameter, moved.dtype) if host is None else host
-                local_of(state[key]).copy_(local_of(moved), non_blocking=True)
+                local_tensor(state[key]).copy_(local_tensor(moved), non_blocking=True)
             parameter.grad = None
 
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Memory of the host for one moment of a parameter, or of this rank's shard of it."""
-        return host_memory(parameter, dtype, locked=local_of(parameter).device.type == "cuda")
+        return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but the moments stay where they are instead of going to the device together."""
@@ -106,26 +106,26 @@ class OffloadedAdamW(torch.optim.AdamW):
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             for key in MOMENTS:
                 if number in states and key in states[number]:
-                    self.state[parameter][key] = self._at_home(parameter, states[number][key])
+                    self.state[parameter][key] = self._on_host(parameter, states[number][key])
 
-    def _at_home(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        if local_of(moment).device.type == "cpu":
+    def _on_host(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
+        if local_tensor(moment).device.type == "cpu":
             return moment
         home = self.new_moment(parameter, moment.dtype)
-        local_of(home).copy_(local_of(moment))
+        local_tensor(home).copy_(local_tensor(moment))
         return home
 
 
-def pieces(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Parameters in their order, cut where the moments of a piece would take more than the limit.
 
-    >>> [len(piece) for piece in pieces([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
+    >>> [len(piece) for piece in split_by_moments([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
     [2, 1, 2]
     """
     piece: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        own = len(MOMENTS) * local_of(parameter).nbytes
+        own = len(MOMENTS) * local_tensor(parameter).nbytes
         if piece and size + own > limit_bytes:
             yield piece
             piece, size = [], 0
@@ -135,28 +135,28 @@ def pieces(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[lis
         yield piece
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What of a tensor lies on this rank: the memory itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def copy_beside(parameter: Tensor, local: Tensor) -> Tensor:
+def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
     """A copy of `local`, this rank's shard of a tensor, on the parameter's device and laid out as the parameter is."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
-    local_of(copy).copy_(local, non_blocking=True)
+    local_tensor(copy).copy_(local, non_blocking=True)
     return copy
 
 
-def page_locked(tensor: Tensor) -> Tensor:
+def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy of a host's tensor in memory that a GPU reads by itself; the tensor where there is none of it."""
-    moved = host_memory(tensor, tensor.dtype, locked=True)
+    moved = host_memory(tensor, tensor.dtype, pinned=True)
     return moved.copy_(tensor) if moved.is_pinned() else tensor
 
 
-def host_memory(like: Tensor, dtype: torch.dtype, *, locked: bool) -> Tensor:
+def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Memory of the host for a tensor of that shape and layout (of a DTensor for this rank's shard), page-locked if
     that is asked for and the host gives it (a container may have a limit); ordinary memory is slower and as good."""
-    if locked:
+    if pinned:
         try:
             return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
         except RuntimeError as reason:

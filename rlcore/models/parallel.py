@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlcore.models.lora import ADAPTERS, merged_parameters
-from rlcore.models.optim import local_of
+from rlcore.models.optim import local_tensor
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 
 Model = TypeVar("Model", bound=PackedTrunk)
@@ -61,7 +61,7 @@ def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
     """The LoRA adapters alone, whole, under PEFT's names; a collective, as `full_state` is."""
     for name, parameter in model.model.named_parameters():
         if any(part in name for part in ADAPTERS):
-            yield f"base_model.model.{name}", gathered(parameter)
+            yield f"base_model.model.{name}", gather_parameter(parameter)
 
 
 def reshard(model: nn.Module) -> None:
@@ -80,7 +80,7 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
     model.set_requires_gradient_sync(is_last)
 
 
-def forget_failed_pass(model: PackedTrunk) -> None:
+def reset_after_failed_pass(model: PackedTrunk) -> None:
     """Bring a model that is sharded on one rank back to where a pass may begin, after one that ended in the middle by
     an exception; its gradients are dropped. Nothing to do for a model that is not sharded.
 
@@ -100,7 +100,7 @@ def forget_failed_pass(model: PackedTrunk) -> None:
             module.reshard()
 
 
-def gathered(parameter: Tensor) -> Tensor:
+def gather_parameter(parameter: Tensor) -> Tensor:
     """A parameter whole, detached, on its own device; a collective where it is sharded."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
@@ -131,14 +131,14 @@ class _Buckets:
         for parameter in model.parameters():
             if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
                 continue
-            sent_as = self._sent_as(parameter)
+            sent_as = self._send_dtype(parameter)
             bucket = filling.get(sent_as, [])
             if not bucket or sum(one.nbytes for one in [*bucket, parameter]) > BUCKET_BYTES:
                 bucket = filling[sent_as] = []
             bucket.append(parameter)
             self._bucket_of[parameter] = bucket
 
-    def _sent_as(self, parameter: Tensor) -> torch.dtype:
+    def _send_dtype(self, parameter: Tensor) -> torch.dtype:
         if self._dtype is None or parameter.ndim == 1 or not parameter.is_floating_point():
             return parameter.dtype
         return self._dtype
@@ -146,15 +146,15 @@ class _Buckets:
     def __call__(self, parameter: Tensor) -> Tensor:
         """The whole parameter; each may be asked for once."""
         if parameter not in self._bucket_of:
-            return gathered(self._value(parameter))
+            return gather_parameter(self._value(parameter))
         if parameter not in self._whole:
             bucket = self._bucket_of[parameter]
-            shards = [local_of(self._value(each)) for each in bucket]
-            self._whole.update(zip(bucket, _gathered(bucket, shards, self._sent_as(parameter)), strict=True))
+            shards = [local_tensor(self._value(each)) for each in bucket]
+            self._whole.update(zip(bucket, _gather_bucket(bucket, shards, self._send_dtype(parameter)), strict=True))
         return self._whole.pop(parameter)
 
 
-def _gathered(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """Parameters whole, in one type, by one collective, from this rank's shards of them. Ranks hold as many rows of
     each, but the last ones fewer or none."""
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]

@@ -13,9 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from rlcore.models.attention import Array, AttentionChoice, PackedLayout, build_layout, causal_band, choose_attention
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
 from rlcore.models.memory import to_device
-from rlcore.models.shared_prompts import Integers
+from rlcore.models.shared_prompts import IntArray
 
-_MOST_GRAPHS = 64
+_MAX_COMPILED_GRAPHS = 64
 """Of the layers' code in one process; 10 or so are in use."""
 
 
@@ -72,7 +72,7 @@ class PackedTrunk(nn.Module):
         that code and its count of graphs: with adapters beside a critic and a reference there are more kinds of passes
         (gradient or none, sharded or not) than torch's limit of 8, beyond which it runs the others uncompiled.
         """
-        compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MOST_GRAPHS)
+        compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
 
@@ -81,7 +81,7 @@ class PackedTrunk(nn.Module):
         self.sharded = True
         self._wanted_dtype = compute_dtype
 
-    def layout(self, cu_seqlens: Int[Array, "N_plus_1"], shared: Integers | None = None) -> PackedLayout:
+    def layout(self, cu_seqlens: Int[Array, "N_plus_1"], shared: IntArray | None = None) -> PackedLayout:
         """The layout of a micro-batch for the attention in use; `shared` as in `build_layout`."""
         return build_layout(cu_seqlens, backend=self.attention.name, device=self.device, shared=shared)
 
@@ -159,7 +159,7 @@ class CausalPolicy(PackedTrunk):
         cu_seqlens: Int[Array, "N_plus_1"],
         target_ids: Int[Tensor, "T"],
         loss_mask: Bool[Array, "T"],
-        shared: Integers | None = None,
+        shared: IntArray | None = None,
         *,
         temperature: float,
         entropy: EntropyMode,
@@ -173,7 +173,7 @@ class CausalPolicy(PackedTrunk):
         """
         positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens, shared)
-        hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.place[positions])
+        hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.computed_index[positions])
         weight = self.head.weight
         found = token_logprobs_and_entropy(
             hidden.to(self.compute_dtype),
@@ -191,7 +191,7 @@ class CausalPolicy(PackedTrunk):
         )
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def eval_mode(self) -> Iterator[None]:
         """Evaluation mode for a while: in training mode transformers' checkpointing throws the cache away."""
         if not self.training:
             yield
@@ -215,7 +215,7 @@ class CausalPolicy(PackedTrunk):
         keeps all tokens in every layer (`DynamicCache()`): a sliding window is a mask.
         """
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
-        with self.precision(), self.evaluating():
+        with self.precision(), self.eval_mode():
             output = self.decoder(
                 input_ids=token_ids,
                 attention_mask=mask,
@@ -261,10 +261,10 @@ class ValueModel(PackedTrunk):
         token_ids: Int[Tensor, "T"],
         position_ids: Int[Tensor, "T"],
         cu_seqlens: Int[Array, "N_plus_1"],
-        shared: Integers | None = None,
+        shared: IntArray | None = None,
     ) -> Float[Tensor, "T"]:
         """Value of the state after each token, Float32[T]. The head computes in its weights' type, float32."""
         layout = self.layout(cu_seqlens, shared)
         hidden = self.hidden_states(token_ids, position_ids, layout)
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
-        return values.float()[layout.place]
+        return values.float()[layout.computed_index]

@@ -89,7 +89,7 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
         ModelError: it has fewer, or another id of a token.
     """
     require_embeddings(key, path, tokens)
-    own = tokens_of(path)
+    own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
         raise ModelError(
             f"{key}: must have the policy's tokenizer; got {path}, where {len(differing)} of {len(tokens)} tokens have "
@@ -97,7 +97,7 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
         )
 
 
-def tokens_of(path: str) -> dict[str, int]:
+def token_counts(path: str) -> dict[str, int]:
     """Id of each token of the vocabulary by a model's `tokenizer.json`; empty where it is not on this machine.
 
     Tokens added to the vocabulary are left out: models have some that they never embed, as Gemma 3 that of images.
@@ -288,14 +288,14 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     families."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
-    return known_shape(_read_config(model.path))
+    return shape_from_config(_read_config(model.path))
 
 
 def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     """The shape of a run's critic, by its `critic.path`; that of the policy, `shape`, where it has none, or its
     `config.json` is neither on this machine nor known."""
     path = None if config.critic is None else config.critic.path
-    return shape if path is None else known_shape(_read_config(path)) or shape
+    return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
 def _read_config(path: str) -> object:
@@ -307,7 +307,7 @@ def _read_config(path: str) -> object:
         return None  # loading the model reports what is wrong with it
 
 
-def known_shape(config: object) -> ModelShape | None:
+def shape_from_config(config: object) -> ModelShape | None:
     """The shape by the content of a `config.json`; None where it is not of these families."""
     try:
         return ModelShape.of_config(config) if isinstance(config, Mapping) else None

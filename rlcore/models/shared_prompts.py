@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlcore.models.memory import to_device
 
-Integers: TypeAlias = npt.NDArray[np.int64]
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,20 @@ class SharedPrompts:
     """
 
     places: Int[Tensor, "T"]
-    firsts: Int[Tensor, "c"]
+    first_tokens: Int[Tensor, "c"]
     shared: Int[Tensor, "p"]
-    others: Int[Tensor, "p m"]
-    is_one: Bool[Tensor, "p m"]
+    duplicates: Int[Tensor, "p m"]
+    is_duplicate: Bool[Tensor, "p m"]
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
-    def spread(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
+    def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
         """The computed row of each token."""
-        order = (self.places, self.firsts, self.shared, self.others, self.is_one)
-        found: Tensor = _Spread.apply(computed, *order)  # type: ignore[no-untyped-call]
+        order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
+        found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
 
 
-class _Spread(torch.autograd.Function):
+class _Expand(torch.autograd.Function):
     """`index_select` whose gradient sums the rows of a token in the same order in every run, in float32."""
 
     @staticmethod
@@ -68,13 +68,13 @@ class SharedOrder:
     """Which tokens of a batch are computed, on the host: `computed` Int[c], and for each token of the batch, Int[T],
     its place among them; `dropped` Int[d] are the others, the `further[i]`-th besides the first of their prompt."""
 
-    computed: Integers
-    places: Integers
-    dropped: Integers
-    further: Integers
+    computed: IntArray
+    places: IntArray
+    dropped: IntArray
+    further: IntArray
 
     @classmethod
-    def of(cls, bounds: Integers, shared: Integers) -> "SharedOrder":
+    def of(cls, bounds: IntArray, shared: IntArray) -> "SharedOrder":
         """`bounds` Int[N+1] of the sequences; `shared` Int[N]: how many of its first tokens a sequence has in common
         with the one before it that has 0.
 
@@ -93,7 +93,7 @@ class SharedOrder:
         dropped = np.flatnonzero(is_dropped)
         return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
 
-    def on_device(self, cu_seqlens: Integers, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
+    def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
         """`order`: token of the batch at each place of the attention's own order, on the host; None: the batch's."""
         at = np.arange(len(self.places))  # where each token of the batch stands in that order
         if order is not None:

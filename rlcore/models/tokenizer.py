@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
-from rlcore.models.hub import MODEL_FILES, attempt, hub_answers, located, read_stop_ids
+from rlcore.models.hub import MODEL_FILES, is_hub_reachable, read_pretrained, read_stop_ids, resolve_model
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
@@ -47,7 +47,7 @@ def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     "19+7" and "19 + 7" are the same three tokens. Decoding joins tokens with one space. Whatever is not a number up
     to `max_integer` or an operator becomes `<unk>`.
     """
-    core = Tokenizer(WordLevel(scratch_tokens(config), unk_token=UNK_TOKEN))
+    core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
@@ -64,7 +64,7 @@ def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     return directory
 
 
-def scratch_tokens(config: ScratchModel) -> dict[str, int]:
+def scratch_vocabulary(config: ScratchModel) -> dict[str, int]:
     """Id of each token of the arithmetic tokenizer."""
     words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
     return {word: index for index, word in enumerate(words)}
@@ -72,8 +72,8 @@ def scratch_tokens(config: ScratchModel) -> dict[str, int]:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub id. Raises ModelError where there is none."""
-    where = located(path, "tokenizer_config.json")
-    found = attempt(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
+    where = resolve_model(path, "tokenizer_config.json")
+    found = read_pretrained(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
     return cast(PreTrainedTokenizerBase, found)
 
 
@@ -84,8 +84,8 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
     Raises:
         ModelError: none of them names any, or a file is damaged.
     """
-    where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else located(path, "config.json")
-    ids = read_stop_ids(file for name in MODEL_FILES if (file := _file_of(where, name)) is not None)
+    where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
+    ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
         ids = frozenset([own])
     if ids is None:
@@ -96,7 +96,7 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
     return ids
 
 
-def answer_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Special tokens that are tags of an answer's text: each `</name>`, and a `<name>` whose `</name>` is a token too.
 
     The tokenizer's own end, padding and other named tokens are none.
@@ -116,7 +116,7 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: boo
     those of transformers, which visits every id in Python: that takes twice the time, and other threads wait meanwhile.
     """
 
-    tags = answer_tags(tokenizer) if skip_special_tokens else frozenset[int]()
+    tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     cut = special - tags if tags else frozenset[int]()  # the libraries cut all special tokens or none
     skip = skip_special_tokens and not tags
@@ -143,13 +143,13 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: boo
 
 
 def _tokenizer_class(where: str) -> type[Any]:
-    file = _file_of(where, "tokenizer_config.json")
-    has_file = _file_of(where, "tokenizer.json") is not None
+    file = _find_file(where, "tokenizer_config.json")
+    has_file = _find_file(where, "tokenizer.json") is not None
     is_plain = has_file and file is not None and is_plain_tokenizer(file)
     return PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer  # which imports torch
 
 
-def _file_of(where: str, name: str) -> Path | None:
+def _find_file(where: str, name: str) -> Path | None:
     """A file of a directory, or of a hub id (from the cache where there is no network); None where it has none."""
     if Path(where).is_dir():
         file = Path(where) / name
@@ -160,6 +160,6 @@ def _file_of(where: str, name: str) -> Path | None:
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        local_files_only=not hub_answers(),
+        local_files_only=not is_hub_reachable(),
     )
     return None if found is None else Path(found)

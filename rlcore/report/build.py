@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison
-from rlcore.report import compare, figures, held_out, page, performance, settings
+from rlcore.report import compare, held_out, page, panels, performance, settings
 from rlcore.report.document import (
     Block,
     Finding,
@@ -27,9 +27,9 @@ from rlcore.report.document import (
     short,
     table,
 )
-from rlcore.report.figures import Groups
 from rlcore.report.findings import check_table, findings_of
 from rlcore.report.page import sample_table
+from rlcore.report.panels import Groups
 from rlcore.report.plots import Chart, gallery_of
 from rlcore.report.record import RunRecord, Runs, read_run
 from rlcore.report.series import first_tenth, last_tenth
@@ -72,11 +72,11 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
         DataError: fewer than two different runs, or a folder that holds no run.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
-    if len(folders) < compare.FEWEST_RUNS:
+    if len(folders) < compare.MIN_RUNS:
         raise DataError(
-            f"compare: needs {compare.FEWEST_RUNS} different runs, got {len(folders)}; name another run's folder"
+            f"compare: needs {compare.MIN_RUNS} different runs, got {len(folders)}; name another run's folder"
         )
-    runs = compare.labelled([read_run(folder) for folder in folders])
+    runs = compare.label_runs([read_run(folder) for folder in folders])
     name = fingerprint("comparison", [str(folder) for folder in folders])
     return _write(runs, target or (root or folders[0].parent.parent) / "comparisons" / name, "comparison")
 
@@ -87,7 +87,7 @@ def summary_markdown(run_dir: Path, failure: str = "") -> str:
     Raises:
         DataError: the folder holds no run.
     """
-    return page.markdown_of(_head_of(read_run(run_dir), failure, ()))
+    return page.markdown_of(_run_head(read_run(run_dir), failure, ()))
 
 
 def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFiles:
@@ -104,8 +104,8 @@ def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
     groups = compare.groups_of(list(runs.values()))
     sections = tuple(_sections_of(runs, groups, draw))
     if len(runs) > 1:
-        return _head_of_several(runs, groups, sections)
-    return _head_of(next(iter(runs.values())), failure, sections)
+        return _comparison_head(runs, groups, sections)
+    return _run_head(next(iter(runs.values())), failure, sections)
 
 
 def _json_of(report: Report) -> dict[str, JsonValue]:
@@ -135,14 +135,14 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
 
 def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
     """The sections that all reports have, and between them those of one run or of several."""
-    (first, *others), charts = runs.values(), figures.charts_of(groups, figures.LEARNING)
+    (first, *others), charts = runs.values(), panels.charts_of(groups, panels.LEARNING)
     how, on_time = "", [performance.phase_table(first)]
     if others:
         yield Section("runs", "Runs", (compare.run_table(runs, groups), compare.settings_table(runs)))
         how, on_time = "One line a run. Noisy curves are moving means.", []
         if len(groups) < len(runs):
             how = "A line is the mean over a setting's runs, its band goes from the lowest to the highest run."
-        charts = figures.reward_charts(groups) + charts
+        charts = panels.reward_charts(groups) + charts
     yield Section("curves", "Curves", (draw(charts),), how)
     yield held_out.section_of(runs, draw)
     if others:
@@ -150,18 +150,18 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
     else:
         yield Section("answers", "Answers", (sample_table(first),), "The first of each kind by id, not the best.")
     yield Section("convergence", "Convergence", (
-        figures.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
+        panels.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
     yield Section("performance", "Performance", (
-        draw(figures.charts_of(groups, figures.SPEED)), *on_time, figures.measure_table("performance", runs),
-        figures.measure_table("efficiency", runs)))  # fmt: skip
+        draw(panels.charts_of(groups, panels.SPEED)), *on_time, panels.measure_table("performance", runs),
+        panels.measure_table("efficiency", runs)))  # fmt: skip
     planned = () if others else performance.memory_plan(first)
-    yield Section("memory", "Memory", (*planned, figures.measure_table("memory_peak", runs)))
+    yield Section("memory", "Memory", (*planned, panels.measure_table("memory_peak", runs)))
     if not others:
         yield Section("configuration", "Configuration", settings.settings_tables(first.config))
         yield Section("reproduce", "Reproduce", tuple(settings.reproduction(first)))
         yield Section("lineage", "Lineage", tuple(settings.lineage(first)))
     events = [] if others else [_events(first)]
-    yield Section("journal", "Journal", (*events, figures.last_values(runs)))
+    yield Section("journal", "Journal", (*events, panels.last_values(runs)))
 
 
 def _events(record: RunRecord) -> Table:
@@ -172,7 +172,7 @@ def _events(record: RunRecord) -> Table:
 # ------------------------------------------------------------------ heads
 
 
-def _head_of_several(runs: Runs, groups: Groups, sections: tuple[Section, ...]) -> Report:
+def _comparison_head(runs: Runs, groups: Groups, sections: tuple[Section, ...]) -> Report:
     return Report(
         genre="comparison",
         title=compare.title_of(groups),
@@ -180,7 +180,7 @@ def _head_of_several(runs: Runs, groups: Groups, sections: tuple[Section, ...]) 
         state="" if all(run.is_complete for run in runs.values()) else "some runs are not finished",
         state_tone="watch",
         tiles=tuple(compare.tile_of(label, group) for label, group in groups.items()),
-        findings=compare.findings_over(runs, groups),
+        findings=compare.comparison_findings(runs, groups),
         missing=tuple(
             f"{label}: {text}" for label, run in runs.items() for text in run.missing if "lineage" not in text
         ),
@@ -188,7 +188,7 @@ def _head_of_several(runs: Runs, groups: Groups, sections: tuple[Section, ...]) 
     )
 
 
-def _head_of(record: RunRecord, failure: str, sections: tuple[Section, ...]) -> Report:
+def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) -> Report:
     total, config = record.config.trainer.total_steps, record.config
     workers = config.runtime.num_workers
     return Report(
@@ -230,7 +230,7 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
               f"reward/pass@{k}": f"pass@{k}"}  # fmt: skip
     held_out, reward = record.held_out(record.reward_statistic), record.series("critic/score/mean")
     if rows:
-        yield from (_gain(label, rows[name]) for name, label in wanted.items() if name in rows)
+        yield from (_gain_tile(label, rows[name]) for name, label in wanted.items() if name in rows)
     elif held_out:
         step, found = held_out[-1]
         ends = f"[{fixed(found.low)}, {fixed(found.high)}], step {step}"
@@ -250,7 +250,7 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         yield Tile("Tokens/s/device", compact(throughput.median(), 3), detail)
 
 
-def _gain(label: str, row: Comparison) -> Tile:
+def _gain_tile(label: str, row: Comparison) -> Tile:
     gain = cell(row.paired.difference, "difference")
     unit = row.statistic.partition("/")[2]
     title = label if unit in (label, "greedy") else f"{label} ({unit})"

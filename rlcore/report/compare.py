@@ -9,20 +9,20 @@ import numpy as np
 from pydantic import JsonValue
 from scipy.special import stdtrit
 
-from rlcore.config.problems import masked, plain_text
+from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.evaluation.stats import Interval
-from rlcore.report.document import NOTHING, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
-from rlcore.report.figures import Groups, num_seeds
+from rlcore.report.document import NO_VALUE, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
 from rlcore.report.held_out import paired_runs
+from rlcore.report.panels import Groups, num_seeds
 from rlcore.report.record import RunRecord, Runs
-from rlcore.report.settings import algorithm_of, meaning, settings_of
+from rlcore.report.settings import algorithm_of, describe_setting, settings_of
 
-FEWEST_RUNS = 2
+MIN_RUNS = 2
 
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
 """Settings that name a run or say where it is kept: no difference between two runs."""
 
-MOST_KEYS_IN_A_LABEL = 2
+MAX_KEYS_IN_A_LABEL = 2
 
 CODE = "code"
 """A run's stage of that name (`Origin`) has the fingerprint of the code that its settings name."""
@@ -48,7 +48,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
     keys = dict.fromkeys(key for settings in found for key in settings if key.partition(".")[0] not in LABELS)
     values = {key: tuple(settings.get(key) for settings in found) for key in keys}
     return {
-        key: tuple(masked(value) if isinstance(value, str) else value for value in row)
+        key: tuple(mask_secrets(value) if isinstance(value, str) else value for value in row)
         for key, row in values.items()
         if any(value != row[0] for value in row)
     }
@@ -73,14 +73,14 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     named = {key: row for key, row in differing.items() if key != CODE}  # a scorer's name says more than its code's
     if len({json.dumps([row[first] for row in named.values()]) for first in firsts}) < len(firsts):
         named = differing
-    if 1 <= len(named) <= MOST_KEYS_IN_A_LABEL:
+    if 1 <= len(named) <= MAX_KEYS_IN_A_LABEL:
         labels = [", ".join(f"{key}={plain_text(row[first])}" for key, row in named.items()) for first in firsts]
     elif len(set(labels)) < len(labels):
-        labels = list(labelled([runs[first] for first in firsts]))
+        labels = list(label_runs([runs[first] for first in firsts]))
     return {label: [runs[place] for place in found] for label, found in zip(labels, members.values(), strict=True)}
 
 
-def labelled(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
+def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
     """The runs by their ids, or by their folders where two have the same id."""
     by_id = {run.run_id: run for run in runs}
     return by_id if len(by_id) == len(runs) else {str(run.run_dir): run for run in runs}
@@ -131,14 +131,14 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
     """The held-out reward of a setting, with its range over seeds."""
     reward = _reward_of(group)
     if reward is None:
-        return Tile(label, NOTHING, "no validation")
+        return Tile(label, NO_VALUE, "no validation")
     ends = f"{fixed(reward.lowest)} to {fixed(reward.highest)}, {reward.num_seeds} seeds"
     return Tile(label, fixed(reward.mean.value), ends if reward.num_seeds > 1 else "1 seed")
 
 
-def findings_over(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
+def comparison_findings(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
     """What several runs say together: over seeds, which setting is best, and which runs differ from the first."""
-    return (*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _against_first(runs))
+    return (*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _differences_from_first(runs))
 
 
 def _over_seeds(groups: Groups) -> Iterator[Finding]:
@@ -162,13 +162,13 @@ def _best(groups: Groups) -> Finding:
     )
     finding = partial(Finding, "Best setting", rule=rule)
     found = {label: spread for label, group in groups.items() if (spread := _reward_of(group)) is not None}
-    if len(found) < FEWEST_RUNS:
+    if len(found) < MIN_RUNS:
         text = "Fewer than two settings have been judged on held-out problems."
         return finding("not known", "muted", text)
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
     said = f"{first} has {fixed(best.mean.value)}, {second} {fixed(next_best.mean.value)}"
-    if min(best.num_seeds, next_best.num_seeds) < FEWEST_RUNS:
+    if min(best.num_seeds, next_best.num_seeds) < MIN_RUNS:
         text = f"{said}; with one seed of a setting nothing is said about the setting."
         return finding("one seed is too few", "watch", text, numbers=means)
     if best.lowest > next_best.highest:
@@ -176,7 +176,7 @@ def _best(groups: Groups) -> Finding:
     return finding("not told apart", "watch", f"{said}; their seeds overlap.", numbers=means)
 
 
-def _against_first(runs: Runs) -> Finding:
+def _differences_from_first(runs: Runs) -> Finding:
     """Which runs differ from the first one on the same problems."""
     rule = "Paired difference of the held-out reward from the first run; told apart if its 95% interval excludes 0."
     (base, first), *others = runs.items()
@@ -232,7 +232,7 @@ def settings_table(runs: Runs) -> Table:
         (
             key,
             *(Cell(plain_text(each), each) for each in row),
-            "Fingerprint of the code that settings name" if key == CODE else meaning(key),
+            "Fingerprint of the code that settings name" if key == CODE else describe_setting(key),
         )
         for key, row in differing.items()
     ]

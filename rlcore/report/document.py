@@ -142,7 +142,7 @@ class Report:
 
 # ------------------------------------------------------------------ numbers as short text
 
-NOTHING = "–"
+NO_VALUE = "–"
 """Shown where there is no value."""
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -157,7 +157,7 @@ def compact(value: float | None, digits: int = 4) -> str:
     ['0.6123', '12,346', '9e-5', '3', '1,484,883', '0']
     """
     if value is None or math.isnan(value):
-        return NOTHING
+        return NO_VALUE
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     if value == 0 or (value == round(value) and abs(value) < 1e15):
@@ -189,7 +189,7 @@ def _scientific(value: float, decimals: int) -> str:
 
 def fixed(value: float | None) -> str:
     """A score with three decimals everywhere, so that columns compare at a glance."""
-    return NOTHING if value is None or math.isnan(value) else f"{value:,.3f}"
+    return NO_VALUE if value is None or math.isnan(value) else f"{value:,.3f}"
 
 
 def signed(value: float) -> str:
@@ -222,7 +222,7 @@ def percent(share: float | None, decimals: int = 0) -> str:
     ('61%', '<1%')
     """
     if share is None or math.isnan(share):
-        return NOTHING
+        return NO_VALUE
     if 0 < share < 0.5 * 10 ** -(decimals + 2):
         return f"<{10**-decimals:g}%"
     return f"{share:.{decimals}%}"
@@ -235,7 +235,7 @@ def duration(seconds: float | None) -> str:
     ['32 ms', '5.2 s', '2 min 45 s', '2 h 10 min', '2 d 7 h']
     """
     if seconds is None or math.isnan(seconds):
-        return NOTHING
+        return NO_VALUE
     for (unit_s, unit), (finer_s, finer) in itertools.pairwise(_UNITS):
         if seconds >= unit_s:
             whole, rest = divmod(round(seconds / finer_s), unit_s // finer_s)
@@ -274,17 +274,17 @@ def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:
         case str():
             return Cell(value, value)
         case None:
-            return Cell(NOTHING, None, "muted")
+            return Cell(NO_VALUE, None, "muted")
         case Interval() if kind == "difference":
             tone: Tone = "" if not value.excludes_zero else "good" if value.value > 0 else "bad"
             return Cell(signed_interval(value), asdict(value), tone)
         case Interval():
             return Cell(interval(value), asdict(value))
-    shown = _SHOWN.get(kind, compact)(value)
+    shown = _FORMATTERS.get(kind, compact)(value)
     return Cell(f"{shown} {unit}" if unit else shown, value)
 
 
-_SHOWN: Mapping[Kind, Callable[[float], str]] = {
+_FORMATTERS: Mapping[Kind, Callable[[float], str]] = {
     "score": fixed,
     "share": percent,
     "percent": partial(percent, decimals=2),

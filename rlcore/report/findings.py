@@ -22,11 +22,11 @@ from rlcore.report.document import (
 )
 from rlcore.report.performance import PHASES, mean_phases
 from rlcore.report.record import RunRecord
-from rlcore.report.series import FEWEST_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
+from rlcore.report.series import MIN_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
 
 # Each limit with the reason for its size.
 SMALLEST_CHANGE = 0.01  # of the range of scores: a smaller change over a third of the run counts as none
-FEWEST_PROBLEMS = 6  # fewer could all have got better by chance more often than once in twenty (2 x 0.5^5 = 0.06)
+MIN_PROBLEMS = 6  # fewer could all have got better by chance more often than once in twenty (2 x 0.5^5 = 0.06)
 LARGEST_EQUAL_SHARE = 0.5  # over this, most prompts of a batch teach nothing
 LARGEST_GAP = 0.1  # of the range of scores, by which the training reward may exceed the held-out reward
 GRAD_SPIKE = 10.0  # the optimizer clips, but a gradient ten times the usual one comes from a batch unlike the others
@@ -40,14 +40,20 @@ LARGEST_CUT_SHARE = 0.05  # answers cut at the limit are scored as wrong, whatev
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:
     """Learned, converged, stable, and by what learning and speed are limited."""
-    return (learned(record), converged(record), stable(record), learning_limit(record), speed_limit(record))
+    return (
+        learning_finding(record),
+        convergence_finding(record),
+        stability_finding(record),
+        learning_limit(record),
+        speed_limit(record),
+    )
 
 
-def learned(record: RunRecord) -> Finding:
+def learning_finding(record: RunRecord) -> Finding:
     """Whether the held-out reward rose."""
     rule = (
         "Mean of the difference after − before on the same held-out problems; learned if its interval excludes 0, over "
-        f"{FEWEST_PROBLEMS} problems or more."
+        f"{MIN_PROBLEMS} problems or more."
     )
     finding = partial(Finding, "Learned", rule=rule)
     found = next((row for row in record.paired if row.statistic == record.reward_statistic), None)
@@ -57,7 +63,7 @@ def learned(record: RunRecord) -> Finding:
     gain, wins, losses = found.paired.difference, found.paired.wins, found.paired.losses
     tone: Tone = "good"
     went, verdict, end = "rose", "yes", ""
-    if not gain.excludes_zero or found.num_problems < FEWEST_PROBLEMS:
+    if not gain.excludes_zero or found.num_problems < MIN_PROBLEMS:
         went, verdict, tone, end = "went", "no change found", "watch", " could be chance"
     elif gain.value < 0:
         went, verdict, tone = "fell", "got worse", "bad"
@@ -74,7 +80,7 @@ def learned(record: RunRecord) -> Finding:
     return finding(verdict, tone, text, numbers=values)
 
 
-def converged(record: RunRecord) -> Finding:
+def convergence_finding(record: RunRecord) -> Finding:
     """Whether the training reward has stopped changing."""
     rule = (
         "Least-squares trend of the training reward over the last third of the steps: still changing if its 95% "
@@ -84,7 +90,7 @@ def converged(record: RunRecord) -> Finding:
     series = record.series("critic/score/mean")
     trend = None if series is None else trend_of(series)
     if series is None or trend is None:
-        return finding("not known", "muted", f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
+        return finding("not known", "muted", f"A trend needs {MIN_STEPS} steps in the last third of the run.")
     num_steps = len(last_third(series))
     shown = f"{signed_interval(trend)} over the last {num_steps} steps"
     tone: Tone = "watch"
@@ -97,7 +103,7 @@ def converged(record: RunRecord) -> Finding:
     return finding(verdict, tone, f"The training reward {text}.", numbers=values)
 
 
-def stable(record: RunRecord) -> Finding:
+def stability_finding(record: RunRecord) -> Finding:
     """Whether every check passes."""
     finding = partial(Finding, "Stable", rule="Stable if every check in the table of checks that could be made passes.")
     if len(record.training_steps) < 2:
@@ -122,8 +128,8 @@ def learning_limit(record: RunRecord) -> Finding:
         "of the range of scores (not where rows are chosen by their pass rates), or a reward that still rises."
     )
     finding = partial(Finding, "Learning limited by", rule=rule)
-    if len(record.training_steps) < FEWEST_STEPS:
-        return finding("not known", "muted", f"Fewer than {FEWEST_STEPS} steps say little about what limits.")
+    if len(record.training_steps) < MIN_STEPS:
+        return finding("not known", "muted", f"Fewer than {MIN_STEPS} steps say little about what limits.")
     limits = list(_limits(record))
     if not limits:
         text = "None of the stated limits is reached: data, length limit, overfitting and number of steps are not it."
@@ -145,7 +151,7 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
         limit = record.config.rollout.max_response_tokens
         yield "answer length", late, f"{percent(late)} of answers are cut at {limit} tokens."
     held_out = record.held_out(record.reward_statistic)
-    if rewards is not None and held_out and held_out[-1][0] > 0 and not record.config.pass_rates.is_wanted:
+    if rewards is not None and held_out and held_out[-1][0] > 0 and not record.config.pass_rates.is_enabled:
         gap = last_tenth(rewards) - held_out[-1][1].value
         if gap > LARGEST_GAP * score_range(record):
             yield "overfitting", gap, f"The training reward is {fixed(gap)} above the held-out one."
@@ -181,41 +187,41 @@ class Check:
     ok: bool | None
 
 
-Judgement = tuple[str, float, bool]
-Rule = tuple[str, str, str, Callable[[Series, RunRecord], Judgement]]
+CheckResult = tuple[str, float, bool]
+Rule = tuple[str, str, str, Callable[[Series, RunRecord], CheckResult]]
 """A check's name, its metric, the rule in words, and the rule itself: what was measured, as text and number; passed."""
 
 
-def _fall(series: Series, record: RunRecord) -> Judgement:
+def _fall(series: Series, record: RunRecord) -> CheckResult:
     curve = smooth(series)
     fall = float(curve.max() - curve.iloc[-1])
     return f"{fixed(fall)} below the best", fall, fall <= LARGEST_FALL * score_range(record)
 
 
-def _spike(series: Series, record: RunRecord) -> Judgement:
+def _spike(series: Series, record: RunRecord) -> CheckResult:
     median = float(series.median())
     spike = float(series.max()) / median if median > 0 else 1.0
     return f"{compact(spike, 3)} × median", spike, spike <= GRAD_SPIKE
 
 
-def _largest(series: Series, record: RunRecord) -> Judgement:
+def _largest(series: Series, record: RunRecord) -> CheckResult:
     size = float(series.abs().max())
     return f"{compact(size, 3)} nats/token", size, size <= LARGEST_PPO_KL
 
 
-def _late_share(limit: float, series: Series, record: RunRecord) -> Judgement:
+def _late_share(limit: float, series: Series, record: RunRecord) -> CheckResult:
     share = late_mean(series)
     return percent(share, 1), share, share <= limit
 
 
-def _entropy(series: Series, record: RunRecord) -> Judgement:
+def _entropy(series: Series, record: RunRecord) -> CheckResult:
     begin, end = first_tenth(series), late_mean(series)
     grown = begin > 0 and end > ENTROPY_GROWTH * begin
     measured = f"{compact(begin, 3)} → {compact(end, 3)} nats/token"
     return measured, end, end >= SMALLEST_ENTROPY and not grown
 
 
-def _explained(series: Series, record: RunRecord) -> Judgement:
+def _explained(series: Series, record: RunRecord) -> CheckResult:
     share = late_mean(series)
     return fixed(share), share, share > 0
 

@@ -9,13 +9,13 @@ import numpy as np
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare, pass_curve
 from rlcore.report.document import Block, Cell, Kind, Row, Section, Table, Value, table
-from rlcore.report.plots import CYCLE, LIGHT, Chart, tidy
+from rlcore.report.plots import CYCLE, LIGHT, Chart, format_axes
 from rlcore.report.record import RunRecord, Runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Judged = Mapping[str, ValidationResult]
+ValidationPair = Mapping[str, ValidationResult]
 """Results by what they are called: before and after, or by run."""
 
 _MEANING: Mapping[str, str] = {
@@ -34,7 +34,7 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
         results = {label: run.after for label, run in runs.items() if run.after is not None}
         blocks: list[Block | None] = [_last_table(runs), _paired_table(runs)]
     else:
-        results, blocks = first.judged, [_result_table(first)] if first.judged else []
+        results, blocks = first.before_and_after, [_result_table(first)] if first.before_and_after else []
         if len(results) == 2:
             before, after = results.values()
             lead = (
@@ -65,7 +65,7 @@ _COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "nu
                               "Worse on": "number"}  # fmt: skip
 
 
-def _rows(results: Judged, paired: Sequence[Comparison]) -> list[Row]:
+def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
     """Every statistic before and after, paired; of one validation alone, where there is no second one."""
     if paired:
         return [
@@ -78,8 +78,8 @@ def _rows(results: Judged, paired: Sequence[Comparison]) -> list[Row]:
 
 
 def _result_table(record: RunRecord) -> Table:
-    rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.judged, record.paired)]
-    count = max(len(result.with_figures.problems) for result in record.judged.values())
+    rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.before_and_after, record.paired)]
+    count = max(len(result.scored_only.problems) for result in record.before_and_after.values())
     note = f"{record.paired[0].num_problems if record.paired else count} held-out problems"
     note += "; paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
     return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
@@ -137,7 +137,7 @@ def _meaning(statistic: str) -> str:
     return _MEANING.get(kind, "").format(k=k)
 
 
-def _grid(
+def _table_by_key(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
     """A table with a row for each key that occurs in any of the columns, in the order of keys."""
@@ -146,17 +146,17 @@ def _grid(
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
 
 
-def _pass_table(results: Judged) -> Table | None:
+def _pass_table(results: ValidationPair) -> Table | None:
     curves = {f"pass@k, {label}": pass_curve(result) for label, result in results.items()}
     note = (
         "Where pass@k of many samples stays while pass@1 rises, training has sharpened what the model could do already."
     )
-    found = _grid("pass_at_k", "pass@k", ("k", "number"), curves, note)
+    found = _table_by_key("pass_at_k", "pass@k", ("k", "number"), curves, note)
     return found if len(found.rows) > 1 else None
 
 
 def _parts_table(
-    results: Judged,
+    results: ValidationPair,
     statistics: Sequence[str],
     name: str,
     title: str,
@@ -173,7 +173,7 @@ def _parts_table(
         for label, found in parts.items():
             column = f"{statistic.removeprefix('reward/')}, {label}"
             columns[column] = {each: part.intervals.get(statistic) for each, part in found.items()}
-    return _grid(name, title, key, columns, note) if len(columns["Problems"]) > 1 else None
+    return _table_by_key(name, title, key, columns, note) if len(columns["Problems"]) > 1 else None
 
 
 # ------------------------------------------------------------------ pictures
@@ -185,14 +185,14 @@ _BARS = 0.76
 """Width of all bars at one place."""
 
 
-def _solve_rates(judged: Judged, figure: "Figure") -> None:
+def _solve_rates(judged: ValidationPair, figure: "Figure") -> None:
     """Bars of the shares of problems, those of the results next to each other."""
     k = max(result.num_samples for result in judged.values())
     axes = figure.subplots()
     colours, width = BEFORE_AND_AFTER if len(judged) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(judged))
     for place, (label, result) in enumerate(judged.items()):
-        solved = [problem.num_solved for problem in result.problems if problem.scored]
+        solved = [problem.num_solved for problem in result.problems if problem.scored_samples]
         counts = np.bincount(solved, minlength=k + 1)
         at = np.arange(k + 1) + (place - (len(judged) - 1) / 2) * width
         axes.bar(at, 100 * counts / max(1, counts.sum()), width, color=LIGHT[colours[place]], label=label)
-    tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
+    format_axes(axes, x=f"of {k} sampled answers solved", y="% of problems")

@@ -14,7 +14,7 @@ from markupsafe import escape as html_escape
 from pydantic import JsonValue
 
 from rlcore.errors import DataError
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.report.document import Cell, Kind, Report, Row, Table, Tone, compact, table
 from rlcore.report.plots import DARK, LIGHT
 from rlcore.report.record import RunRecord, read_run
@@ -32,7 +32,7 @@ def page(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
-def answers_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
+def responses_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
     """The page of answers: of `data`, which it holds, or without them of the server that it comes from. Its policy lets
     no script run but our own."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
@@ -94,7 +94,7 @@ _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan
 SAMPLES_OF_A_KIND = 3
 """Problems shown of each kind: newly solved, lost, never solved, always solved."""
 
-MOST_PROBLEMS = 2_000
+MAX_PROBLEMS = 2_000
 """Problems in one page at most, those that changed most first: more make a page that is slow to open."""
 
 FILE_NAME = "samples.html"
@@ -131,13 +131,13 @@ def sample_table(record: RunRecord) -> Table:
     )
 
 
-def _words(answer: Answer) -> str:
+def _words(answer: Response) -> str:
     parts = "".join(f", {name} {compact(value, 3)}" for name, value in answer.parts.items())
     cut = ", cut" if answer.finish_reason == "length" else ""
     return f"score {answer.score:.3g}{parts}, {answer.num_tokens} tokens{cut}"
 
 
-def _score(answer: Answer) -> float | None:
+def _score(answer: Response) -> float | None:
     return answer.score if answer.failure is None else None
 
 
@@ -160,26 +160,26 @@ def truth_text(ground_truth_json: str) -> str:
 # ------------------------------------------------------------------ the page of answers as a file
 
 
-def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MOST_PROBLEMS) -> Path:
+def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MAX_PROBLEMS) -> Path:
     """Write the page of a run's held-out answers, which asks no server (default: `report/samples.html` in its folder).
 
     Raises:
         DataError: the folder holds no run, or the run has no validation with answers yet.
     """
     record = read_run(run_dir)
-    results = at_each_step(record.validations)
+    results = validations_by_step(record.validations)
     if not results:
         raise DataError(
             f"{run_dir / 'validation'}: holds no validation that can be read, so there are no answers to show; wait "
             "for the first one, or run millrace validate"
         )
-    data, num_left_out = _data_of(results, max_problems)
+    data, num_left_out = _page_data(results, max_problems)
     path = target or run_dir / "report" / FILE_NAME
-    write_text_atomically(path, answers_page(record.run_id, data, num_left_out))
+    write_text_atomically(path, responses_page(record.run_id, data, num_left_out))
     return path
 
 
-def at_each_step(validations: Mapping[str, ValidationResult]) -> list[ValidationResult]:
+def validations_by_step(validations: Mapping[str, ValidationResult]) -> list[ValidationResult]:
     """One validation for each step, in order: the one with the most problems, `before` and `after` by their step."""
     found: dict[int, ValidationResult] = {}
     for result in sorted(validations.values(), key=lambda result: (result.step, -len(result.problems), result.name)):
@@ -187,7 +187,7 @@ def at_each_step(validations: Mapping[str, ValidationResult]) -> list[Validation
     return list(found.values())
 
 
-def _data_of(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
+def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
     """What the page's script reads, and how many problems are left out. A text that occurs a hundred times is in the
     file once: answers have its number."""
     seen: dict[int, dict[int, ProblemResult]] = {}
@@ -200,7 +200,7 @@ def _data_of(results: Sequence[ValidationResult], max_problems: int) -> tuple[di
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    def document(answer: Answer, greedy: bool) -> dict[str, JsonValue]:
+    def document(answer: Response, greedy: bool) -> dict[str, JsonValue]:
         return {
             "text": number(answer.text),
             "greedy": greedy,
@@ -218,7 +218,7 @@ def _data_of(results: Sequence[ValidationResult], max_problems: int) -> tuple[di
             return None
         greedy = [] if problem.greedy is None else [document(problem.greedy, True)]
         answers: list[JsonValue] = [*greedy, *(document(answer, False) for answer in problem.samples)]
-        return {"score": problem.mean_score if problem.scored else None, "answers": answers}
+        return {"score": problem.mean_score if problem.scored_samples else None, "answers": answers}
 
     problems: list[JsonValue] = []
     for prompt_id in sorted(seen, key=lambda one: (-abs(changes[one] or 0.0), one))[:max_problems]:
@@ -244,5 +244,5 @@ def _data_of(results: Sequence[ValidationResult], max_problems: int) -> tuple[di
 
 def _change(seen: Sequence[ProblemResult]) -> float | None:
     """The mean score of the samples at the last step less that at the first, of those with a score; None without."""
-    scores = [problem.mean_score for problem in seen if problem.scored]
+    scores = [problem.mean_score for problem in seen if problem.scored_samples]
     return scores[-1] - scores[0] if scores else None

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from rlcore.errors import DataError
 from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, cell, table
-from rlcore.report.plots import LIGHT, MOST_POINTS, tidy
+from rlcore.report.plots import LIGHT, MAX_POINTS, format_axes
 from rlcore.report.record import RunRecord
-from rlcore.report.series import Series, thinned
+from rlcore.report.series import Series, thin
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
 
@@ -58,7 +58,7 @@ def draw_phases(record: RunRecord, figure: "Figure") -> None:
     if not len(seconds):
         return
     axes = figure.subplots()
-    thin: list[Series] = [thinned(seconds[name], MOST_POINTS // 4) for name in seconds]
+    phases: list[Series] = [thin(seconds[name], MAX_POINTS // 4) for name in seconds]
     labels = [PHASES[str(name)][0] for name in seconds]
     colours = [LIGHT[PHASES[str(name)][1]] for name in seconds]
     if len(seconds) == 1:
@@ -66,8 +66,8 @@ def draw_phases(record: RunRecord, figure: "Figure") -> None:
         axes.bar(seconds.index.repeat(len(tops)), seconds.iloc[0], 0.4, tops - seconds.iloc[0], color=colours,
                  label=labels)  # fmt: skip
     else:
-        axes.stackplot(thin[0].index, thin, colors=colours, labels=labels, alpha=0.88, linewidth=0)
-    tidy(axes, y="seconds a step")
+        axes.stackplot(phases[0].index, phases, colors=colours, labels=labels, alpha=0.88, linewidth=0)
+    format_axes(axes, y="seconds a step")
     axes.set_ylim(bottom=0, top=1.15 * float(seconds.sum(axis=1).quantile(0.99)))
 
 

@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from rlcore.evaluation.stats import Interval
 from rlcore.report.document import Gallery, Picture, short
-from rlcore.report.series import Series, band_of, smooth, thinned, window_of
+from rlcore.report.series import Series, band_of, smooth, thin, window_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 """Colours of lines, in order."""
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Points on a line at most: more cannot be seen."""
 
 FEW_POINTS = 12
@@ -116,11 +116,11 @@ def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
             elif not any(axes.dataLim.intervaly.any() for axes in figure.axes):
                 flat.append(f"{chart.title} ({chart.flat})" if chart.flat else chart.title)
             else:
-                pictures.append(_written(chart, figure, folder))
+                pictures.append(_write_chart(chart, figure, folder))
     return Gallery(tuple(pictures), tuple(absent), tuple(flat))
 
 
-def _written(chart: Chart, figure: "Figure", folder: Path) -> Picture:
+def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
     """Write `<name>.svg` and `<name>.png` into the folder, and return the picture for a page."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -133,10 +133,10 @@ def _written(chart: Chart, figure: "Figure", folder: Path) -> Picture:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{chart.name}.svg").write_text(buffer.getvalue(), encoding="utf-8")
     figure.savefig(folder / f"{chart.name}.png", dpi=_PNG_DPI, facecolor=LIGHT["surface"], metadata={})
-    return Picture(chart.name, chart.title, chart.caption, _for_page(buffer.getvalue(), chart.name, chart.title))
+    return Picture(chart.name, chart.title, chart.caption, _inline_svg(buffer.getvalue(), chart.name, chart.title))
 
 
-def _for_page(svg: str, name: str, title: str) -> Markup:
+def _inline_svg(svg: str, name: str, title: str) -> Markup:
     """matplotlib's SVG as an element of a page: no prolog, no address, ids of its own, colours and font of the page."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
@@ -155,14 +155,14 @@ def _for_page(svg: str, name: str, title: str) -> Markup:
 
 def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
     """The values faintly and their moving mean; the values alone where they are few or `smoothed` is off."""
-    thin = thinned(series, MOST_POINTS)
+    points = thin(series, MAX_POINTS)
     few = len(series) <= FEW_POINTS
     if few or not smoothed:
         marker = "o" if few else ""
-        axes.plot(thin.index, thin, color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
+        axes.plot(points.index, points, color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
         return
-    mean = thinned(smooth(series), MOST_POINTS)
-    axes.plot(thin.index, thin, color=LIGHT[colour], alpha=0.28, linewidth=0.9)
+    mean = thin(smooth(series), MAX_POINTS)
+    axes.plot(points.index, points, color=LIGHT[colour], alpha=0.28, linewidth=0.9)
     axes.plot(mean.index, mean, color=LIGHT[colour], label=f"{label} (mean of {window_of(series)} steps)")
 
 
@@ -190,7 +190,7 @@ def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) 
     axes.plot(band.index, band["mean"], color=LIGHT[colour], label=label)
 
 
-def tidy(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
+def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
     """Labels with units, whole steps on the x axis, short numbers on both."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

@@ -18,7 +18,7 @@ from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
-from rlcore.report.series import Series, series_of, warmed_up
+from rlcore.report.series import Series, series_of, without_first_step
 from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
@@ -31,7 +31,7 @@ from rlcore.tracking.journal import (
 )
 from rlcore.tracking.lineage import Origin, read_origin
 
-MOST_VALIDATIONS_KEPT = 32
+MAX_CACHED_VALIDATIONS = 32
 """Validations that stay in memory: several parts of a report read the same ones."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 
@@ -100,7 +100,7 @@ class RunRecord:
         return gpu_seconds(self.run_dir / JOURNAL_FILE)
 
     @property
-    def gained(self) -> float:
+    def reward_gain(self) -> float:
         """Held-out reward of the last validation less that of the first; 0 where there are no two."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
@@ -109,7 +109,7 @@ class RunRecord:
     def step_s(self) -> float | None:
         """Mean seconds of a training step, the first one left out where there are others: it warms up."""
         series = self.series("timing_s/step")
-        return None if series is None else float(warmed_up(series).mean())
+        return None if series is None else float(without_first_step(series).mean())
 
     @property
     def workers(self) -> Mapping[str, Any]:
@@ -163,7 +163,7 @@ class RunRecord:
         return newest if named is None or newest is None or newest.step > named.step else named
 
     @property
-    def judged(self) -> dict[str, ValidationResult]:
+    def before_and_after(self) -> dict[str, ValidationResult]:
         """The validations before and after, those that are there, by these words."""
         both = {"before": self.before, "after": self.after}
         return {label: result for label, result in both.items() if result is not None}
@@ -172,7 +172,7 @@ class RunRecord:
     def paired(self) -> tuple[Comparison, ...]:
         """Before against after on the same problems; nothing where either is missing."""
         try:
-            return compare(*self.judged.values()) if len(self.judged) == 2 else ()
+            return compare(*self.before_and_after.values()) if len(self.before_and_after) == 2 else ()
         except DataError:
             return ()
 
@@ -247,7 +247,7 @@ def read_run(run_dir: Path) -> RunRecord:
             for each in origin.settings.validation.suites
         },
     )
-    return replace(record, missing=(*missing, *_gaps(record)))
+    return replace(record, missing=(*missing, *_missing_parts(record)))
 
 
 def _read_journal(file: Path, missing: list[str]) -> JournalContents:
@@ -297,15 +297,15 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
     return found
 
 
-@lru_cache(maxsize=MOST_VALIDATIONS_KEPT)
+@lru_cache(maxsize=MAX_CACHED_VALIDATIONS)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
     """A validation with its intervals, kept: they take 0.1 s, and report, browser and summary each ask for them."""
     result = ValidationResult.read(file)
-    result.summary()
+    result.metrics()
     return result
 
 
-def _gaps(record: RunRecord) -> Iterable[str]:
+def _missing_parts(record: RunRecord) -> Iterable[str]:
     """What a complete run would have and this one has not."""
     total = record.config.trainer.total_steps
     if not record.validations and record.data_source is None:

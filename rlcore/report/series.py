@@ -21,7 +21,7 @@ SMOOTHING_SHARE = 15
 GRID_POINTS = 120
 """Points at which the curves of several seeds are averaged."""
 
-FEWEST_STEPS = 10
+MIN_STEPS = 10
 """Fewer steps than this in its last third say nothing about a trend."""
 
 
@@ -65,12 +65,12 @@ def late_mean(series: Series) -> float:
     return float(last_third(series).mean())
 
 
-def warmed_up(series: Series) -> Series:
+def without_first_step(series: Series) -> Series:
     """All but the first step, which warms up; that one alone where there is no other."""
     return series.iloc[min(1, len(series) - 1) :]
 
 
-def thinned(series: Series, most: int) -> Series:
+def thin(series: Series, most: int) -> Series:
     """At most so many points, each the mean of a stretch of steps: what a picture can show."""
     if len(series) <= most:
         return series
@@ -79,7 +79,7 @@ def thinned(series: Series, most: int) -> Series:
     return means.set_axis(series.index.to_series().groupby(stretch).mean().astype(int))
 
 
-def up_to(totals: Series, steps: "pd.Index[int]") -> Series:
+def totals_at(totals: Series, steps: "pd.Index[int]") -> Series:
     """Value of a running total after each of these steps; 0 before the first one."""
     return totals.reindex(steps, method="ffill").fillna(0.0)
 
@@ -92,7 +92,7 @@ def trend_of(series: Series) -> Interval | None:
     close to independent.
     """
     part = last_third(series)
-    if len(part) < FEWEST_STEPS:
+    if len(part) < MIN_STEPS:
         return None
     steps = part.index.to_numpy(dtype=float)
     (slope, _), covariance = np.polyfit(steps - steps.mean(), part.to_numpy(), 1, cov=True)
@@ -102,9 +102,9 @@ def trend_of(series: Series) -> Interval | None:
     return Interval(change, change - half, change + half)
 
 
-def against(series: Series, totals: Series | None) -> Series:
+def series_over(series: Series, totals: Series | None) -> Series:
     """A series over steps, or over tokens or seconds up to each of its steps."""
-    return series if totals is None else series.set_axis(up_to(totals, series.index))
+    return series if totals is None else series.set_axis(totals_at(totals, series.index))
 
 
 def band_of(curves: Sequence[Series]) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
-from rlcore.config.problems import masked, plain_text
+from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.config.run import all_keys
 from rlcore.report.document import Block, Cell, Prose, Table, cell, table
 from rlcore.report.record import RunRecord
@@ -38,10 +38,10 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
     defaults, settings = defaults_of(config), settings_of(config)
     changed = {key: value for key, value in settings.items() if defaults.get(key, ...) != value}
     differing = [
-        (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
+        (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), describe_setting(key))
         for key, value in changed.items()
     ]
-    same = [(key, _cell(value), meaning(key)) for key, value in settings.items() if key not in changed]
+    same = [(key, _cell(value), describe_setting(key)) for key, value in settings.items() if key not in changed]
     return (
         table("settings_changed", "Settings that differ from the defaults",
               {"Setting": "code", "Value": "code", "Default": "code", "Meaning": "text"}, differing),
@@ -51,11 +51,11 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
 
 
 @cache
-def meaning(key: str) -> str:
+def describe_setting(key: str) -> str:
     """A setting's own documentation, first sentence: where it begins with a choice (`local: ...`), that choice's. A
     name in a free mapping (`tags.owner`) has the mapping's.
 
-    >>> meaning("runtime.device"), meaning("rollout.samples_per_prompt")
+    >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
     """
     while key not in all_keys() and "." in key:
@@ -68,13 +68,16 @@ def meaning(key: str) -> str:
 
 
 def _cell(value: JsonValue) -> Cell:
-    return Cell(masked(plain_text(value)), masked(value) if isinstance(value, str) else value)
+    return Cell(mask_secrets(plain_text(value)), mask_secrets(value) if isinstance(value, str) else value)
 
 
 def reproduction(record: RunRecord) -> Iterator[Block]:
     """How a run was started, and what makes it again."""
     if record.lineage.command:
-        yield from (Prose("As it was started:"), Prose(shlex.join(map(masked, record.lineage.command)), is_code=True))
+        yield from (
+            Prose("As it was started:"),
+            Prose(shlex.join(map(mask_secrets, record.lineage.command)), is_code=True),
+        )
     yield Prose(
         "`run.json` in the run's folder has all settings; the table above those that differ from the defaults. "
         f"Seed {record.config.seed} fixes initial weights, order of prompts and every sampled token, "

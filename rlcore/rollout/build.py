@@ -23,7 +23,7 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
         from rlcore.rollout.vllm.start import EngineShape
 
         max_model_len = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-        shape = EngineShape(model_directory, max_model_len, config.answers_together, device, dtype)
+        shape = EngineShape(model_directory, max_model_len, config.concurrent_responses, device, dtype)
         return VllmEngine(shape, config.rollout, eos_token_ids=end_of_text)
 
     from rlcore.rollout.hf import HfEngine

@@ -11,16 +11,16 @@ from torch import Tensor
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.types import Prompt, Rollout, SentOften
+from rlcore.types import FastPickle, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
 """First word of a seed: no two purposes share random numbers."""
-_ENVIRONMENT = 2**32 - 1
+_ENVIRONMENT_INDEX = 2**32 - 1
 """Stands for an answer's number in the seed of an environment; no answer has this number."""
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRequest(SentOften):
+class SamplingRequest(FastPickle):
     """One answer to be drawn. Everything random about it comes from `seed`, so it does not depend on what is drawn
     beside it, in which order, or on how many ranks. `max_tokens`: a limit of this answer's own, below the run's; 0:
     none. `environment_seed`: of what is random in an environment, the same for all answers to a prompt."""
@@ -36,10 +36,10 @@ class SamplingRequest(SentOften):
         return min(self.max_tokens or max_response_tokens, max_response_tokens)
 
 
-def answer_seed(run_seed: int, stream: int, step: int, group: int, sample_index: int) -> int:
+def response_seed(run_seed: int, stream: int, step: int, group: int, sample_index: int) -> int:
     """Seed of one answer: a 63-bit hash of where in the run it is drawn.
 
-    >>> answer_seed(1, 1, 3, 0, 2)
+    >>> response_seed(1, 1, 3, 0, 2)
     8142689618028129371
     """
     words = np.array([run_seed, stream, step, group, sample_index], dtype=np.uint32)  # a tuple takes twice the time
@@ -57,7 +57,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def requests_for(
+def make_requests(
     prompts: Sequence[Prompt],
     num_samples: int,
     *,
@@ -73,15 +73,15 @@ def requests_for(
     """
     episodes = run_seed if episode_seed is None else episode_seed
     return [
-        SamplingRequest(prompt, sample, answer_seed(run_seed, stream, step, group, sample), environment_seed=shared)
+        SamplingRequest(prompt, sample, response_seed(run_seed, stream, step, group, sample), environment_seed=shared)
         for group, prompt in enumerate(prompts, start=first_group)
-        for shared in (answer_seed(episodes, stream, step, group, _ENVIRONMENT),)
+        for shared in (response_seed(episodes, stream, step, group, _ENVIRONMENT_INDEX),)
         for sample in range(num_samples)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class TakenWeights:
+class WeightSyncResult:
     """What an engine made of a hand-over: names of tensors that it computes with and that are not those sent, and of
     those that it holds in another form, which cannot be compared."""
 
@@ -113,7 +113,7 @@ class RolloutEngine(Protocol):
         """(index of the request, its rollout), one by one, as answers end."""
         ...
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
         """Take over all weights (transformers parameter names, full tensors), and look at what was taken."""
         ...
 
@@ -139,15 +139,17 @@ class NoEngine(RolloutEngine):
         """Raise EngineError: there is no engine."""
         raise EngineError("rollout.engine: is none, so these workers write no answers")
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
         """Take part in the gathering of the weights, and keep none."""
         self.policy_version = version
         for _ in weights:
             pass
-        return TakenWeights()
+        return WeightSyncResult()
 
 
-def complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def require_all_weights(
+    weights: Iterable[tuple[str, Tensor]], expected: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a hand-over; an unknown or a missing name would leave a stale tensor.
 
     Raises:

@@ -81,7 +81,7 @@ class Episode:
     max_kept: int = 1
 
     @classmethod
-    def begun(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
+    def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
         """An episode of `data.environment` before its first turn; `row` is the ground truth with the seed."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
@@ -91,13 +91,13 @@ class Episode:
         limit = _CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens
         return cls(name, json.dumps(asked), limit, max_kept=max_kept)
 
-    def asked(self) -> str:
+    def to_json(self) -> str:
         """The JSON text that `play` takes."""
         names = ("name", "max_characters", "texts", "replies", "max_kept")
         return json.dumps({name: getattr(self, name) for name in names})
 
 
-def turn_of(score: Score) -> Turn:
+def turn_from_score(score: Score) -> Turn:
     """The turn that `play` has made a score of."""
     reply, done = json.loads(score.said or '["", true]')
     return Turn(reply, done, score.total, score.parts)
@@ -111,9 +111,9 @@ def resolve_environment(name: str) -> type[Environment]:
     return cast(type[Environment], found)
 
 
-_kept: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
+_environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
 """Environments between turns by their episodes' names, with the texts that each has read."""
-_loop = cache(asyncio.new_event_loop)
+_event_loop = cache(asyncio.new_event_loop)
 """One loop for all episodes of the process, so that clients which an environment opens live on."""
 
 
@@ -127,32 +127,32 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
         return Score(0.0, {})
     asked = json.loads(response)
     texts, replies, limit = asked["texts"], asked["replies"], asked["max_characters"]
-    environment, read = _kept.pop(asked["name"], (None, []))
+    environment, read = _environments.pop(asked["name"], (None, []))
     if environment is None or not texts or read != texts[:-1]:
         environment = kind(**options)
-        first = completed(environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
-        turn = Turn(_cut(first or "", limit))
+        first = await_value(environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
+        turn = Turn(_clean_reply(first or "", limit))
         for text, expected in zip(texts, replies, strict=True):
-            _require_same(turn, expected)
+            _require_same_reply(turn, expected)
             rlcore.score.renew_deadline()  # it is for one turn
-            turn = _stepped(environment, text, limit)
+            turn = _step(environment, text, limit)
     else:
-        turn = _stepped(environment, texts[-1], limit)
+        turn = _step(environment, texts[-1], limit)
     if not turn.done:
-        _kept[asked["name"]] = environment, texts
-        while len(_kept) > asked["max_kept"]:
-            _kept.popitem(last=False)
+        _environments[asked["name"]] = environment, texts
+        while len(_environments) > asked["max_kept"]:
+            _environments.popitem(last=False)
     return Score(turn.reward, turn.parts, json.dumps([turn.reply, turn.done]))
 
 
-def _stepped(environment: Environment, text: str, limit: int) -> Turn:
-    turn = completed(environment.step(text))
+def _step(environment: Environment, text: str, limit: int) -> Turn:
+    turn = await_value(environment.step(text))
     if not isinstance(turn, Turn):
         raise TypeError(f"step returns rlcore.rollout.environment.Turn, got {type(turn).__name__}")
-    return Turn(_cut(turn.reply, limit), bool(turn.done), turn.reward, turn.parts)
+    return Turn(_clean_reply(turn.reply, limit), bool(turn.done), turn.reward, turn.parts)
 
 
-def _require_same(turn: Turn, expected: str) -> None:
+def _require_same_reply(turn: Turn, expected: str) -> None:
     if turn.reply != expected or turn.done:
         raise ValueError(
             f"a repeated turn got the reply {turn.reply[:80]!r} in place of {expected[:80]!r}: the replies of an "
@@ -160,15 +160,15 @@ def _require_same(turn: Turn, expected: str) -> None:
         )
 
 
-def _cut(reply: object, limit: int) -> str:
+def _clean_reply(reply: object, limit: int) -> str:
     """Reject what is no text; lone surrogates have no UTF-8 and no tokens."""
     if not isinstance(reply, str):
         raise TypeError(f"a reply is a text, got {type(reply).__name__}")
     return reply[:limit].encode("utf-8", "replace").decode()
 
 
-def completed(value: T | Awaitable[T]) -> T:
+def await_value(value: T | Awaitable[T]) -> T:
     """The value, awaited if it has to be."""
     if inspect.isawaitable(value):
-        return _loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
+        return _event_loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
     return value

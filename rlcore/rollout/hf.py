@@ -19,9 +19,9 @@ from transformers import DynamicCache
 
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
-from rlcore.models.memory import Refused, attempted, release_cached_memory
+from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
 from rlcore.models.policy import CausalPolicy
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights, complete
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult, require_all_weights
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ COMPACT_BELOW = 0.75
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Response:
     """An answer in the making, of at most `limit` tokens."""
 
     limit: int
@@ -40,7 +40,7 @@ class _Answer:
     finish_reason: FinishReason = "length"
 
     @property
-    def goes_on(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether it has neither ended by itself nor reached its limit."""
         return self.finish_reason == "length" and len(self.token_ids) < self.limit
 
@@ -51,18 +51,18 @@ class HfEngine(RolloutEngine):
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
         self._eos_token_ids = eos_token_ids
-        self._num_at_once = max_num_seqs
+        self._batch_size = max_num_seqs
         self.policy_version = -1
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
         """Copy all weights into the engine's model."""
         self.policy_version = -1  # an interrupted hand-over leaves no valid version
         own = dict(self._policy.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in complete(weights, own):
+            for name, tensor in require_all_weights(weights, own):
                 own[name].copy_(tensor)
         self.policy_version = version
-        return TakenWeights()
+        return WeightSyncResult()
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -72,26 +72,26 @@ class HfEngine(RolloutEngine):
             raise EngineError("the engine was asked for answers before its first weight hand-over")
         start = 0
         while start < len(requests):
-            batch = requests[start : start + self._num_at_once]
-            answers = attempted(partial(self._generate_batch, batch, sampling, max_response_tokens))
-            if isinstance(answers, Refused):
-                self._write_fewer(len(batch), answers)
+            batch = requests[start : start + self._batch_size]
+            answers = catch_out_of_memory(partial(self._generate_batch, batch, sampling, max_response_tokens))
+            if isinstance(answers, OutOfMemory):
+                self._reduce_batch_size(len(batch), answers)
                 continue
             yield from enumerate(answers, start)
             start += len(batch)
 
-    def _write_fewer(self, number: int, refused: Refused) -> None:
+    def _reduce_batch_size(self, number: int, refused: OutOfMemory) -> None:
         """Write half as many answers at once from now on; each draws by its own seed, so they are the same."""
         if number == 1:
             raise DeviceMemoryError(
-                f"generation ran out of memory with a single answer at once ({refused.words}). Shorten "
+                f"generation ran out of memory with a single answer at once ({refused.message}). Shorten "
                 "filter.max_prompt_tokens or rollout.max_response_tokens, or free memory for it: algo.kl.offload=true, "
                 "optim.offload=true."
             )
-        self._num_at_once = -(-number // 2)
+        self._batch_size = -(-number // 2)
         log.warning(
             "generation ran out of memory with %d answers at once, and goes on with %d: %s",
-            number, self._num_at_once, refused.words,
+            number, self._batch_size, refused.message,
         )  # fmt: skip
         gc.collect()
         release_cached_memory()
@@ -113,7 +113,7 @@ class HfEngine(RolloutEngine):
         next_position = mask.sum(dim=1)
 
         draws = torch.from_numpy(_uniforms(requests, max_response_tokens)).to(device)
-        answers = [_Answer(request.limit(max_response_tokens)) for request in requests]
+        answers = [_Response(request.limit(max_response_tokens)) for request in requests]
         live = np.arange(len(requests))  # request of each row of the batch
         for index in range(max_response_tokens):
             tokens, logprobs = sample(logits, draws[torch.from_numpy(live).to(device), index], sampling)
@@ -130,22 +130,22 @@ class HfEngine(RolloutEngine):
             next_position = next_position + 1
         return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
-    def _append(self, answers: list[_Answer], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
+    def _append(self, answers: list[_Response], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
         """Add a token to each answer that is not finished; which rows go on, Bool[B]."""
         going = np.ones(len(live), dtype=bool)
         for row, (request, token, logprob) in enumerate(
             zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
         ):
             answer = answers[request]
-            if answer.goes_on:  # a row that has ended may stay in the batch until it is rebuilt
+            if answer.is_unfinished:  # a row that has ended may stay in the batch until it is rebuilt
                 answer.token_ids.append(token)
                 answer.logprobs.append(logprob)
                 if token in self._eos_token_ids:
                     answer.finish_reason = "stop"
-            going[row] = answer.goes_on
+            going[row] = answer.is_unfinished
         return going
 
-    def _rollout(self, request: SamplingRequest, answer: _Answer) -> Rollout:
+    def _rollout(self, request: SamplingRequest, answer: _Response) -> Rollout:
         return Rollout(
             prompt=request.prompt,
             sample_index=request.sample_index,

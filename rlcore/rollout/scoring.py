@@ -25,19 +25,19 @@ from typing import Any, TypeVar
 import psutil
 
 from rlcore.config.rollout import RewardConfig
-from rlcore.errors import ConfigError, EngineError, where_modules_are_found
+from rlcore.errors import ConfigError, EngineError, missing_object_remedy
 from rlcore.rollout.environment import resolve_environment
-from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, as_line, describe, resolve_scorer, score_one
+from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, encode_line, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
-from rlcore.start import import_path
+from rlcore.start import extend_import_path
 
 R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
 # Answers sent to a process in one message: large enough to hide the way there, small enough to share out evenly.
-_MAX_ANSWERS_PER_MESSAGE = 32
-_MOST_READ_BYTES = 1 << 16
+_MAX_RESPONSES_PER_MESSAGE = 32
+_MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
 # Errors that are logged; later ones are only counted.
 _MAX_LOGGED = 5
@@ -45,7 +45,7 @@ _START_DEADLINE_S = 120.0
 """For importing a scorer's module, and what its first call imports, on a busy machine."""
 _SEND_DEADLINE_S = 10.0
 """An idle process reads answers at once; one that does not (stopped from outside) would hold up the pool."""
-_LONGEST_WAIT_S = 1.0
+_MAX_WAIT_S = 1.0
 """The pool looks at the clock as often while processes are busy, and so sees when it stood still itself."""
 
 
@@ -54,20 +54,20 @@ class ScoringJob:
     """Answers submitted together, for `ScoringPool.collect`."""
 
     scores: list[Score]
-    missing: int
+    num_pending: int
     done: threading.Event = field(default_factory=threading.Event)
     failure: EngineError | None = None
 
     def put(self, index: int, score: Score) -> None:
         """Keep the score of one answer."""
         self.scores[index] = score
-        self.missing -= 1
-        if self.missing == 0:
+        self.num_pending -= 1
+        if self.num_pending == 0:
             self.done.set()
 
 
 @dataclass(slots=True)
-class Answer:
+class PendingResponse:
     """One answer to be scored: `index` is its place in the job, `num_deaths` the processes that ended at it."""
 
     job: ScoringJob
@@ -96,24 +96,24 @@ class ScoringProcess:
                 stderr=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": import_path(),
+                    "PYTHONPATH": extend_import_path(),
                     JUDGE_VARIABLE: config.judge.model_dump_json(),
                 },
                 start_new_session=True,  # a Ctrl-C at the terminal is the trainer's to handle
             )
         self.socket = ours
-        self._begun = b""  # of the next message
+        self._partial_line = b""  # of the next message
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
         """Whether the scorer has been called on an empty answer; an answer's deadline holds only then."""
-        self.answers: deque[Answer] = deque()
+        self.responses: deque[PendingResponse] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
     @property
     def is_idle(self) -> bool:
         """Whether it is ready and has no answers."""
-        return self.ready and not self.answers
+        return self.ready and not self.responses
 
     @property
     def is_stopped(self) -> bool:
@@ -123,26 +123,26 @@ class ScoringProcess:
         except psutil.Error:
             return False
 
-    def give(self, answers: Sequence[Answer]) -> None:
+    def send(self, answers: Sequence[PendingResponse]) -> None:
         """Send answers. Raises OSError where the process has ended or does not read."""
-        self.answers.extend(answers)
-        self.socket.sendall(as_line([(answer.response, answer.ground_truth_json) for answer in answers]))
-        self._wait()
+        self.responses.extend(answers)
+        self.socket.sendall(encode_line([(answer.response, answer.ground_truth_json) for answer in answers]))
+        self._set_deadline()
 
-    def take(self) -> Iterator[Any]:
+    def receive(self) -> Iterator[Any]:
         """Read the messages that have come, one at least. Raises EOFError or OSError where the process has ended."""
-        read = self.socket.recv(_MOST_READ_BYTES)
+        read = self.socket.recv(_MAX_READ_BYTES)
         if not read:
             raise EOFError
-        *whole, self._begun = (self._begun + read).split(b"\n")
+        *whole, self._partial_line = (self._partial_line + read).split(b"\n")
         for line in whole:
             message = json.loads(line)
             if isinstance(message, dict):
                 self.ready, self.warm = "failed" not in message, message.get("warm", self.warm)
-            self._wait()
+            self._set_deadline()
             yield message
 
-    def _wait(self) -> None:
+    def _set_deadline(self) -> None:
         self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
 
     def kill(self) -> None:
@@ -163,7 +163,7 @@ def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
     Raises:
         ConfigError: there is no such function.
     """
-    return _required(resolve_scorer, name, f"{key}: must name a function as module:function")
+    return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
 def require_environment(name: str) -> None:
@@ -172,14 +172,14 @@ def require_environment(name: str) -> None:
     Raises:
         ConfigError: there is none, or it lacks a method.
     """
-    _required(resolve_environment, name, "data.environment: must name a class as module:Class")
+    _require(resolve_environment, name, "data.environment: must name a class as module:Class")
 
 
-def _required(resolve: Callable[[str], R], name: str, rule: str) -> R:
+def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
     try:
         return resolve(name)
     except Exception as error:  # importing somebody's module can raise anything
-        raise ConfigError(f"{rule}, got {name!r} ({describe(error)}). {where_modules_are_found(name)}.") from error
+        raise ConfigError(f"{rule}, got {name!r} ({describe(error)}). {missing_object_remedy(name)}.") from error
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
@@ -205,7 +205,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self.errors = 0
         """Answers so far for which the scorer raised, returned no finite score, or took its process down."""
         self._last_failure = ""
-        self._queue: deque[Answer] = deque()
+        self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
         self._closing = False
         self._workers: list[ScoringProcess] = []
@@ -242,12 +242,12 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             job.done.set()
         elif self._thread is None:
             for index, (response, truth) in enumerate(pairs):
-                job.put(index, self._score_here(response, truth))
+                job.put(index, self._score_in_process(response, truth))
         else:
             with self._lock:
                 if self._closing:
                     raise self._failure or EngineError("the scoring pool is closed; it takes no more answers")
-                self._queue.extend(Answer(job, index, *pair) for index, pair in enumerate(pairs))
+                self._queue.extend(PendingResponse(job, index, *pair) for index, pair in enumerate(pairs))
             self._wake()
         return job
 
@@ -263,7 +263,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return job.scores
 
     @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def without_counting(self) -> Iterator[None]:
         """Failures inside the block, in which nobody else uses the pool, are left out of the counts."""
         before = self.errors, self.timeouts, self._last_failure
         try:
@@ -283,13 +283,13 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     # ------------------------------------------------------------ in this process
 
-    def _score_here(self, response: str, ground_truth_json: str) -> Score:
+    def _score_in_process(self, response: str, ground_truth_json: str) -> Score:
         try:
             return score_one(self._function, response, ground_truth_json, self._config.weights)
         except (Exception, SystemExit) as error:  # never kills a run
-            return self._error(describe(error), response)
+            return self._record_error(describe(error), response)
 
-    def _error(self, what: str, response: str) -> Score:
+    def _record_error(self, what: str, response: str) -> Score:
         """Count and log an error of the scorer; returns its answer's score."""
         self.errors += 1
         self._last_failure = what
@@ -316,7 +316,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             log.exception("the scoring pool stopped")
             self._failure = EngineError(f"the scoring pool stopped: {describe(error)}")
         finally:
-            self._fail_waiting(self._failure or EngineError("the pool was closed before these answers were scored"))
+            self._fail_pending(self._failure or EngineError("the pool was closed before these answers were scored"))
             for worker in self._workers:
                 worker.kill()
 
@@ -328,12 +328,12 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         for worker in [worker for worker in self._workers if worker.is_idle]:
             with self._lock:
                 share = len(self._queue) // (4 * self._config.num_processes)
-                size = min(max(share, 1), _MAX_ANSWERS_PER_MESSAGE, len(self._queue))
+                size = min(max(share, 1), _MAX_RESPONSES_PER_MESSAGE, len(self._queue))
                 answers = [self._queue.popleft() for _ in range(size)]
             if not answers:
                 return
             try:
-                worker.give(answers)
+                worker.send(answers)
             except OSError as error:
                 self._replace_ended(worker, describe(error))
 
@@ -341,13 +341,13 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         """Wait for a result, a deadline or `_wake`, and handle it."""
         busy = [worker.overdue_at for worker in self._workers if not worker.is_idle]
         began = time.monotonic()
-        timeout = min(max(0.0, min(busy) - began), _LONGEST_WAIT_S) if busy else None
+        timeout = min(max(0.0, min(busy) - began), _MAX_WAIT_S) if busy else None
         ready = set(wait([self._woken, *(worker.socket for worker in self._workers)], timeout))
         if self._woken in ready:
             self._woken.recv(4_096)
         now = time.monotonic()
         # After a longer wait this process stood still, and probably all of the job with it: a paused container.
-        if timeout is not None and now - began - timeout > _LONGEST_WAIT_S:
+        if timeout is not None and now - began - timeout > _MAX_WAIT_S:
             for worker in self._workers:
                 worker.overdue_at += now - began - timeout
         for worker in list(self._workers):
@@ -358,7 +358,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _read_results(self, worker: ScoringProcess) -> None:
         try:
-            for message in worker.take():
+            for message in worker.receive():
                 self._handle(worker, message)
         except (EOFError, OSError) as error:
             self._replace_ended(worker, describe(error))
@@ -370,16 +370,16 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             self._failed_starts = 0
             return
         total, rest, said = message
-        answer = worker.answers.popleft()
-        score = self._error(rest, answer.response) if total is None else Score(total, rest, said)
+        answer = worker.responses.popleft()
+        score = self._record_error(rest, answer.response) if total is None else Score(total, rest, said)
         answer.job.put(answer.index, score)
 
     def _end_overdue(self, worker: ScoringProcess) -> None:
         if worker.is_stopped:
             self._replace_ended(worker, "it was stopped from outside")
             return
-        if worker.answers and worker.warm:
-            answer = worker.answers.popleft()
+        if worker.responses and worker.warm:
+            answer = worker.responses.popleft()
             self.timeouts += 1
             limit = self._config.deadline_s
             self._last_failure = f"an answer took longer than {limit:g} s ({self._section}.deadline_s)"
@@ -387,8 +387,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 text = "scorer %s overran %s.deadline_s=%g, the answer has no score: %.200r"
                 log.warning(text, self._scorer, self._section, limit, answer.response)
             answer.job.put(answer.index, _unscored(self._last_failure))
-        elif worker.answers:
-            self._leave_out_first_calls("it took too long")
+        elif worker.responses:
+            self._disable_first_calls("it took too long")
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
@@ -397,24 +397,24 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         The first time its answer is tried again, since it may have been killed from outside; the second time the answer
         counts as an error, or there are no more first calls if it was in one.
         """
-        if worker.answers:
-            answer = worker.answers[0]
+        if worker.responses:
+            answer = worker.responses[0]
             answer.num_deaths += 1
             if answer.num_deaths > 1 and worker.warm:
-                worker.answers.popleft()
-                answer.job.put(answer.index, self._error(f"its process ended ({why})", answer.response))
+                worker.responses.popleft()
+                answer.job.put(answer.index, self._record_error(f"its process ended ({why})", answer.response))
             elif answer.num_deaths > 1:
                 answer.num_deaths = 0
-                self._leave_out_first_calls(why)
+                self._disable_first_calls(why)
         self._remove(worker, why)
 
-    def _leave_out_first_calls(self, why: str) -> None:
+    def _disable_first_calls(self, why: str) -> None:
         log.warning("scorer %s did not come back from its first call, on an empty answer: %s", self._scorer, why)
         self._first_call = False
 
     def _remove(self, worker: ScoringProcess, why: str) -> None:
         with self._lock:
-            self._queue.extendleft(reversed(worker.answers))
+            self._queue.extendleft(reversed(worker.responses))
         self._workers.remove(worker)
         worker.kill()
         if not worker.ready:
@@ -427,11 +427,11 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                     else f"data.environment: the processes that play episodes cannot be started ({why})"
                 )
 
-    def _fail_waiting(self, failure: EngineError) -> None:
+    def _fail_pending(self, failure: EngineError) -> None:
         """Fail every job that has answers waiting."""
         with self._lock:
             self._closing = True
-            left = [*self._queue, *(answer for worker in self._workers for answer in worker.answers)]
+            left = [*self._queue, *(answer for worker in self._workers for answer in worker.responses)]
             self._queue.clear()
         for answer in left:
             answer.job.failure = answer.job.failure or failure

@@ -29,9 +29,9 @@ _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"
 """Environment variable of a scoring process with `reward.judge` as JSON."""
-LARGEST_SCORE = (2 - 2**-23) * 2.0**127
+MAX_SCORE = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which training holds scores."""
-WRONG_WEIGHTS = "reward.weights: must name parts of the score, got "
+WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
 """Beginning of the failure of a score that lacks a part with a weight."""
 SCORER_KEY = "scorer"
 """Field of a mixture's ground truths that names the scorer; the run writes it from its settings, over the row's own."""
@@ -65,31 +65,31 @@ def score_one(
     total = float(found.total)
     if not all(math.isfinite(value) for value in (total, *parts.values())):
         raise ValueError(f"a score is a finite number, got {found}")
-    if any(abs(value) > LARGEST_SCORE for value in (total, *parts.values())):
-        raise ValueError(f"a score is at most {LARGEST_SCORE:.4g} (float32), got {found}")
+    if any(abs(value) > MAX_SCORE for value in (total, *parts.values())):
+        raise ValueError(f"a score is at most {MAX_SCORE:.4g} (float32), got {found}")
     if weights:
         parts["total"] = total
         if missing := [name for name in weights if name not in parts]:
             raise ValueError(
-                f"{WRONG_WEIGHTS}{', '.join(missing)}. Use the parts of this score: {', '.join(sorted(parts))}"
+                f"{WEIGHTS_PROBLEM}{', '.join(missing)}. Use the parts of this score: {', '.join(sorted(parts))}"
             )
         parts.setdefault("correct", float(found.solved))  # weights make no answer right or wrong
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
-        if abs(total) > LARGEST_SCORE:
+        if abs(total) > MAX_SCORE:
             raise ValueError(
-                f"reward.weights: the weighted score must be at most {LARGEST_SCORE:.4g} (float32), got {total}"
+                f"reward.weights: the weighted score must be at most {MAX_SCORE:.4g} (float32), got {total}"
             )
     # A scorer that reads JSON or escapes finds lone surrogates in a model's text; they have no UTF-8.
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
 
 
-def wrong_weights(failure: str | None) -> str:
+def weights_problem(failure: str | None) -> str:
     """What a failure says of `reward.weights` that name no parts of the score; '' for any other failure, or none.
 
-    >>> wrong_weights(f"ValueError: {WRONG_WEIGHTS}foo. Use correct, total")
+    >>> weights_problem(f"ValueError: {WEIGHTS_PROBLEM}foo. Use correct, total")
     'reward.weights: must name parts of the score, got foo. Use correct, total'
     """
-    _, beginning, rest = (failure or "").partition(WRONG_WEIGHTS)
+    _, beginning, rest = (failure or "").partition(WEIGHTS_PROBLEM)
     return f"{beginning}{rest}"
 
 
@@ -106,7 +106,7 @@ def serve(
 
     def renew_deadline() -> None:
         faulthandler.dump_traceback_later(longest_s, exit=True)
-        connection.sendall(as_line({"warm": True}))
+        connection.sendall(encode_line({"warm": True}))
 
     rlcore.score.renew_deadline = renew_deadline
     for line in connection.makefile("rb"):
@@ -115,17 +115,17 @@ def serve(
         # A C thread that needs no interpreter lock ends this process if it hangs after its parent was killed.
         faulthandler.dump_traceback_later(longest_s, exit=True)
         for response, ground_truth_json in answers:
-            if first_call and (part := _part_of(ground_truth_json)) not in warm:
+            if first_call and (part := _mixture_scorer(ground_truth_json)) not in warm:
                 faulthandler.dump_traceback_later(longest_s, exit=True)  # each first call has the time of a start
-                connection.sendall(as_line({"warm": False}))
+                connection.sendall(encode_line({"warm": False}))
                 _result(scorer, "", ground_truth_json, weights)
-                connection.sendall(as_line({"warm": True}))
+                connection.sendall(encode_line({"warm": True}))
                 warm.add(part)
-            connection.sendall(as_line(_result(scorer, response, ground_truth_json, weights)))
+            connection.sendall(encode_line(_result(scorer, response, ground_truth_json, weights)))
         faulthandler.cancel_dump_traceback_later()
 
 
-def _part_of(ground_truth_json: str) -> object:
+def _mixture_scorer(ground_truth_json: str) -> object:
     """The scorer of this answer's part of a mixture; None without a mixture."""
     truth = json.loads(ground_truth_json)
     return truth.get(SCORER_KEY) if isinstance(truth, dict) else None
@@ -139,10 +139,10 @@ def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapp
     return [score.total, dict(score.parts), score.said]
 
 
-def as_line(message: object) -> bytes:
+def encode_line(message: object) -> bytes:
     """A message as it is sent: JSON has no line break of its own.
 
-    >>> as_line(["two\\nlines", 1.0])
+    >>> encode_line(["two\\nlines", 1.0])
     b'["two\\\\nlines", 1.0]\\n'
     """
     return json.dumps(message).encode() + b"\n"
@@ -163,12 +163,12 @@ def main() -> None:
     connection = socket.socket(fileno=int(descriptor))
     try:
         try:
-            user_code.use_from_environment()
+            user_code.import_from_environment()
             scorer = resolve_scorer(name)
         except Exception as error:  # whatever importing the module raises; the parent reports it
-            connection.sendall(as_line({"failed": describe(error)}))
+            connection.sendall(encode_line({"failed": describe(error)}))
             return
-        connection.sendall(as_line({"ready": True}))
+        connection.sendall(encode_line({"ready": True}))
         serve(connection, scorer, float(deadline_s), first_call=first_call == "1", weights=json.loads(weights))
     except (BrokenPipeError, ConnectionResetError):
         return  # the parent is gone

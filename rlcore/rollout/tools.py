@@ -20,14 +20,14 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rlcore.errors import ConfigError
-from rlcore.rollout.environment import OWN_SEED, Turn, completed
+from rlcore.rollout.environment import OWN_SEED, Turn, await_value
 from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A tool call as the model wrote it; `problem` says what is wrong with its form."""
 
     name: str
@@ -52,8 +52,8 @@ class Tools:
 
     def step(self, text: str) -> Turn:
         """Answer the turn's calls. The reward is what the turn has changed in the score of all turns so far."""
-        calls = calls_in(text)
-        replies = [self._called(call) for call in calls]
+        calls = parse_calls(text)
+        replies = [self._run_call(call) for call in calls]
         self._texts.append(text)
         score = score_one(self._scorer, "\n".join(self._texts), self._truth)
         reward, self._total = score.total - self._total, score.total
@@ -61,7 +61,7 @@ class Tools:
         parts = {**score.parts, "tool_calls": self._num_calls, "tool_errors": self._num_errors}
         return Turn("\n".join(replies), done=not calls, reward=reward, parts=parts)
 
-    def _called(self, call: Call) -> str:
+    def _run_call(self, call: ToolCall) -> str:
         problem = call.problem
         if not problem and call.name not in self._tools:
             problem = f"there is no tool {call.name[:80]!r}, only {', '.join(self._tools)}"
@@ -69,46 +69,46 @@ class Tools:
             function = self._tools[call.name]
             try:
                 arguments = inspect.signature(function).bind(**call.arguments)
-                return str(completed(function(*arguments.args, **arguments.kwargs)))
+                return str(await_value(function(*arguments.args, **arguments.kwargs)))
             except (Exception, SystemExit) as error:  # whatever a tool raises is for the model to read
                 problem = f"{type(error).__name__}: {error}"[:500]
         self._num_errors += 1
         return f"error: {problem}"
 
 
-def calls_in(text: str) -> list[Call]:
+def parse_calls(text: str) -> list[ToolCall]:
     """The calls of a turn, in order. Linear in the length of the text.
 
-    >>> calls_in('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    [Call(name='add', arguments={'a': 1}, problem='')]
-    >>> calls_in('{"name": "add", "parameters": {"a": 1}}')[0].arguments
+    >>> parse_calls('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [ToolCall(name='add', arguments={'a': 1}, problem='')]
+    >>> parse_calls('{"name": "add", "parameters": {"a": 1}}')[0].arguments
     {'a': 1}
-    >>> [calls_in(bad)[0].problem for bad in ("<tool_call>{}", '<tool_call>{"name": "add"}</tool_call>')]
+    >>> [parse_calls(bad)[0].problem for bad in ("<tool_call>{}", '<tool_call>{"name": "add"}</tool_call>')]
     ['the call has no </tool_call>', 'a call is JSON with "name" and "arguments"']
-    >>> calls_in("nothing"), calls_in("{no call}")
+    >>> parse_calls("nothing"), parse_calls("{no call}")
     ([], [])
     """
     if _OPEN in text:
-        return [_call(*part.partition(_CLOSE)[:2]) for part in text.split(_OPEN)[1:]]
+        return [_parse_call(*part.partition(_CLOSE)[:2]) for part in text.split(_OPEN)[1:]]
     whole = text.strip()
     if not whole.startswith("{"):
         return []
-    call = _call(whole, _CLOSE)
+    call = _parse_call(whole, _CLOSE)
     return [] if call.problem else [call]
 
 
-def _call(body: str, close: str) -> Call:
+def _parse_call(body: str, close: str) -> ToolCall:
     if not close:
-        return Call("", {}, f"the call has no {_CLOSE}")
+        return ToolCall("", {}, f"the call has no {_CLOSE}")
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON ({describe(error)[:200]})")
+        return ToolCall("", {}, f"the call is no JSON ({describe(error)[:200]})")
     named = found if isinstance(found, dict) else {}
     arguments = named.get("arguments", named.get("parameters"))
     if not isinstance(named.get("name"), str) or not isinstance(arguments, dict):
-        return Call("", {}, 'a call is JSON with "name" and "arguments"')
-    return Call(named["name"], arguments)
+        return ToolCall("", {}, 'a call is JSON with "name" and "arguments"')
+    return ToolCall(named["name"], arguments)
 
 
 def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from rlcore.errors import ConfigError
 TODAY = date(2024, 7, 26)
 """The date for templates that write one (Llama 3; it is the default of Llama's own), so that equal rows give equal
 tokens on every day, and turns keep their places in a conversation."""
-_ASK = {"role": "user", "content": "MillraceAsk"}
-_ANSWERS, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
+_USER_MESSAGE = {"role": "user", "content": "MillraceAsk"}
+_RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
 
 class TurnTokens:
@@ -41,7 +41,7 @@ class TurnTokens:
         if not chat:
             return
         try:
-            start = self._render([_ASK]) + _ANSWERS[0]
+            start = self._render([_USER_MESSAGE]) + _RESPONSES[0]
             one = self._conversation(1)
             two = self._conversation(2)
         except Exception as error:  # jinja's own classes, and what a template raises
@@ -49,7 +49,7 @@ class TurnTokens:
                 f"data.environment: the tokenizer's chat template cannot render a second turn ({type(error).__name__}: "
                 f"{error}). Mend chat_template.jinja, or choose another model"
             ) from error
-        if not (one.startswith(start) and two.startswith(one + _ANSWERS[1]) and _REPLIES[1] in two):
+        if not (one.startswith(start) and two.startswith(one + _RESPONSES[1]) and _REPLIES[1] in two):
             raise ConfigError(
                 "data.environment: the tokenizer's chat template drops or changes earlier turns of a conversation, so "
                 "tokens that the model wrote could not be kept. Use a template that keeps every turn (chat_template"
@@ -57,31 +57,31 @@ class TurnTokens:
             )
         self._head = len(start)
 
-    def between(self, last_token: int, reply: str) -> tuple[str, list[int]]:
+    def reply_tokens(self, last_token: int, reply: str) -> tuple[str, list[int]]:
         """The reply cut to its limit, and the ids from after `last_token` to where the model goes on.
 
         The template's end of the model's turn is left out where `last_token` is that end already.
         """
-        reply = self._cut(reply)
+        reply = self._truncate(reply)
         if not self._chat:
             return reply, self._ids(reply)
-        shown = [_ASK, {"role": "assistant", "content": _ANSWERS[0]}, self._message(reply)]
+        shown = [_USER_MESSAGE, {"role": "assistant", "content": _RESPONSES[0]}, self._message(reply)]
         ids = self._ids(self._render(shown)[self._head :])
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
-    def opening(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
+    def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
         """A first message after the prompt: the message cut to its limit, the prompt without the beginning of the
         model's turn, and the ids that follow it.
 
         Raises:
             ConfigError: the prompt does not end with the template's beginning of a turn.
         """
-        message = self._cut(message)
+        message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)
-        closed, opened = self._render([_ASK], opened=False), self._render([_ASK])
+        closed, opened = self._render([_USER_MESSAGE], opened=False), self._render([_USER_MESSAGE])
         begin = self._ids(opened[len(closed) :])
-        both = self._render([_ASK, self._message(message)])
+        both = self._render([_USER_MESSAGE, self._message(message)])
         kept = len(prompt) - len(begin)
         if not (opened.startswith(closed) and both.startswith(closed) and list(prompt[kept:]) == begin and kept > 0):
             raise ConfigError(
@@ -90,7 +90,7 @@ class TurnTokens:
             )
         return message, tuple(prompt[:kept]), self._ids(both[len(closed) :])
 
-    def _cut(self, reply: str) -> str:
+    def _truncate(self, reply: str) -> str:
         ids = self._ids(reply)
         return reply if len(ids) <= self._max_reply_tokens else self._tokenizer.decode(ids[: self._max_reply_tokens])
 
@@ -98,8 +98,8 @@ class TurnTokens:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _conversation(self, num_turns: int) -> str:
-        messages = [_ASK]
-        for answer, reply in list(zip(_ANSWERS, _REPLIES, strict=True))[:num_turns]:
+        messages = [_USER_MESSAGE]
+        for answer, reply in list(zip(_RESPONSES, _REPLIES, strict=True))[:num_turns]:
             messages += [{"role": "assistant", "content": answer}, self._message(reply)]
         return self._render(messages)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.model import SMOLLM2
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.run.inputs import given_model
+from rlcore.run.inputs import configured_model
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import ray_folder, spilled_bytes
 from rlcore.storage.disk import (
@@ -36,20 +36,20 @@ BYTES_PER_WEIGHT = 4
 """Weights for others are written as float32, the master weights."""
 BYTES_PER_TOKEN = 20
 """Of a kept answer: id, text, three log-probabilities, advantage, packed."""
-BYTES_PER_ANSWER = 500
+BYTES_PER_RESPONSE = 500
 """Besides tokens: the problem's numbers, ids and scores."""
 
-Happened = Callable[[str, int, Mapping[str, object]], None]
+EventSink = Callable[[str, int, Mapping[str, object]], None]
 """Takes an event's name, its step and its data; `text` in the data is for display."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DiskRoom:
     """Waits for room before a chunk and before a checkpoint. `happened`: called at the pause and at its end; `stop`:
     whether the run was told to stop; `prune`: deletes what the retention rule does not keep."""
 
     config: CheckpointConfig
-    happened: Happened
+    log_event: EventSink
     stop: Callable[[], bool]
     prune: Callable[[], object]
 
@@ -60,19 +60,19 @@ class Room:
             DiskSpaceError: no room came in `checkpoint.wait_for_room_s`.
             StopRequestedError: a stop was asked for while the run waited. What is committed stays.
         """
-        report = self.look(path, needed_bytes)
+        report = self.check(path, needed_bytes)
         if not report.enough:
             self.prune()
-            report = self.look(path, needed_bytes)
+            report = self.check(path, needed_bytes)
         if report.enough:
             return
         deadline = time.monotonic() + self.config.wait_for_room_s
-        self.happened(PAUSED, step, _as_event(report))
-        while not (report := self.look(path, needed_bytes)).enough:
+        self.log_event(PAUSED, step, _as_event(report))
+        while not (report := self.check(path, needed_bytes)).enough:
             self._wait(deadline, report)
-        self.happened(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
+        self.log_event(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
 
-    def look(self, path: Path, needed_bytes: int) -> RoomReport:
+    def check(self, path: Path, needed_bytes: int) -> RoomReport:
         """Room for so many bytes and the reserve at `path`."""
         return check_room(path, needed_bytes, reserve_bytes(self.config))
 
@@ -106,7 +106,7 @@ def disk_needs(
     checkpoints_bytes: int,
     num_weights: int,
     steps_left: int,
-    has_start_model: bool,
+    has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
     """What is large: weights, checkpoints, kept answers. `checkpoints_bytes`: what checkpoints will take more than now.
     Journal, rows and validations are within the reserve."""
@@ -114,14 +114,14 @@ def disk_needs(
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),
         DiskNeed("weights for others", layout.exported_model, weights),
-        DiskNeed("answers", layout.answers, _answer_bytes(config, steps_left)),
+        DiskNeed("answers", layout.answers, _response_bytes(config, steps_left)),
     ]
     warm, path = config.warm_start, config.model.path
-    if not has_start_model and (warm.enabled or path is None):
+    if not has_initial_policy and (warm.enabled or path is None):
         needs.append(DiskNeed("start model", layout.root / "models", weights))
-    if path == SMOLLM2 and not given_model(config).is_dir():
+    if path == SMOLLM2 and not configured_model(config).is_dir():
         needs.append(DiskNeed("SmolLM2's weights", layout.root / "models", weights))
-    if not has_start_model and warm.enabled:
+    if not has_initial_policy and warm.enabled:
         number = num_checkpoints_at_once(
             config.checkpoint, total_steps=warm.max_steps, steps_per_chunk=warm.steps_per_chunk
         )
@@ -134,11 +134,11 @@ def disk_needs(
     return tuple(needs)
 
 
-def _answer_bytes(config: RunConfig, steps_left: int) -> int:
+def _response_bytes(config: RunConfig, steps_left: int) -> int:
     """Bytes of the answers of training that are kept."""
     settings = config.answers
     if not settings.every_steps:
         return 0
     longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
     num_answers = steps_left // settings.every_steps * config.trainer.batch_size * config.rollout.samples_per_prompt
-    return min(int(settings.max_gb * BYTES_PER_GB), num_answers * (BYTES_PER_ANSWER + BYTES_PER_TOKEN * longest))
+    return min(int(settings.max_gb * BYTES_PER_GB), num_answers * (BYTES_PER_RESPONSE + BYTES_PER_TOKEN * longest))

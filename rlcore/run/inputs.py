@@ -19,7 +19,7 @@ from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import content_digest, digests_in
-from rlcore.storage.finished import FINGERPRINT, finished, finished_or_set_aside
+from rlcore.storage.finished import FINGERPRINT, read_finished, read_finished_or_set_aside
 from rlcore.storage.manifest import Manifest, part_directories
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.tracking.lineage import Origin, read_origin, stage_of
@@ -87,7 +87,7 @@ class RunInputs:
         """Whether there is something to train on; an evaluation has held-out rows alone."""
         return all(file.is_file() for file in self.train_parquets)
 
-    def of_suite(self, name: str) -> "RunInputs":
+    def for_suite(self, name: str) -> "RunInputs":
         """The inputs with a suite's rows in place of the run's.
 
         Raises:
@@ -123,14 +123,14 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
         "rows": filtered_directory.name,
         "seed": suite.seed,
         "max_response_tokens": seen.rollout.max_response_tokens,
-        "judging": suite.judging.model_dump(mode="json", exclude={"every_steps"}),
+        "judging": suite.evaluation.model_dump(mode="json", exclude={"every_steps"}),
         "code": {name: {source.name: source.sha256 for source in code_for(name)} for name in functions},
         **_scoring_payload(config),
     }
     return fingerprint("suite", payload)
 
 
-def given_model(config: RunConfig) -> Path:
+def configured_model(config: RunConfig) -> Path:
     """Where the model of `model.path`, which must be set, is read: itself, or the folder that SmolLM2 is written to."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
@@ -157,14 +157,14 @@ def require_smollm2(folder: Path) -> None:
         raise ModelError(f"model.path: {rule}; got {digest[:16]}.... {INSTALL_SMOLLM2}")
 
 
-def ensure_given_model(config: RunConfig) -> Path:
-    """The folder of `given_model`; SmolLM2's is made unless it is there and whole.
+def ensure_configured_model(config: RunConfig) -> Path:
+    """The folder of `configured_model`; SmolLM2's is made unless it is there and whole.
 
     Raises:
         ModelError: as `require_smollm2`.
     """
-    folder = given_model(config)
-    if config.model.path != SMOLLM2 or finished_or_set_aside(folder, error=ModelError) is not None:
+    folder = configured_model(config)
+    if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
     require_smollm2(folder)
     from rlcore.models.smollm2 import write_smollm2
@@ -183,7 +183,7 @@ def planned_tokenizer(config: RunConfig) -> Path:
     """The tokenizer's folder: that of a model directory, or the one that `ensure_tokenizer` makes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
-        return given_model(config)
+        return configured_model(config)
     payload: dict[str, object] = {"format": MODEL_FORMAT}
     if path is not None:
         payload["hub_id"] = path
@@ -201,9 +201,9 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     """
     path = config.model.path
     if path == SMOLLM2:
-        return ensure_given_model(config)
+        return ensure_configured_model(config)
     directory = planned_tokenizer(config)
-    if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
+    if (path is not None and Path(path).is_dir()) or read_finished_or_set_aside(directory) is not None:
         return directory
     from rlcore.models.hub import MODEL_FILES
     from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
@@ -218,14 +218,14 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     return directory
 
 
-def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
+def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     """Fingerprint of the model of step 0: its shape, the seed, the warm start and the data that it saw.
 
     Where a warm start ends at a sampled reward, how answers are drawn and scored decides after how many steps.
     """
     path = config.model.path
     if path == SMOLLM2:
-        path = given_model(config).name
+        path = configured_model(config).name
     payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": path}
     if path is not None and config.model.path != SMOLLM2:
         payload["files"] = digests_in(Path(path).expanduser())
@@ -240,11 +240,11 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:
-        payload |= answers_payload(config) | changed_settings(config, "rollout.dtype")
+        payload |= generation_payload(config) | changed_settings(config, "rollout.dtype")
     return fingerprint("start-model", payload)
 
 
-def answers_payload(config: RunConfig) -> dict[str, object]:
+def generation_payload(config: RunConfig) -> dict[str, object]:
     """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code,
     `reward`, `sandbox` and `rollout.skip_special_tokens` where they differ from the defaults, and the code of the rules
     beside a judge."""
@@ -273,24 +273,24 @@ FILE_SHA256 = "file_sha256"
 """What the manifest of tokenized demonstrations says of their file."""
 
 
-def planned_start_model(config: RunConfig, filtered_directory: Path) -> Path:
+def planned_initial_policy(config: RunConfig, filtered_directory: Path) -> Path:
     """Folder of the model of step 0."""
     if config.model.path is not None and not config.warm_start.enabled:
-        return given_model(config)
-    return Path(config.paths.root).resolve() / "models" / start_model_fingerprint(config, filtered_directory)
+        return configured_model(config)
+    return Path(config.paths.root).resolve() / "models" / initial_policy_fingerprint(config, filtered_directory)
 
 
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
     """Folder of the stage, which runs of equal settings share."""
     root = Path(config.paths.root).resolve()
-    name = planned_start_model(config, filtered_directory).name
+    name = planned_initial_policy(config, filtered_directory).name
     return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
     """Settings of the stage as of a training: what it does not depend on has its default, so that runs share it.
 
-    What differs between two stages makes another name (`start_model_fingerprint`), or it may change on the way.
+    What differs between two stages makes another name (`initial_policy_fingerprint`), or it may change on the way.
     """
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples = warm.stop_at_reward is not None
@@ -300,7 +300,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
         data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
     if not samples:
-        data = _without_answers(data)
+        data = _without_responses(data)
     filtered = config.filter
     if samples and warm.demonstrations is not None:  # memory is planned by the sum, and they may be longer than that
         longest = max(filtered.max_prompt_tokens, warm.max_tokens - config.rollout.max_response_tokens)
@@ -343,27 +343,27 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     return config.model_copy(update=changes)
 
 
-def _without_answers(data: DataConfig) -> DataConfig:
+def _without_responses(data: DataConfig) -> DataConfig:
     """Settings of data without what draws and scores answers."""
     changes: dict[str, object] = {"environment": "", "scorer": type(data).model_fields["scorer"].default}
     if isinstance(data, MixtureData):
-        parts = (part.model_copy(update={"data": _without_answers(part.data)}) for part in data.parts)
+        parts = (part.model_copy(update={"data": _without_responses(part.data)}) for part in data.parts)
         changes["parts"] = tuple(parts)
     return data.model_copy(update=changes)
 
 
-def find_start_model(config: RunConfig, filtered_directory: Path) -> Manifest | None:
+def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest | None:
     """The manifest of the model of step 0, where one of ours is there and whole; a damaged one is set aside.
 
     Raises:
         ModelError: `model.path` is a model that Millrace has written, and is damaged.
     """
-    if is_given(config):
+    if has_configured_model(config):
         return require_whole_model("model.path", config.model.path)
-    return finished_or_set_aside(planned_start_model(config, filtered_directory))
+    return read_finished_or_set_aside(planned_initial_policy(config, filtered_directory))
 
 
-def is_given(config: RunConfig) -> bool:
+def has_configured_model(config: RunConfig) -> bool:
     """Whether training starts from a model as it is, so nothing has to be built before step 1."""
     path = config.model.path
     return path not in (None, SMOLLM2) and not config.warm_start.enabled
@@ -376,6 +376,6 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
         ModelError: it is not as it was written.
     """
     try:
-        return None if path is None else finished(Path(path), error=ModelError)
+        return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
         raise ModelError(f"{key}: {damage} If the change is yours, delete its manifest.json.") from damage

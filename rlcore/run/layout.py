@@ -12,7 +12,7 @@ FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
 """Of the files in a run's folder."""
 
 
-class _Below:
+class _PathInRun:
     """A path in a run's folder."""
 
     def __init__(self, name: str) -> None:
@@ -29,29 +29,29 @@ class RunLayout:
     root: Path
     run_dir: Path
 
-    run_json = _Below(RUN_FILE)
+    run_json = _PathInRun(RUN_FILE)
     """The record of the run's origin (`rlcore.tracking.lineage.Origin`): settings, inputs, models."""
-    code = _Below("code")
+    code = _PathInRun("code")
     """The source files that the settings name as `module:function`, as the run works by them."""
-    journal = _Below("metrics.jsonl")
+    journal = _PathInRun("metrics.jsonl")
     """One JSON line a step."""
-    checkpoints = _Below("checkpoints")
+    checkpoints = _PathInRun("checkpoints")
     """Committed checkpoints."""
-    answers = _Below("answers")
-    """Answers of training and validations, see `rlcore.answers.store`."""
-    validation = _Below("validation")
+    answers = _PathInRun("answers")
+    """Answers of training and validations, see `rlcore.responses.store`."""
+    validation = _PathInRun("validation")
     """Validation results, one file each."""
-    suites = _Below("suites")
+    suites = _PathInRun("suites")
     """Validation results of suites, a folder each."""
-    failures = _Below("failures")
+    failures = _PathInRun("failures")
     """Batches and stacks saved when something went wrong."""
-    profile = _Below("profile")
+    profile = _PathInRun("profile")
     """Traces of profiled steps."""
-    logs = _Below("logs")
+    logs = _PathInRun("logs")
     """Output of the trainer process."""
-    exported_model = _Below("model")
+    exported_model = _PathInRun("model")
     """The trained weights as a transformers directory."""
-    exported_best = _Below("model-best")
+    exported_best = _PathInRun("model-best")
     """The weights of the best checkpoint likewise, where that is not the last one."""
 
     @classmethod

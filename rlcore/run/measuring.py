@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlcore.errors import DataError, StopRequestedError
-from rlcore.evaluation.result import Answer
+from rlcore.evaluation.result import Response
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import (
     SCHEMA,
@@ -24,7 +24,7 @@ from rlcore.run.pass_rates import (
     PassRates,
     facts_of,
     find_pass_rates,
-    measured_beside,
+    measured_elsewhere,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -32,7 +32,7 @@ from rlcore.run.pass_rates import (
 from rlcore.run.record import Pace, RunRecord
 from rlcore.run.stop import locked_run
 from rlcore.run.workers import RunWorkers
-from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
+from rlcore.storage.finished import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
 
@@ -40,7 +40,7 @@ STAGE = "pass-rates"
 """Its name in events."""
 
 
-class PassRateMeasuring:
+class PassRateMeasurement:
     """Measures the pass rates of one run."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, workers: RunWorkers) -> None:
@@ -53,8 +53,8 @@ class PassRateMeasuring:
         return planned_pass_rates(self._config, self._inputs.filtered_directory)
 
     @property
-    def _beside(self) -> Path:
-        return measured_beside(self._directory)
+    def _reusable_parts(self) -> Path:
+        return measured_elsewhere(self._directory)
 
     def make(self) -> PassRates:
         """The table, made unless it is there.
@@ -65,7 +65,7 @@ class PassRateMeasuring:
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
-            with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
+            with locked_run(self._reusable_parts, self._guard.report, self._guard.stop, math.inf):
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
@@ -81,32 +81,32 @@ class PassRateMeasuring:
         parts: list[pa.Table] = []
         pace, done, size = Pace(is_warm=False), 0, self._config.pass_rates.rows_per_part
         while done < len(prompts):
-            folder = self._beside / f"rows-{done:09d}"
-            if finished_or_set_aside(folder) is None:
+            folder = self._reusable_parts / f"rows-{done:09d}"
+            if read_finished_or_set_aside(folder) is None:
                 if self._guard.stop():
                     raise StopRequestedError(
                         f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to go on"
                     )
                 begun = time.monotonic()
-                part = self._measured(prompts[done : done + size], digests[done : done + size], done)
+                part = self._measure(prompts[done : done + size], digests[done : done + size], done)
                 seconds = time.monotonic() - begun
                 _write(part, folder, {})
                 pace.tick()
-                self._progress(part, done + part.num_rows, len(prompts), pace, seconds)
+                self._report_progress(part, done + part.num_rows, len(prompts), pace, seconds)
             parts.append(read_table(folder / TABLE))
             done += parts[-1].num_rows
         return parts
 
-    def _measured(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
+    def _measure(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
         count = self._config.pass_rates.samples
-        answers = self._workers.training_answers(prompts, count, first_row)
+        answers = self._workers.training_responses(prompts, count, first_row)
         rows = [
-            {"digest": digest, **row_of(prompt, answers[index * count : (index + 1) * count])}
+            {"digest": digest, **count_row(prompt, answers[index * count : (index + 1) * count])}
             for index, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
         ]
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
-    def _progress(self, part: pa.Table, done: int, total: int, pace: Pace, seconds: float) -> None:
+    def _report_progress(self, part: pa.Table, done: int, total: int, pace: Pace, seconds: float) -> None:
         samples = self._config.pass_rates.samples
         scores = [score for score in part.column("mean_score").to_pylist() if score is not None]
         tokens = float(np.sum(part.column("mean_tokens").to_numpy())) * samples
@@ -131,20 +131,20 @@ class PassRateMeasuring:
         if unscored == samples * table.num_rows:
             raise DataError(
                 f"{scorer}: failed on all {unscored:,} answers of the start model, so there are no pass rates. Repair "
-                f"it, and delete {self._beside}"
+                f"it, and delete {self._reusable_parts}"
             )
         if unscored:
             text = f"pass rates: {scorer} failed on {unscored:,} answers, which are left out"
             self._guard.report({"event": "note", "text": text})
         facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
         _write(table, self._directory, facts)
-        for folder in self._beside.glob("rows-*"):
+        for folder in self._reusable_parts.glob("rows-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def row_of(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, object]:
+def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
     """A line of the table, without its digest."""
-    scored = [answer for answer in answers if answer.failure is None]
+    scored = [answer for answer in responses if answer.failure is None]
     names = sorted({name for answer in scored for name in answer.parts})
     by_part = {name: [answer.parts[name] for answer in scored if name in answer.parts] for name in names}
     return {
@@ -153,12 +153,12 @@ def row_of(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, object]:
         "difficulty": prompt.difficulty,
         "samples": len(scored),
         "passes": sum(answer.solved for answer in scored),
-        "unscored": len(answers) - len(scored),
+        "unscored": len(responses) - len(scored),
         "mean_score": sum(answer.score for answer in scored) / len(scored) if scored else None,
         "mean_parts": [(name, sum(values) / len(values)) for name, values in by_part.items()],
-        "mean_tokens": sum(answer.num_tokens for answer in answers) / len(answers),
-        "max_tokens": max(answer.num_tokens for answer in answers),
-        "truncated": sum(answer.finish_reason == "length" for answer in answers),
+        "mean_tokens": sum(answer.num_tokens for answer in responses) / len(responses),
+        "max_tokens": max(answer.num_tokens for answer in responses),
+        "truncated": sum(answer.finish_reason == "length" for answer in responses),
     }
 
 

@@ -21,9 +21,9 @@ from rlcore.batching.pass_counts import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.inputs import RunInputs, answers_payload, code_payload, planned_start_model
+from rlcore.run.inputs import RunInputs, code_payload, generation_payload, planned_initial_policy
 from rlcore.run.model_digests import digests_in
-from rlcore.storage.finished import finished, finished_or_set_aside
+from rlcore.storage.finished import read_finished, read_finished_or_set_aside
 from rlcore.storage.manifest import MANIFEST
 
 PASS_RATES_FORMAT = 2
@@ -62,9 +62,9 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
         "seed": config.seed,
         "samples": config.pass_rates.samples,
         "filtered": filtered_directory.name,
-        "model": _model_payload(planned_start_model(config, filtered_directory)),
+        "model": _model_payload(planned_initial_policy(config, filtered_directory)),
         "dtype": [config.model.dtype, config.rollout.dtype],
-        **answers_payload(config),
+        **generation_payload(config),
     }
     if config.data.environment:
         payload["environment"] = [code_payload(name) for name in (config.data.environment, *config.episode.tools)]
@@ -73,7 +73,7 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
     return Path(config.paths.root).resolve() / "pass-rates" / fingerprint("pass-rates", payload)
 
 
-def measured_beside(directory: Path) -> Path:
+def measured_elsewhere(directory: Path) -> Path:
     """Where a table is measured, part by part."""
     return directory.with_name(f"measuring-{directory.name}")
 
@@ -98,21 +98,21 @@ class PassRates:
     settings: PassRatesConfig
 
     @property
-    def kept(self) -> tuple[np.ndarray, ...]:
+    def selected(self) -> tuple[np.ndarray, ...]:
         """For each part whether each of its rows is kept: its pass rate is known and in `keep`, or all are kept."""
         low, high = self.settings.keep
         rates = self.counts.rates()
         inside = np.ones(len(rates), dtype=bool) if (low, high) == (0, 1) else (rates >= low) & (rates <= high)
         return tuple(np.split(inside, np.cumsum(self.part_sizes)[:-1]))
 
-    def kept_counts(self) -> PassCounts:
+    def selected_counts(self) -> PassCounts:
         """The counts of the kept rows."""
-        kept = np.concatenate(self.kept)
+        kept = np.concatenate(self.selected)
         return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
 
     def metrics(self) -> dict[str, float]:
         """Figures of the start model on all training rows, for step 0."""
-        rates, kept = self.counts.rates(), np.concatenate(self.kept)
+        rates, kept = self.counts.rates(), np.concatenate(self.selected)
         known = rates[~np.isnan(rates)]
         return {
             "pass_rates/mean": float(known.mean()),
@@ -125,7 +125,7 @@ class PassRates:
     def require_enough(self, batch_size: int) -> None:
         """Raises DataError where `keep` leaves a part of the data empty, or less than a batch in all."""
         low, high = self.settings.keep
-        kept = [int(part.sum()) for part in self.kept]
+        kept = [int(part.sum()) for part in self.selected]
         of = f"of {sum(self.part_sizes):,} training rows (table {self.directory})"
         remedy = f"Widen pass_rates.keep; the pass rates are {self.spread()}"
         if 0 in kept and any(kept):
@@ -157,7 +157,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
-    manifest = finished(directory) if is_given else finished_or_set_aside(directory)
+    manifest = read_finished(directory) if is_given else read_finished_or_set_aside(directory)
     if is_given and (manifest is None or manifest.values.get("kind") != KIND):
         raise DataError(
             f"pass_rates.table: must be the folder of a finished table of pass rates, got {directory}. Give the folder "
@@ -167,11 +167,11 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
         return None
     table = read_table(directory / TABLE)
     digests = [row_digests(file) for file in inputs.train_parquets]
-    counts = _matched(table, [digest for part in digests for digest in part], directory)
+    counts = _match_rows(table, [digest for part in digests for digest in part], directory)
     return PassRates(directory, counts, tuple(map(len, digests)), config.pass_rates)
 
 
-def _matched(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
+def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
     """The counts of these rows; of rows with equal tokens and ground truth those of the first, in another's table."""
     known = table.column("digest").to_pylist()
     counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlcore import sandbox
 from rlcore.batching.loader import MixedStream, PromptStream
-from rlcore.batching.pass_counts import CountedRows, PassCounts
+from rlcore.batching.pass_counts import PassCounts, RowSampler
 from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig, SuiteConfig
 from rlcore.config.data import BY_ROW, TaskData, parts_of, scorer_of_row, scorers_of
@@ -22,13 +22,13 @@ from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Answerer
+from rlcore.trainer.experience import ResponseSampler
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class HeldOutProblems:
     """Held-out prompts, how answers become text, and what scores them. `suite`: see `ValidationResult`."""
 
     config: RunConfig
@@ -37,17 +37,17 @@ class HeldOut:
     suite: str = ""
 
     @classmethod
-    def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOut":
+    def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOutProblems":
         """Read the run's own, filtered; nothing is tokenized again. Raises as `read_parts` does."""
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         decode = text_decoder(tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         validation = spread(read_parts(config, inputs.validation_parquets))
-        return HeldOut(config=config, validation=validation, decode=decode)
+        return HeldOutProblems(config=config, validation=validation, decode=decode)
 
     @classmethod
-    def of_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOut":
+    def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
         """The held-out problems of a suite of the run; its name is their data source. Raises as `of_run` does."""
-        rows = inputs.of_suite(suite.name)
+        rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
         return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
@@ -69,7 +69,7 @@ class HeldOut:
         forms = {is_chat(file) for file in inputs.validation_parquets}
         if len(forms) > 1:
             raise DataError("data.parts: with data.environment all parts must be chats, or all plain text")
-        sandbox.use(self.config.sandbox)
+        sandbox.set_limits(self.config.sandbox)
         turns = TurnTokens(
             load_tokenizer(inputs.tokenizer_directory),
             chat=forms.pop(),
@@ -79,7 +79,7 @@ class HeldOut:
         )
         return Episodes(self.config, turns, self.decode)
 
-    def answerer(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], Answerer]:
+    def build_answerer(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
         """A function that makes the `Answerer` of given workers; scorers start now and end with `opened`.
 
         Raises:
@@ -88,18 +88,18 @@ class HeldOut:
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
             opened.enter_context(episodes)
-        return lambda group: Answerer(self.config, group, scoring, self.decode, episodes)
+        return lambda group: ResponseSampler(self.config, group, scoring, self.decode, episodes)
 
     def scoring_pool(self) -> ScoringPool:
         """Processes that score answers by the task's scorer."""
         for scorer in scorers_of(self.config.data):
             require_scorer(scorer)
-        sandbox.use(self.config.sandbox)
+        sandbox.set_limits(self.config.sandbox)
         return ScoringPool(self.config.data.scorer, self.config.reward)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problems(HeldOut):
+class Problems(HeldOutProblems):
     """Training prompts part by part, held-out prompts, and how answers become text."""
 
     inputs: RunInputs
@@ -109,7 +109,7 @@ class Problems(HeldOut):
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
         """Read the filtered rows; nothing is tokenized again. Raises DataError as `read_parts` does, where parts of a
         mixture cannot be mixed, and where a suite has the name of a data source."""
-        held_out = HeldOut.of_run(config, inputs)
+        held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
             raise DataError(
@@ -128,7 +128,7 @@ class Problems(HeldOut):
         Raises:
             DataError: it is not made yet, or keeps too few rows.
         """
-        if not self.config.pass_rates.is_wanted:
+        if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)
         if found is None:
@@ -139,11 +139,11 @@ class Problems(HeldOut):
         return found
 
     @cached_property
-    def kept(self) -> tuple[tuple[Prompt, ...], ...]:
+    def selected(self) -> tuple[tuple[Prompt, ...], ...]:
         """The training prompts that `pass_rates.keep` leaves, part by part."""
         if self.pass_rates is None:
             return self.train
-        pairs = zip(self.train, self.pass_rates.kept, strict=True)
+        pairs = zip(self.train, self.pass_rates.selected, strict=True)
         return tuple(tuple(compress(prompts, kept)) for prompts, kept in pairs)
 
     @cached_property
@@ -151,17 +151,17 @@ class Problems(HeldOut):
         """The kept prompts in their order."""
         if isinstance(self.config.data, MixtureData):
             weights = [part.weight for part in self.config.data.parts]
-            return MixedStream(self.kept, weights, seed=self.config.seed)
-        return PromptStream(self.kept[0], seed=self.config.seed)
+            return MixedStream(self.selected, weights, seed=self.config.seed)
+        return PromptStream(self.selected[0], seed=self.config.seed)
 
-    def counted(self) -> CountedRows | None:
+    def metrics(self) -> RowSampler | None:
         """The kept rows with the passes counted so far, where rows are drawn by them."""
         settings = self.config.pass_rates
         if settings.draw == "uniform":
             return None
-        ids = [prompt.prompt_id for part in self.kept for prompt in part]
+        ids = [prompt.prompt_id for part in self.selected for prompt in part]
         none = PassCounts.of([0] * len(ids), [0] * len(ids))
-        return CountedRows(ids, none if self.pass_rates is None else self.pass_rates.kept_counts(), settings)
+        return RowSampler(ids, none if self.pass_rates is None else self.pass_rates.selected_counts(), settings)
 
 
 _ID_STEP = 1_000_000_000
@@ -192,7 +192,7 @@ def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
         ]
         for index, (part, prompts) in enumerate(zip(parts, found, strict=True))
     ]
-    _require_own_names(named)
+    _require_unique_names(named)
     return named
 
 
@@ -215,7 +215,7 @@ def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
     return tuple(prompt for _, _, prompt in sorted(placed, key=lambda entry: entry[:2]))
 
 
-def _require_own_names(parts: Sequence[Sequence[Prompt]]) -> None:
+def _require_unique_names(parts: Sequence[Sequence[Prompt]]) -> None:
     owners: dict[str, int] = {}
     for index, prompts in enumerate(parts):
         for source in {prompt.data_source for prompt in prompts}:

@@ -33,9 +33,9 @@ from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, DataError, MillraceError, S
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import Report, end_at_once, say_and_end
+from rlcore.run.watchdog import Report, exit_immediately, report_and_exit
 from rlcore.tracking.lineage import read_origin
-from rlcore.user_code import working_by
+from rlcore.user_code import run_code
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 POLL_S = 0.25
@@ -93,7 +93,7 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             return EXIT_RESUMABLE
         except Exception as error:
             log.exception("%s failed", name)
-            report(_error(name, session.fault(error)))
+            report(_error(name, session.record_failure(error)))
             session.fail()
             return _exit_code(error)
         report({"event": "done", "command": name, "result": result})
@@ -102,7 +102,7 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             report(_error("stop", StopRequestedError(session.save_finished())))
         except Exception as error:
             log.exception("the last finished step is not saved")
-            report(_error("stop", session.fault(error)))
+            report(_error("stop", session.record_failure(error)))
         return EXIT_RESUMABLE
     return EXIT_DONE
 
@@ -127,15 +127,15 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
             log.error("%s", error)
             report(_error("watch", error))
 
-        say_and_end(say, _exit_code(error))
+        report_and_exit(say, _exit_code(error))
 
     try:
         if (origin := read_origin(run_dir)) is None:
             raise DataError(f"{run_dir / RUN_FILE}: is not there. Name the folder of a run that `millrace train` began")
         config = origin.settings
         layout = RunLayout(Path(config.paths.root).resolve(), run_dir.resolve())
-        session_here = Session(config, layout, report=report, stop=stop, give_up=give_up, is_locked=is_locked)
-        with working_by(layout.code), session_here as session:
+        session_here = Session(config, layout, report=report, stop=stop, abandon=give_up, is_locked=is_locked)
+        with run_code(layout.code), session_here as session:
             return serve(session, channel.commands(stop), report, stop)
     except MillraceError as error:
         log.error("%s", error)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--lock-fd", type=int, help="descriptor of the run's lock, which this process inherits")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
+    stop = StopFlag(lambda: exit_immediately(EXIT_RESUMABLE))
     stop.install()
     channel = Channel(given.commands_fd, given.replies_fd)
     code = run(given.run, channel, stop, is_locked=given.lock_fd is not None)

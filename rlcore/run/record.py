@@ -13,17 +13,17 @@ from functools import partial
 
 import pyarrow as pa
 
-from rlcore.answers.store import AnswerWriter
 from rlcore.checkpoint.catalog import CheckpointInfo, name_of
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import LoopState, TrainerState
-from rlcore.checkpoint.store import CheckpointStore, Found
+from rlcore.checkpoint.store import CheckpointStore, FoundCheckpoint
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.disk import Room
-from rlcore.run.faults import read_faults
+from rlcore.responses.store import ResponseWriter
+from rlcore.run.disk import DiskRoom
+from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
@@ -34,7 +34,7 @@ from rlcore.tracking.companion import CLOSE_TIMEOUT_S
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
-from rlcore.workers.passes import Shortage
+from rlcore.workers.passes import OomRetry
 
 HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),
@@ -55,19 +55,21 @@ class RunRecord:
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
-        self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: prune(self.store))
+        self.room = DiskRoom(
+            config.checkpoint, log_event=self.record_event, stop=guard.stop, prune=lambda: prune(self.store)
+        )
         self.saves = CheckpointSaver(self.store, self.room, partial(guard.phase, "commit"))
-        self.answers = AnswerWriter(layout.answers, config.answers)
+        self.answers = ResponseWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
 
     # ------------------------------------------------------------------ checkpoints
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
         """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
-        self.answers.begin_part()
+        self.answers.start_part()
 
         def record() -> TrainerState:
-            self.answers.settle()
+            self.answers.wait()
             journal_bytes = self.journal.sync()  # which forces the journal to the disk
             return TrainerState(
                 **asdict(state),
@@ -78,7 +80,7 @@ class RunRecord:
 
         return self.saves.begin(state.step, record, metrics, ranks)
 
-    def expect(self, num_trained_parameters: int) -> None:
+    def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
         """How large the first checkpoint will be; later ones are as large as those there are."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
@@ -88,14 +90,14 @@ class RunRecord:
 
     def room_metrics(self) -> dict[str, float]:
         """`disk/free_gb`, `disk/needed_gb`: of the next checkpoint, with the reserve."""
-        return self.room.look(self.layout.checkpoints, self._next_save_bytes).metrics
+        return self.room.check(self.layout.checkpoints, self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
         """Wait until the next checkpoint has room. Raises as `Room.wait` does.
 
         `settle` waits for the save under way, which takes room, and lets older checkpoints go when it is committed.
         """
-        if not self.room.look(self.layout.checkpoints, self._next_save_bytes).enough:
+        if not self.room.check(self.layout.checkpoints, self._next_save_bytes).enough:
             settle()
         self.room.wait(self._next_save_bytes, step=step, path=self.layout.checkpoints)
 
@@ -109,17 +111,17 @@ class RunRecord:
         """
         step = 0 if info is None else info.step
         self.saves.abandon()
-        self.store.leave_later(step)
-        self.answers.cut(step)
+        self.store.set_aside_later(step)
+        self.answers.truncate(step)
         if info is None:
-            self._leave_results(step)
+            self._set_aside_results(step)
             self.journal.resume_at(0, 0)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
         self.journal.resume_at(saved.step, saved.journal_bytes)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
-    def _leave_results(self, step: int) -> None:
+    def _set_aside_results(self, step: int) -> None:
         """Rename exports and the results of later steps: of equal steps they would count as those of the training to
         come.
         """
@@ -137,13 +139,13 @@ class RunRecord:
         self.journal.append_step(step, metrics)
         self.journal.require_written()
 
-    def keep_answers(self, step: int, table: pa.Table) -> None:
+    def write_responses(self, step: int, table: pa.Table) -> None:
         """Keep the answers of a step until its chunk's end, or until they are many. Raises DiskSpaceError."""
         self.answers.add(table)
         if self.answers.is_full:
-            self.answers.begin_part()
+            self.answers.start_part()
 
-    def keep_validation(self, name: str, table: pa.Table) -> None:
+    def write_validation(self, name: str, table: pa.Table) -> None:
         """Write the answers of a validation. Raises DiskSpaceError."""
         self.answers.write_validation(name, table)
 
@@ -151,7 +153,7 @@ class RunRecord:
         """Record an event in the journal alone."""
         self.journal.append_event(name, step, data)
 
-    def happened(self, name: str, step: int, data: Mapping[str, object]) -> None:
+    def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, in the log and at the flow. `text` in the data is for display."""
         self.log_event(name, step, data)
         log.warning("%s", data["text"])
@@ -160,7 +162,7 @@ class RunRecord:
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
         """The state with a validation's score, if that is the best so far; it has none if the scorer always failed."""
         samples = self.config.validation.samples_per_problem
-        score = result.summary().get(f"val-core/{result.data_source}/reward/mean@{samples}")
+        score = result.metrics().get(f"val-core/{result.data_source}/reward/mean@{samples}")
         if score is None or score <= state.best_metric:
             return state
         return replace(state, best_metric=score, best_step=result.step)
@@ -245,22 +247,22 @@ class RunEvents:
         for alarm in alarms:
             if alarm.name not in self._alarms_on:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
-                self._record.happened("alarm", step, data)
+                self._record.record_event("alarm", step, data)
         self._alarms_on = {alarm.name for alarm in alarms}
 
-    def unscored(self, step: int, num_answers: int, reason: str) -> None:
+    def unscored(self, step: int, num_responses: int, reason: str) -> None:
         """Report answers without a score, at the first of them and whenever their number has doubled."""
-        if num_answers < self._tell_unscored_at:
+        if num_responses < self._tell_unscored_at:
             return
-        self._tell_unscored_at = 2 * num_answers
+        self._tell_unscored_at = 2 * num_responses
         which = "environment" if self._record.config.data.environment else "scorer"
         text = (
-            f"data.{which} failed on {num_answers:,} answer(s) so far, which are left out of training and of held-out "
+            f"data.{which} failed on {num_responses:,} answer(s) so far, which are left out of training and of held-out "
             f"figures; the last time: {reason}"
         )
-        self._record.happened("scorer_failed", step, {"num_answers": num_answers, "reason": reason, "text": text})
+        self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
-    def shortages(self, step: int, shortages: Sequence[Shortage], micro_batch_tokens: int) -> None:
+    def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
         """Passes of a step that ran out of memory and were done again; `micro_batch_tokens`: the budget they had."""
         for shortage in shortages:
             data = {
@@ -268,11 +270,11 @@ class RunEvents:
                 **asdict(shortage),
                 "text": f"step {step}: {shortage}",
             }
-            self._record.happened("out_of_memory", step, data)
+            self._record.record_event("out_of_memory", step, data)
 
-    def faults(self, step: int) -> None:
+    def failures(self, step: int) -> None:
         """Faults that this run goes on after; the journal was cut to a checkpoint just now and may not have them."""
-        faults = read_faults(self._record.layout.run_dir)
+        faults = read_failures(self._record.layout.run_dir)
         told = {
             event.data.get("time")
             for event in load_journal(self._record.layout.journal).events
@@ -283,17 +285,19 @@ class RunEvents:
                 self._record.log_event("fault", step, asdict(fault))
         self.num_faults = len(faults)
 
-    def went_on(self, step: int, found: Found) -> None:
+    def resumed(self, step: int, found: FoundCheckpoint) -> None:
         """Report where the run goes on from: the newer checkpoints that were refused, and what the journal lacks where
         no checkpoint fits it."""
         taken = found.checkpoint
         for refusal in found.refusals:
             text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"
-            self._record.happened("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
+            self._record.record_event("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
         if problem := found.journal_problem:
             gap = missing_steps(load_journal(self._record.layout.journal), step)
             lacks = f"it lacks {gap} for good" if gap else "some of its values may not be those that were measured"
             text = f"going on from step {step} all the same, since no other checkpoint fits: {problem}; {lacks}"
-            self._record.happened("journal_mismatch", step, {"text": text, "path": str(self._record.layout.journal)})
+            self._record.record_event(
+                "journal_mismatch", step, {"text": text, "path": str(self._record.layout.journal)}
+            )
         if taken is not None:
             self._report({"event": "resumed", "step": taken.step, "text": f"going on from step {taken.step}"})

@@ -9,11 +9,11 @@ from typing import Any, Self
 from rlcore.checkpoint.catalog import is_exported
 from rlcore.config import RunConfig
 from rlcore.errors import MillraceError
+from rlcore.run.initial_policy import remove_leftovers
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.run.measuring import PassRateMeasuring
+from rlcore.run.measuring import PassRateMeasurement
 from rlcore.run.record import RunRecord
-from rlcore.run.start_model import remove_left
 from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
 from rlcore.run.training import RunTraining, Training
@@ -33,7 +33,7 @@ class Session:
         *,
         report: Report,
         stop: StopFlag,
-        give_up: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
+        abandon: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
         is_locked: bool = False,
     ) -> None:
         """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread. `is_locked`:
@@ -41,7 +41,7 @@ class Session:
         self._is_locked = is_locked
         self._config, self._layout = config, layout
         self._guard = Watchdog(
-            config, layout, stop=stop, report=report, give_up=give_up, step=lambda: self._current.step
+            config, layout, stop=stop, report=report, abandon=abandon, step=lambda: self._current.step
         )
         self._has_failed = False
         self._is_evaluated = False
@@ -60,12 +60,12 @@ class Session:
             layout.require_kinds()
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
-            remove_left(config, self._inputs)
+            remove_leftovers(config, self._inputs)
             self._record = RunRecord(config, layout, guard)
             self._warm_start = WarmStart(config, self._inputs, guard)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
-            self._measuring = PassRateMeasuring(self._record, self._inputs, self._workers)
+            self._measuring = PassRateMeasurement(self._record, self._inputs, self._workers)
             self._training = RunTraining(self._record, self._workers)
             guard.aside = lambda: self._current.record.saves.at
             self._resources = opened.pop_all()  # the block gives all back where something failed
@@ -85,7 +85,7 @@ class Session:
         return {**asdict(result), "directory": str(result.directory)}
 
     def measure_pass_rates(self) -> Mapping[str, object]:
-        """Make the table of pass rates, see `PassRateMeasuring.make`; the model of step 0 must be there."""
+        """Make the table of pass rates, see `PassRateMeasurement.make`; the model of step 0 must be there."""
         return {"directory": str(self._measuring.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
@@ -97,7 +97,7 @@ class Session:
         committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
-        metrics = self._training.to(to_step, settle=settle)
+        metrics = self._training.train_to(to_step, settle=settle)
         step = self._training.step
         return {"step": step, "checkpoint": str(self._record.store.path_of(step)), "metrics": dict(metrics)}
 
@@ -106,7 +106,7 @@ class Session:
         self._training.settle_save()
         summary: dict[str, float] = {}
         for suite in (None, *self._config.validation.suites):
-            summary |= self._training.judge_checkpoint(checkpoint, name, suite).summary()
+            summary |= self._training.evaluate_checkpoint(checkpoint, name, suite).metrics()
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
@@ -115,7 +115,7 @@ class Session:
         self._record.restore(None)  # first, for it cuts the journal, and a suite may have something to say in it
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
-            summary |= self._training.judge_checkpoint("start", "before", suite).summary()
+            summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()
         self._record.log_step(0, summary)
         return {"summary": summary}
 
@@ -137,6 +137,6 @@ class Session:
         """Have the run recorded as failed when the session ends."""
         self._has_failed = True
 
-    def fault(self, error: Exception) -> Exception:
+    def record_failure(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error to raise for it."""
-        return self._guard.fault(error)
+        return self._guard.record_failure(error)

@@ -4,7 +4,7 @@ The rule, which docs/operations.md explains to users:
 
 - The first SIGTERM or SIGINT asks: the step is finished and saved.
 - A second SIGINT ends the process at once: somebody pressed Ctrl-C again.
-- A second SIGTERM ends it at once if it comes later than `ONE_WISH_S` after the first. Within that time it is the same
+- A second SIGTERM ends it at once if it comes later than `SAME_REQUEST_S` after the first. Within that time it is the same
   wish, arriving twice: a supervisor signals the process and its group.
 - The signal with which the kernel tells of our parent's end (`flows.server.launch`) is no second wish, whenever it
   comes: who cancels a flow signals us first and ends the flow later, in the middle of our save.
@@ -26,7 +26,7 @@ from rlcore.errors import RunInUseError, StopRequestedError
 if TYPE_CHECKING:
     from rlcore.storage.locks import RunLock
 
-ONE_WISH_S = 5.0
+SAME_REQUEST_S = 5.0
 """Two SIGTERMs within this time are one."""
 LOCK_WAIT_S = 90.0
 """A trainer whose flow has ended may still be saving: wait that long for it."""
@@ -53,14 +53,14 @@ class StopFlag:
         parent, self._parent = self._parent, os.getppid()
         if self._asked_at is None:
             self._asked_at = now
-        elif number == signal.SIGINT or (now - self._asked_at > ONE_WISH_S and parent == self._parent):
+        elif number == signal.SIGINT or (now - self._asked_at > SAME_REQUEST_S and parent == self._parent):
             self._end_now()
 
     def __call__(self) -> bool:
         """Whether a stop was asked for."""
         return self._asked_at is not None
 
-    def asked_s(self) -> float | None:
+    def seconds_since_request(self) -> float | None:
         """Seconds since a stop was asked for; None while none was."""
         return None if self._asked_at is None else time.monotonic() - self._asked_at
 
@@ -72,7 +72,7 @@ def locked_run(
     stop: Callable[[], bool],
     wait_s: float = LOCK_WAIT_S,
     *,
-    is_holder_waited_for: bool = True,
+    waits_for_holder: bool = True,
 ) -> "Iterator[RunLock]":
     """Hold the run's lock inside the block, without temporaries that a killed process has left. If another process has
     the lock, reports that immediately, and waits; for a holder that is alive only if `is_holder_waited_for`.
@@ -94,7 +94,7 @@ def locked_run(
                 break
             except RunInUseError as reason:
                 is_alive = (holder := read_holder(run_dir / RUN_LOCK)) is not None and holder.process() is not None
-                if time.monotonic() >= deadline or (is_alive and not is_holder_waited_for):
+                if time.monotonic() >= deadline or (is_alive and not waits_for_holder):
                     raise
                 if not told:
                     told = True

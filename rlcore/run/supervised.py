@@ -24,26 +24,33 @@ from rlcore.errors import DataError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
-from rlcore.rollout.engine import WARM_START_STREAM, requests_for
+from rlcore.rollout.engine import WARM_START_STREAM, make_requests
+from rlcore.run.initial_policy import (
+    METRICS,
+    REWARD,
+    UNTRAINED,
+    InitialPolicy,
+    known_initial_policy,
+    remove_checkpoints,
+)
 from rlcore.run.inputs import (
     RunInputs,
-    ensure_given_model,
-    given_model,
-    planned_start_model,
+    configured_model,
+    ensure_configured_model,
+    planned_initial_policy,
     stage_layout,
     stage_settings,
 )
 from rlcore.run.problems import Problems, spread
 from rlcore.run.record import RunRecord
-from rlcore.run.start_model import FIGURES, REWARD, UNTAUGHT, StartModel, known_start_model, remove_passing
 from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import TrainingWorkers
-from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
+from rlcore.storage.finished import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.lineage import Origin
-from rlcore.trainer.experience import Answerer
+from rlcore.trainer.experience import ResponseSampler
 from rlcore.trainer.step import StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
@@ -54,7 +61,7 @@ MIN_CHECK_PROBLEMS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
+class Demonstrations:
     """Demonstrations in the order in which they are shown, and those held out."""
 
     shown: PromptStream[Demonstration]
@@ -64,7 +71,7 @@ class Lessons:
     num_dropped: int
 
     @classmethod
-    def read(cls, config: RunConfig, inputs: RunInputs) -> "Lessons":
+    def read(cls, config: RunConfig, inputs: RunInputs) -> "Demonstrations":
         """Read the tokenized demonstrations; nothing is tokenized again.
 
         Raises:
@@ -79,7 +86,7 @@ class Lessons:
         fitting = [row for row in rows if len(row.token_ids) <= warm.max_tokens]
         if not fitting:
             longest = f": all {len(rows):,} are longer than warm_start.max_tokens={warm.max_tokens}" if rows else ""
-            manifests = [finished_or_set_aside(part) for part in inputs.parts] if own is None else []
+            manifests = [read_finished_or_set_aside(part) for part in inputs.parts] if own is None else []
             untold = [manifest.values.get("unwritten_solutions") for manifest in manifests if manifest is not None]
             why = "".join(f". Of {one['rows']:,} solutions the chat template {one['why']}" for one in untold if one)
             raise DataError(
@@ -106,17 +113,17 @@ class SupervisedWorkers(TrainingWorkers):
     """The ranks of a warm start, with its demonstrations."""
 
     _trainer: SupervisedTrainer
-    _answerer: Answerer | None = None
+    _answerer: ResponseSampler | None = None
     """Where the sampled reward ends the stage."""
     _problems: Sequence[Prompt] = ()
     """Those whose answers it is measured on."""
 
-    def __init__(self, record: RunRecord, inputs: RunInputs, lessons: Lessons, start_model: Path) -> None:
+    def __init__(self, record: RunRecord, inputs: RunInputs, lessons: Demonstrations, start_model: Path) -> None:
         super().__init__(record, start_model)
         self._inputs = inputs
         self._lessons = lessons
 
-    def hand_over(self, version: int) -> None:
+    def sync_weights(self, version: int) -> None:
         """Engines get the weights where answers are asked for, right before."""
 
     def measure(self, step: int) -> dict[str, float]:
@@ -125,16 +132,16 @@ class SupervisedWorkers(TrainingWorkers):
         with self._guard.phase("testing"):
             metrics = self._trainer.held_out(self._lessons.held_out)
         if self._answerer is not None and step:
-            super().hand_over(step)
+            super().sync_weights(step)
             with self._guard.phase("testing"):
                 metrics[REWARD] = self._reward(self._answerer, step)
         return metrics
 
-    def _reward(self, answerer: Answerer, step: int) -> float:
+    def _reward(self, answerer: ResponseSampler, step: int) -> float:
         """Mean score of one sampled answer to each problem, over those that the scorer did not fail on."""
         config = answerer.config
-        requests = requests_for(self._problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
-        answers = answerer.answer(requests, config.rollout.sampling, policy_version=step)
+        requests = make_requests(self._problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
+        answers = answerer.sample(requests, config.rollout.sampling, policy_version=step)
         totals = [score.total for _, score, _ in answers if score.failure is None]
         if not totals:
             raise DataError(
@@ -145,10 +152,10 @@ class SupervisedWorkers(TrainingWorkers):
 
     def _start(self) -> None:
         config, lessons = self.config, self._lessons
-        answerer_of: Callable[[WorkerGroup], Answerer] | None = None
+        answerer_of: Callable[[WorkerGroup], ResponseSampler] | None = None
         if config.warm_start.stop_at_reward is not None:
             problems = Problems.read(config, self._inputs)
-            answerer_of = problems.answerer(self._inputs, self._open)
+            answerer_of = problems.build_answerer(self._inputs, self._open)
             self._problems = spread(problems.train)[: max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)]
         self._start_group()
         size = config.warm_start.batch_size
@@ -175,7 +182,7 @@ class SupervisedTraining(Training[SupervisedWorkers]):
     def _is_due(self, step: int) -> bool:
         return step == self._config.trainer.total_steps or step % self._config.warm_start.check_every == 0
 
-    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+    def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step = state.step
         metrics = self.workers.measure(step)
         score = -metrics.get(HELD_OUT_LOSS, math.inf)
@@ -200,13 +207,13 @@ class WarmStart:
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
-        self._directory = planned_start_model(config, inputs.filtered_directory)
+        self._directory = planned_initial_policy(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
-        self._untaught = self._layout.run_dir / UNTAUGHT
+        self._untaught = self._layout.run_dir / UNTRAINED
         self._open = ExitStack()
         self.training: SupervisedTraining | None = None
 
-    def make(self) -> StartModel:
+    def make(self) -> InitialPolicy:
         """Make the model of step 0, unless it is there. A warm start resumes from its newest checkpoint.
 
         Raises:
@@ -214,23 +221,23 @@ class WarmStart:
         """
         config, guard = self._config, self._guard
         if config.model.path is not None:
-            ensure_given_model(config)
-        if (known := known_start_model(config, self._inputs)) is not None:
+            ensure_configured_model(config)
+        if (known := known_initial_policy(config, self._inputs)) is not None:
             return known
         if not config.warm_start.enabled:
             with published_directory(self._directory, {FINGERPRINT: self._directory.name}) as folder:
                 build_model(config, folder)
-            return StartModel(self._directory, cached=False)
+            return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
-        known = known_start_model(config, self._inputs)
+        known = known_initial_policy(config, self._inputs)
         if known is not None:  # made by another run while this one waited for the lock
             self.close(failed=False)
             return known
-        self.training = self._begun()
-        self._publish(self.training, self._trained(self.training))
+        self.training = self._has_begun()
+        self._publish(self.training, self._train(self.training))
         gc.collect()
         release_cached_memory()  # the workers that follow may be other processes
-        return StartModel.of(self._directory, finished_or_set_aside(self._directory), cached=False)
+        return InitialPolicy.of(self._directory, read_finished_or_set_aside(self._directory), cached=False)
 
     def close(self, *, failed: bool, is_over: bool = False) -> None:
         """End the workers and release the folder."""
@@ -239,18 +246,18 @@ class WarmStart:
             if training is not None:
                 training.record.finish(failed=failed, is_over=is_over)
 
-    def _trained(self, training: SupervisedTraining) -> CheckpointInfo:
+    def _train(self, training: SupervisedTraining) -> CheckpointInfo:
         """The checkpoint with which the training ends."""
         store, end = training.record.store, training.record.config.trainer.total_steps
         newest = store.latest()
         if newest is None or not self._has_ended(training.record, newest):
-            training.to(end)
+            training.train_to(end)
             newest = store.latest()
             assert newest is not None, "training has committed one"
         return newest
 
-    def _begun(self) -> SupervisedTraining:
-        lessons = Lessons.read(self._config, self._inputs)
+    def _has_begun(self) -> SupervisedTraining:
+        lessons = Demonstrations.read(self._config, self._inputs)
         settings = stage_settings(self._config, len(lessons.shown))
         if lessons.num_dropped:
             limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
@@ -264,8 +271,8 @@ class WarmStart:
     def _source(self) -> Path:
         """Folder of the model that is trained."""
         if self._config.model.path is not None:
-            return given_model(self._config)
-        if finished_or_set_aside(self._untaught) is None:
+            return configured_model(self._config)
+        if read_finished_or_set_aside(self._untaught) is None:
             with published_directory(self._untaught, {"kind": "model"}) as made:
                 build_model(self._config, made)
         return self._untaught
@@ -287,10 +294,10 @@ class WarmStart:
             "steps": taken.step,
             "steps_taken": newest.step,
         }
-        facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
+        facts |= {name.partition("/")[2]: taken.metrics[name] for name in METRICS if name in taken.metrics}
         workers.export(self._directory, "start_model", facts=facts)
         self.close(failed=False, is_over=True)
-        remove_passing(self._layout)
+        remove_checkpoints(self._layout)
 
 
 def build_model(config: RunConfig, folder: Path) -> None:

@@ -23,10 +23,10 @@ from rlcore.tracking.cost import CostMeter
 from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
-from rlcore.trainer.experience import without_figures
+from rlcore.trainer.experience import all_unscored_error
 from rlcore.trainer.step import StepResult
 
-SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
+ALARMS_HINT = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 
 W = TypeVar("W", bound=TrainingWorkers)
 
@@ -61,7 +61,7 @@ class Training(Generic[W]):
         """The last finished step of this process; 0 before the first."""
         return 0 if self._state is None else self._state.step
 
-    def to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
+    def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
         """Train to a step, and save where a chunk ends and there. Returns the metrics of the last step.
 
         `settle`: the checkpoint of that step is committed on return; otherwise the next call trains on meanwhile.
@@ -110,9 +110,9 @@ class Training(Generic[W]):
         found = self.record.store.find_latest()
         newest = found.checkpoint
         state = self.record.restore(newest)
-        self._events.faults(state.step)
+        self._events.failures(state.step)
         self.workers.load("start" if newest is None else newest.name)
-        self._events.went_on(state.step, found)
+        self._events.resumed(state.step, found)
         self.record.log_event(WORKERS, state.step, self.workers.found)
         self._saved_step = state.step
         self._state = self._record_start(state) if newest is None else state
@@ -120,8 +120,8 @@ class Training(Generic[W]):
 
     def _record_start(self, state: LoopState) -> LoopState:
         """Step 0: the held-out score before any training."""
-        metrics, state = self._measured(state)
-        self._look_for_holes()
+        metrics, state = self._evaluate(state)
+        self._check_responses()
         self.record.log_step(0, {**metrics, **self._cost()})
         return state
 
@@ -131,7 +131,7 @@ class Training(Generic[W]):
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
 
-    def _look_for_holes(self) -> None:
+    def _check_responses(self) -> None:
         """Audit the reward, where there is one, once the model of step 0 is measured."""
 
     # ------------------------------------------------------------------ a step
@@ -142,7 +142,7 @@ class Training(Generic[W]):
             result = self.workers.step(state)
         except UnscoredError as error:  # the step has changed nothing yet
             self._save_before(state)
-            raise self._with_remedy(error) from error
+            raise self._add_remedy(error) from error
         except StepAbandonedError as error:
             self._save_before(state)
             raise StopRequestedError(f"{error}; step {state.step} is saved; start again to go on") from error
@@ -159,9 +159,9 @@ class Training(Generic[W]):
         """Save and end where an alarm's action is stop."""
         if fatal := [alarm for alarm in alarms if alarm.action == "stop"]:
             self._save_before(state)
-            raise AlarmError(f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
+            raise AlarmError(f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. {ALARMS_HINT}")
 
-    def _with_remedy(self, error: UnscoredError) -> UnscoredError:
+    def _add_remedy(self, error: UnscoredError) -> UnscoredError:
         """The error with what is saved, and how to go on."""
         self.settle_save()
         newest = self.record.store.latest()
@@ -178,10 +178,10 @@ class Training(Generic[W]):
         after = result.state
         if self._is_due(step):
             begun = time.perf_counter()
-            found, after = self._measured(after)
+            found, after = self._evaluate(after)
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
-        self._keep_answers(result)
+        self._write_responses(result)
         metrics |= self._system.sample() | self.record.room_metrics() | self._cost()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
@@ -198,11 +198,11 @@ class Training(Generic[W]):
         """Whether something is measured after this step."""
         raise NotImplementedError
 
-    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+    def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """The model of this state on the held-out problems that are due, and the state with its score."""
         raise NotImplementedError
 
-    def _keep_answers(self, result: StepResult) -> None:
+    def _write_responses(self, result: StepResult) -> None:
         """Keep the answers of a step, where it has any."""
 
     # ------------------------------------------------------------------ saves
@@ -246,37 +246,37 @@ class Training(Generic[W]):
 class RunTraining(Training[RunWorkers]):
     """The reinforcement learning of a run, judged by answers to held-out problems."""
 
-    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+    def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step, total = state.step, self._config.trainer.total_steps
         rates = self.workers.problems.pass_rates if step == 0 else None
         found: dict[str, float] = {} if rates is None else dict(rates.metrics())
         if self._config.validation.is_due(step, total):
-            result = self.judge(name_of(step), step)
-            found, state = {**found, **result.summary()}, self.record.with_score(state, result)
+            result = self.evaluate(name_of(step), step)
+            found, state = {**found, **result.metrics()}, self.record.with_score(state, result)
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
-                found |= self.judge(name_of(step), step, suite).summary()
+                found |= self.evaluate(name_of(step), step, suite).metrics()
         return found, state
 
     def _is_due(self, step: int) -> bool:
         settings, total = self._config.validation, self._config.trainer.total_steps
         return any(each.is_due(step, total) for each in (settings, *settings.suites))
 
-    def _keep_answers(self, result: StepResult) -> None:
+    def _write_responses(self, result: StepResult) -> None:
         step = result.state.step
-        if self.record.answers.keeps(step):
-            self.record.keep_answers(step, self.workers.answers_of(result))
+        if self.record.answers.stores_step(step):
+            self.record.write_responses(step, self.workers.responses_of(result))
 
-    def _look_for_holes(self) -> None:
+    def _check_responses(self) -> None:
         file = self.file_of(name_of(0))
         if not self._config.reward.audit or self._config.data.environment:
             return
         findings = self.workers.audit(ValidationResult.read(file))
         if findings:
             text = f"{self._config.data.scorer} pays for what is no answer: {'; '.join(map(str, findings))}"
-            self.record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
+            self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
-    def judge(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
+    def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
         """Judge what the workers hold on the held-out problems, or a suite's, and keep the result under this name.
 
         Raises:
@@ -284,38 +284,40 @@ class RunTraining(Training[RunWorkers]):
         """
         if suite is None:
             result, answers = self.workers.validate(name, step)
-            self._require_figures(result, None)
-            self.record.keep_validation(name, answers)
-            self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
+            self._require_metrics(result, None)
+            self.record.write_validation(name, answers)
+            self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.metrics())})
             self._events.unscored(step, *self.workers.unscored)
         else:
             result, reason = self.workers.validate_suite(suite, name, step)
-            self._require_figures(result, suite)
+            self._require_metrics(result, suite)
             if count := len(result.failures):
                 which = f"suite {suite.name}: {count:,} answer(s) have no score"
                 text = f"{which} and are in no figure; the last one: {reason}"
                 data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
-                self.record.happened("scorer_failed", step, data)
-        self._keep(result, suite)
+                self.record.record_event("scorer_failed", step, data)
+        self._write_result(result, suite)
         return result
 
-    def _require_figures(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
-        if result.problems and not result.with_figures.problems:
+    def _require_metrics(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
+        if result.problems and not result.scored_only.problems:
             data = self._config.data if suite is None else suite.data
             where = f"validation {result.name}" if suite is None else f"suite {suite.name}"
-            raise self._with_remedy(without_figures(where, data.environment or data.scorer, result.failures))
+            raise self._add_remedy(all_unscored_error(where, data.environment or data.scorer, result.failures))
 
-    def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
+    def evaluate_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
         """Judge a checkpoint on all held-out problems, or on all of a suite; a result of training is taken over."""
         step = self.record.store.step_of(checkpoint)
         result = (
-            self._known(step, suite) if suite is None else self._known(step, suite, name) or self._known(step, suite)
+            self._known_result(step, suite)
+            if suite is None
+            else self._known_result(step, suite, name) or self._known_result(step, suite)
         )
         if result is None:
             self.workers.load(checkpoint)
-            return self.judge(name, step, suite)
+            return self.evaluate(name, step, suite)
         result = replace(result, name=name)
-        self._keep(result, suite)
+        self._write_result(result, suite)
         return result
 
     def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
@@ -323,10 +325,10 @@ class RunTraining(Training[RunWorkers]):
         folder = self._layout.validation if suite is None else self._layout.suites / suite.name
         return folder / f"{name}.json"
 
-    def _keep(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
+    def _write_result(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
         result.write(self.file_of(result.name, suite))
 
-    def _known(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
+    def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """The result of this name; None: of this step's validation in training, where that one saw all problems."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
@@ -335,7 +337,7 @@ class RunTraining(Training[RunWorkers]):
         result = ValidationResult.read(file)
         wanted = ""
         if suite is not None:
-            folder = self.workers.inputs.of_suite(suite.name).filtered_directory
+            folder = self.workers.inputs.for_suite(suite.name).filtered_directory
             wanted = suite_fingerprint(self._config, suite, folder)
-        is_same = (result.step, result.suite) == (step, wanted) and result.settings.judges_as(settings)
+        is_same = (result.step, result.suite) == (step, wanted) and result.settings.evaluates_as(settings)
         return result if is_same else None

@@ -23,7 +23,7 @@ import psutil
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.faults import Fault, as_ours, fault_of, note_fault, read_faults
+from rlcore.run.failures import Failure, append_failure, as_known_error, failure_from, read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
@@ -31,7 +31,7 @@ from rlcore.storage.publish import write_text_atomically
 Report = Callable[[Mapping[str, object]], None]
 """Takes an event for the flow."""
 
-LOOK_EVERY_S = 0.25
+POLL_S = 0.25
 LAST_RESORT_S = 60.0
 """Beyond a phase's deadline: by then the thread has acted, unless it could not run."""
 
@@ -54,7 +54,7 @@ BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "
 TRACKING_MODULE = "rlcore.tracking"
 """The process that delivers metrics: it outlives the trainer on purpose, until everything is delivered."""
 
-LAST_WORDS_S = 5.0
+FINAL_REPORT_S = 5.0
 """For the final output of a process that ends at once: its reader may be gone."""
 
 STACKS_S = 40.0
@@ -92,12 +92,12 @@ class Watchdog:
         *,
         stop: StopFlag,
         report: Report,
-        give_up: Callable[[MillraceError], None],
+        abandon: Callable[[MillraceError], None],
         step: Callable[[], int] = lambda: 0,
     ) -> None:
         self.stop, self.report = stop, report
         self._layout = layout
-        self._give_up = give_up
+        self._give_up = abandon
         self._step = step
         self._deadlines = config.runtime.deadlines
         self._stop_deadline_s = config.runtime.stop_deadline_s
@@ -107,7 +107,7 @@ class Watchdog:
         """The save under way beside the phases, for the message about a hang."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
         self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class Watchdog:
             StepAbandonedError: at its begin, where a stop waits too long and nothing has been changed yet.
         """
         self._last_phase = name
-        waited = self.stop.asked_s()
+        waited = self.stop.seconds_since_request()
         if waited is not None and waited > self._stop_deadline_s / 2 and name in BEFORE_THE_UPDATE:
             raise StepAbandonedError(f"the step was given up before {name}: a stop was asked for {waited:.0f} s ago")
         limit_s = float(getattr(self._deadlines, DEADLINE_OF[name]))
@@ -151,51 +151,51 @@ class Watchdog:
             left_s = max(0.0, innermost.limit_s - (time.monotonic() - innermost.begun))
             faulthandler.dump_traceback_later(left_s + LAST_RESORT_S, exit=True, file=sys.__stderr__ or sys.stderr)
 
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
-            waited = self.stop.asked_s()
+    def _poll(self) -> None:
+        while not self._ended.wait(POLL_S):
+            waited = self.stop.seconds_since_request()
             if waited is not None and waited > self._stop_deadline_s:
                 self._stop_takes_too_long()
                 return
             now = time.monotonic()
             late = next((one for one in self._running if now - one.begun > one.limit_s), None)
             if late is not None:
-                self._hangs(late.phase, now - late.begun)
+                self._on_hang(late.phase, now - late.begun)
                 return
 
-    def num_faults(self, kind: str) -> int:
+    def num_failures(self, kind: str) -> int:
         """Count the run's faults of this kind."""
-        return sum(fault.kind == kind for fault in read_faults(self._layout.run_dir))
+        return sum(fault.kind == kind for fault in read_failures(self._layout.run_dir))
 
-    def fault(self, error: Exception) -> Exception:
+    def record_failure(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error as one of ours, where it is a known fault."""
-        ours = as_ours(error, self._last_phase)
-        found = fault_of(ours, self._last_phase, self._step())
+        ours = as_known_error(error, self._last_phase)
+        found = failure_from(ours, self._last_phase, self._step())
         if not self._has_hung:  # what is ended after a hang raises here, and is no fault of its own
             # The others may still wait for a rank that is lost: their stacks say where.
             self._record(self._with_stacks(found) if isinstance(ours, WorkerLostError) else found)
         return ours
 
-    def _hangs(self, phase: str, seconds: float) -> None:
+    def _on_hang(self, phase: str, seconds: float) -> None:
         self._has_hung = True
         where = f"in {phase} after step {self._step()}"
         key = f"runtime.deadlines.{DEADLINE_OF[phase]}"
-        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._of_save()}"
-        found = [Fault(HangError.fault, phase, self._step(), message)]
+        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._phase_of_save()}"
+        found = [Failure(HangError.failure_kind, phase, self._step(), message)]
         # What hangs may be the file system that the stacks and the fault would be written to.
-        _within(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
+        _run_with_timeout(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
         fault = found[-1]
-        _within(LAST_WORDS_S, lambda: self._record(fault))
+        _run_with_timeout(FINAL_REPORT_S, lambda: self._record(fault))
         self._give_up(HangError(f"{message}. What every process was doing: {fault.stacks}"))
 
-    def _of_save(self) -> str:
+    def _phase_of_save(self) -> str:
         """What the save under way is at, if there is one."""
         saving = self.aside()
         return f"; {saving}" if saving else ""
 
     def _stop_takes_too_long(self) -> None:
         running = self._running
-        where = f"{running[-1].phase if running else 'its end'}{self._of_save()}"
+        where = f"{running[-1].phase if running else 'its end'}{self._phase_of_save()}"
         self._give_up(
             StopRequestedError(
                 f"runtime.stop_deadline_s: told to stop, the run had not ended after {self._stop_deadline_s:g} s (in "
@@ -203,7 +203,7 @@ class Watchdog:
             )
         )
 
-    def _with_stacks(self, fault: Fault) -> Fault:
+    def _with_stacks(self, fault: Failure) -> Failure:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         file = self._layout.failures / f"stacks-{stamp}-{os.getpid()}.txt"
         try:
@@ -213,7 +213,7 @@ class Watchdog:
             return fault
         return replace(fault, stacks=str(file))
 
-    def _record(self, fault: Fault) -> None:
+    def _record(self, fault: Failure) -> None:
         self.report(
             {
                 "event": "fault",
@@ -224,19 +224,19 @@ class Watchdog:
             }
         )
         log.error("fault: %s: %s", fault, fault.message)
-        note_fault(self._layout.run_dir, fault)
+        append_failure(self._layout.run_dir, fault)
 
 
-def say_and_end(say: Callable[[], None], code: int) -> NoReturn:
+def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
     """Run `say` for a few seconds at most, and end at once: the reader may be stopped, and its pipe be full."""
-    _within(LAST_WORDS_S, say)
-    end_at_once(code)
+    _run_with_timeout(FINAL_REPORT_S, say)
+    exit_immediately(code)
 
 
-def end_at_once(code: int) -> NoReturn:
+def exit_immediately(code: int) -> NoReturn:
     """End this process and what it has started, without cleaning up. What it has written to the journal is delivered by
     the process beside it, which sees that it has ended."""
-    _within(LAST_WORDS_S, sys.stdout.flush)
+    _run_with_timeout(FINAL_REPORT_S, sys.stdout.flush)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if TRACKING_MODULE not in child.cmdline():
@@ -244,7 +244,7 @@ def end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _within(seconds: float, do: Callable[[], None]) -> None:
+def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
     """Wait that long at most. The caller may be a signal's handler in the middle of a write, or of `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()

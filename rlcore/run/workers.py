@@ -9,23 +9,23 @@ from typing import Concatenate, Self
 import pyarrow as pa
 from pydantic import JsonValue
 
-from rlcore.answers.judge import Case, Finding, audit_reward
-from rlcore.answers.table import answer_table
 from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import DataError, RankMemoryError
-from rlcore.evaluation.result import Answer, ValidationResult
-from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
-from rlcore.run.inputs import RunInputs, planned_start_model
-from rlcore.run.problems import HeldOut, Problems
+from rlcore.evaluation.result import Response, ValidationResult
+from rlcore.responses.audit import AuditFinding, Case, audit_reward
+from rlcore.responses.table import response_table
+from rlcore.rollout.engine import PASS_RATE_STREAM, make_requests
+from rlcore.run.inputs import RunInputs, planned_initial_policy
+from rlcore.run.problems import HeldOutProblems, Problems
 from rlcore.run.record import RunRecord
 from rlcore.runtime.local import start_workers
 from rlcore.tracking.cost import GpuUse
-from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
+from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, ScoredResponse
 from rlcore.trainer.step import StepResult, Trainer
-from rlcore.trainer.validate import as_results, validate
+from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
@@ -124,13 +124,13 @@ class TrainingWorkers:
             version = saved.policy_version
             with self._guard.phase("load"):
                 workers.each(Worker.load, str(found.path))
-        self.hand_over(version)
+        self.sync_weights(version)
         self.holds, self._version = name, version
 
-    def hand_over(self, version: int) -> None:
+    def sync_weights(self, version: int) -> None:
         """Give the policy's weights to the engines."""
         with self._guard.phase("update_weights"):
-            handed_over = self.start().group.each(Worker.hand_over, version)[0]
+            handed_over = self.start().group.each(Worker.sync_weights, version)[0]
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
@@ -177,16 +177,16 @@ class TrainingWorkers:
             with self._guard.phase("start"):
                 self.group = group = start_workers(self.config, str(self.start_model))
                 self._open.callback(group.close)
-                group.each(Worker.probe_with, probe)
-                if times := self._guard.num_faults(RankMemoryError.fault):
-                    group.each(Worker.cut_finer, times)
+                group.each(Worker.set_probe, probe)
+                if times := self._guard.num_failures(RankMemoryError.failure_kind):
+                    group.each(Worker.split_micro_batches, times)
                     self._report(
                         {"event": "note", "text": f"passes in {2**times} times the micro-batches: {SHORT_RANK}"}
                     )
                 info = group.each(Worker.info)[0]
         finally:
             self._guard.stop.install()  # Ray takes SIGTERM for itself
-        self._record.expect(info.num_trained)
+        self._record.set_num_trained_parameters(info.num_trained)
         text = (
             f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
             f"attention {info.attention}"
@@ -200,11 +200,11 @@ class TrainingWorkers:
 class RunWorkers(TrainingWorkers):
     """The ranks of a run, with its problems."""
 
-    _held_out: HeldOut
-    _answerer: Answerer
+    _held_out: HeldOutProblems
+    _answerer: ResponseSampler
 
     def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
-        super().__init__(record, planned_start_model(record.config, inputs.filtered_directory))
+        super().__init__(record, planned_initial_policy(record.config, inputs.filtered_directory))
         self.inputs = inputs
 
     @property
@@ -218,23 +218,23 @@ class RunWorkers(TrainingWorkers):
         answerer = self.start()._answerer
         kept: list[pa.Table] = []
 
-        def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
+        def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
             rollouts, scores, texts = zip(*answers, strict=True)
-            kept.append(answer_table(step, rollouts, scores, texts, answerer.decode, validation=name, greedy=greedy))
+            kept.append(response_table(step, rollouts, scores, texts, answerer.decode, validation=name, greedy=greedy))
 
         prompts = self._held_out.held_out(limited=name.startswith("step-"))
         with self._guard.phase("testing"):
-            result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, keep=keep)
+            result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, on_scored=keep)
         return result, pa.concat_tables(kept)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
         """Judge them on a suite's problems, by a scorer and an environment that are started for it. Returns the result
         and why the last answer without a score has none."""
-        problems = HeldOut.of_suite(self.start().config, self.inputs, suite)
+        problems = HeldOutProblems.for_suite(self.start().config, self.inputs, suite)
         is_evaluation = not self.inputs.has_training_rows
         prompts = problems.held_out(limited=is_evaluation or name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
-            answerer = problems.answerer(self.inputs.of_suite(suite.name), opened)(self.group)
+            answerer = problems.build_answerer(self.inputs.for_suite(suite.name), opened)(self.group)
             result = validate(
                 answerer, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
             )
@@ -247,34 +247,36 @@ class RunWorkers(TrainingWorkers):
         assert isinstance(problems, Problems), "an evaluation has no training rows"
         return problems
 
-    def training_answers(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Answer]:
+    def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
         """Answers by the weights that the workers hold to some training prompts, those to one prompt side by side.
 
         The random numbers follow from the run's seed and the row's place, `first_row` for the first prompt.
         """
         config = self.start().config
-        requests = requests_for(
+        requests = make_requests(
             prompts, num_samples, run_seed=config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
         with self._guard.phase("testing"):
-            return as_results(self._answerer.answer(requests, config.rollout.sampling, policy_version=self._version))
+            return response_results(
+                self._answerer.sample(requests, config.rollout.sampling, policy_version=self._version)
+            )
 
-    def audit(self, judged: ValidationResult) -> tuple[Finding, ...]:
+    def audit(self, judged: ValidationResult) -> tuple[AuditFinding, ...]:
         """Answers that the scorer pays for and must not; see `audit_reward`."""
         cases = [
             Case(problem.prompt_text, problem.ground_truth_json, tuple(answer.text for answer in problem.samples[:2]))
             for problem in judged.problems[:NUM_AUDITED]
         ]
         scoring = self.start()._answerer.scoring
-        with self._guard.phase("testing"), scoring.uncounted():
+        with self._guard.phase("testing"), scoring.without_counting():
             return audit_reward(cases, scoring)
 
-    def answers_of(self, result: StepResult) -> pa.Table:
+    def responses_of(self, result: StepResult) -> pa.Table:
         """The answers of a step as they are kept."""
         experience, batch = result.experience, result.batch
         assert experience is not None, "a step of reinforcement learning has answers"
         assert batch is not None, "and the batch made of them"
-        return answer_table(
+        return response_table(
             result.state.step,
             experience.rollouts,
             experience.scores,
@@ -286,15 +288,15 @@ class RunWorkers(TrainingWorkers):
 
     def _start(self) -> None:
         is_trained = self.inputs.has_training_rows
-        self._held_out = (Problems.read if is_trained else HeldOut.of_run)(self.config, self.inputs)
-        answerer_of = self._held_out.answerer(self.inputs, self._open)
+        self._held_out = (Problems.read if is_trained else HeldOutProblems.of_run)(self.config, self.inputs)
+        answerer_of = self._held_out.build_answerer(self.inputs, self._open)
         self._start_group(self._held_out.held_out(limited=True)[:NUM_PROMPTS])
         self._answerer = answerer_of(self.group)
 
     @cached_property
     def _trainer(self) -> Trainer:
         """Made for the first step: which rows it draws from is known once their pass rates are."""
-        collector = ExperienceCollector(self._answerer, self.problems.stream, self.problems.counted())
+        collector = ExperienceCollector(self._answerer, self.problems.stream, self.problems.metrics())
         failures = self._layout.failures
         return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)
 

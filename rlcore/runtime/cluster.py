@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from rlcore.config import RunConfig
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import ConfigError
 from rlcore.storage.publish import remove_tree, write_secret_once
 
@@ -216,7 +216,7 @@ def unreachable(address: str) -> str | None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         return (
-            f"runtime.ray_address: must be the address of a Ray cluster; got {masked(address)}, where nothing answers "
+            f"runtime.ray_address: must be the address of a Ray cluster; got {mask_secrets(address)}, where nothing answers "
             f"({error}). Start one there (ray start --head --port 6379, or millrace up --ray), correct the address, or "
             "leave it out for a cluster of the run's own"
         )

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 PROBE_S = 120.0
 """Deadline of one process: torch may be imported from a slow disk."""
-MEETING_S = 60.0
+RENDEZVOUS_S = 60.0
 """Deadline of the ranks for one another."""
 
 
@@ -96,15 +96,17 @@ def all_reduce(num_ranks: int, backend: str) -> None:
                     rank.kill()
 
 
-def _be_a_rank(rank: int, num_ranks: int, meeting: str, backend: str) -> None:
+def _run_rank(rank: int, num_ranks: int, rendezvous: str, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=MEETING_S)
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks, timeout=timeout)
+    timeout = timedelta(seconds=RENDEZVOUS_S)
+    dist.init_process_group(
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks, timeout=timeout
+    )
     found = torch.full((1 << 20,), float(rank + 1), device=device)
     dist.all_reduce(found)
     wanted = num_ranks * (num_ranks + 1) / 2
@@ -130,7 +132,7 @@ def main() -> None:
     """Entry point of both uses."""
     if len(sys.argv) > 1:
         rank, num_ranks, meeting, backend = sys.argv[1:]
-        _be_a_rank(int(rank), int(num_ranks), meeting, backend)
+        _run_rank(int(rank), int(num_ranks), meeting, backend)
     else:
         print(json.dumps(TypeAdapter(Devices).dump_python(_describe(), mode="json")))
 

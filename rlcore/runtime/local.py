@@ -5,7 +5,7 @@ from typing import Any, Concatenate
 
 from rlcore.config import RunConfig
 from rlcore.runtime.cluster import restrict_ray
-from rlcore.workers.group import Answered, P, R, WorkerGroup
+from rlcore.workers.group import Completed, P, R, WorkerGroup
 from rlcore.workers.worker import Worker
 
 
@@ -22,10 +22,10 @@ class LocalGroup:
         """Call the verb on the one worker."""
         return [verb(self._worker, *args, **kwargs)]
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Answered[R]:
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Completed[R]:
         """Call the verb with the only tuple of arguments."""
         (only,) = arguments
-        return Answered([verb(self._worker, *only)])
+        return Completed([verb(self._worker, *only)])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         """The values: they are where the worker is."""

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore import stacks, user_code
 from rlcore.config import RunConfig
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.cluster import (
     address_of,
@@ -29,9 +29,9 @@ from rlcore.runtime.cluster import (
     store_bytes,
     unreachable,
 )
-from rlcore.start import collect_rarely
+from rlcore.start import tune_garbage_collection
 from rlcore.tracking.lineage import SOURCE_FOLDER
-from rlcore.workers.device import free_address, keep_freed_memory
+from rlcore.workers.device import free_address, raise_malloc_thresholds
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
 
@@ -44,7 +44,7 @@ class RankProcess(Worker):
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         stacks.register(f"rank-{rank}")
-        user_code.use_from_environment()
+        user_code.import_from_environment()
         _send_tensors_as_arrays()
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
@@ -62,7 +62,7 @@ class RankProcess(Worker):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun(Generic[R]):
+class PendingCall(Generic[R]):
     """A call that the actors have begun."""
 
     group: "RayGroup"
@@ -82,12 +82,12 @@ class RayGroup:
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         torch.set_num_threads(1)  # small tensors: more threads only wait for each other
-        keep_freed_memory()
-        collect_rarely()
+        raise_malloc_thresholds()
+        tune_garbage_collection()
         self._session = start_ray(config)
         _send_tensors_as_arrays()
         try:
-            with _lost_if_it_fails("Ray did not start the workers"):
+            with _raise_worker_lost("Ray did not start the workers"):
                 self._start_actors(config, model_directory)
         except BaseException:
             self.close()
@@ -123,10 +123,10 @@ class RayGroup:
         """Call the verb on every rank with the same arguments; answers by rank."""
         return self.get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "Begun[R]":
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "PendingCall[R]":
         """Call the verb on rank i with `arguments[i]`."""
         calls = zip(self._actors, arguments, strict=True)
-        return Begun(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
+        return PendingCall(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         """Put the values into Ray's store, as `begin` would; references to them."""
@@ -162,7 +162,7 @@ class RayGroup:
         except RayError as error:
             found = self._cause(error)
             if not isinstance(found, RayTaskError):
-                raise _lost(found) from found
+                raise _worker_lost(found) from found
             if isinstance(found.cause, MillraceError):
                 raise found.cause from found
             raise found from None
@@ -224,7 +224,7 @@ def neighbours(nodes: Mapping[int, str]) -> list[int]:
     return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
 
 
-def _lost(error: RayError) -> WorkerLostError:
+def _worker_lost(error: RayError) -> WorkerLostError:
     text = str(error)
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text or "memory pressure" in text:
         return HostMemoryError(
@@ -254,7 +254,7 @@ def start_ray(config: RunConfig) -> Path | None:
         "runtime_env": {"env_vars": {"PYTHONPATH": path}},
     }
     if address is not None:
-        with _lost_if_it_fails(f"runtime.ray_address: {address}"), _sigterm_stays_ours():
+        with _raise_worker_lost(f"runtime.ray_address: {address}"), _keep_sigterm_handler():
             ray.init(address=address, **common)
         return None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -262,7 +262,7 @@ def start_ray(config: RunConfig) -> Path | None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     wanted = config.runtime.num_workers * config.runtime.threads_per_worker
     remove_dead_sessions()
-    with _lost_if_it_fails("a private Ray cluster did not start"), _sigterm_stays_ours():
+    with _raise_worker_lost("a private Ray cluster did not start"), _keep_sigterm_handler():
         started: Any = ray.init(
             address="local",  # else RAY_ADDRESS in the environment, or a head of this user, goes before
             num_cpus=max(wanted, os.cpu_count() or 1),
@@ -275,7 +275,7 @@ def start_ray(config: RunConfig) -> Path | None:
 
 
 @contextmanager
-def _lost_if_it_fails(what: str) -> Iterator[None]:
+def _raise_worker_lost(what: str) -> Iterator[None]:
     """Whatever Ray raises while a cluster or its workers start is a lost worker: another start may succeed.
 
     Where a process of Ray's own has died it raises RuntimeError, ConnectionError or a bare Exception.
@@ -285,11 +285,11 @@ def _lost_if_it_fails(what: str) -> Iterator[None]:
     except (MillraceError, RayTaskError):  # a rank's own error
         raise
     except Exception as error:
-        raise WorkerLostError(masked(f"{what}: {type(error).__name__}: {error}")) from error
+        raise WorkerLostError(mask_secrets(f"{what}: {type(error).__name__}: {error}")) from error
 
 
 @contextmanager
-def _sigterm_stays_ours() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Ray takes SIGTERM for itself when it starts, and ends the process at one: actors load models for minutes then.
 
     Raises:

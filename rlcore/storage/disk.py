@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlcore.config import CheckpointConfig
 from rlcore.errors import DiskSpaceError, MillraceError, UnwritableError
-from rlcore.storage.documents import in_the_way
+from rlcore.storage.documents import find_obstacle
 
 BYTES_PER_GB = 1e9
 # float32 master weights and the two float32 moments of AdamW.
@@ -81,7 +81,7 @@ def is_out_of_room(error: BaseException | None) -> bool:
 
 def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = UnwritableError) -> MillraceError:
     """The error for a folder in which nothing can be written."""
-    if (other := in_the_way(folder)) is not None:
+    if (other := find_obstacle(folder)) is not None:
         return error(f"{folder}: must be a folder, and {other} is none. Move that away, or choose another folder.")
     remedy = "Make the folder writable, or choose another paths.root"
     if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):

@@ -48,7 +48,7 @@ def files_of(folder: Path, pattern: str) -> list[Path]:
     return list(folder.glob(pattern))
 
 
-def in_the_way(folder: Path) -> Path | None:
+def find_obstacle(folder: Path) -> Path | None:
     """What takes the place of a folder or of one above it: a file, a link that leads nowhere. None: nothing does."""
     folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))

@@ -26,7 +26,7 @@ Stamp = tuple[int, int, int, int]
 _hashed: dict[Path, list[Stamp]] = {}
 
 
-def finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
+def read_finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
     """The manifest of a published directory that is whole; None where nothing was ever finished.
 
     Raises:
@@ -48,27 +48,27 @@ def finished(directory: Path, *, error: type[MillraceError] = DataError) -> Mani
     return manifest
 
 
-def finished_or_why(directory: Path, *, error: type[MillraceError] = DataError) -> tuple[Manifest | None, str]:
+def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = DataError) -> tuple[Manifest | None, str]:
     """As `finished`, and why it is to be made again: '' where it is whole, or nothing was ever finished.
 
     Raises:
         error: it is of a newer format, so it is no damage.
     """
     try:
-        return finished(directory, error=error), ""
+        return read_finished(directory, error=error), ""
     except error as damage:
         if newer_format(directory) is not None:
             raise
         return None, str(damage)
 
 
-def finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
+def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
     """As `finished`, for its maker: what is damaged gets another name, which is logged, and the result is None.
 
     Raises:
         error: it is of a newer format, or cannot be renamed.
     """
-    manifest, damage = finished_or_why(directory, error=error)
+    manifest, damage = read_finished_or_reason(directory, error=error)
     if damage:
         set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)
     return manifest

@@ -109,7 +109,7 @@ os.register_at_fork(after_in_child=_drop_inherited)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def birth_of(process: psutil.Process) -> float:
+def start_time_of(process: psutil.Process) -> float:
     """A number by which a process is known from a later one with its id.
 
     Linux: the seconds from the boot to its start, plus a number made of the boot's id. Elsewhere it is the time of day
@@ -126,11 +126,11 @@ def birth_of(process: psutil.Process) -> float:
 def process_of(pid: int, born: float) -> psutil.Process | None:
     """The process of this host with that id, while it lives. Another process may have the id by now: that is not it.
 
-    `born`: its `birth_of`.
+    `born`: its `start_time_of`.
     """
     try:
         process = psutil.Process(pid)
-        found = birth_of(process)
+        found = start_time_of(process)
         is_it = found == born or (max(found, born) < 1 << 32 and abs(found - born) < BIRTH_TOLERANCE_S)
         return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
@@ -152,7 +152,7 @@ class Holder:
         """This process as the holder of a lock."""
         command = " ".join(sys.orig_argv)[:MAX_COMMAND_CHARS]
         since = datetime.now(UTC).isoformat("T", "seconds")
-        return cls(os.getpid(), socket.gethostname(), command, since, birth_of(psutil.Process()))
+        return cls(os.getpid(), socket.gethostname(), command, since, start_time_of(psutil.Process()))
 
     def process(self) -> psutil.Process | None:
         """The process itself, if it is one of this host and lives."""
@@ -173,7 +173,7 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-NAMELESS = Holder(0, "an unknown host", "another process that has not said its name yet", "")
+UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not said its name yet", "")
 
 
 def holder_of(path: Path) -> Holder | None:
@@ -186,7 +186,7 @@ def holder_of(path: Path) -> Holder | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; `HeldLock` tries longer than that
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     except BlockingIOError:
-        return read_holder(path) or NAMELESS
+        return read_holder(path) or UNKNOWN_HOLDER
     finally:
         os.close(descriptor)
     return None
@@ -227,13 +227,13 @@ class HeldLock:
         deadline = time.monotonic() + max(self._wait_s, POLL_S)
         while not self._try():
             if time.monotonic() >= deadline:
-                holder = read_holder(self.path) or NAMELESS.command
+                holder = read_holder(self.path) or UNKNOWN_HOLDER.command
                 raise self._error(
                     f"{self._what} is in use by {holder}. Wait for it to end, or stop it; lock file: {self.path}"
                 )
             time.sleep(POLL_S)
         if self._is_named:
-            self._say_who()
+            self._write_holder()
         return self
 
     def fileno(self) -> int:
@@ -253,7 +253,7 @@ class HeldLock:
                 "paths.root on a file system with locks."
             ) from reason
 
-    def _say_who(self) -> None:
+    def _write_holder(self) -> None:
         try:
             self._lock.write(json.dumps(asdict(Holder.me())).encode())
         except OSError as reason:

@@ -90,7 +90,7 @@ def _take(owner: FileLock) -> None:
     """Mark the temporary as alive. Without locks on this file system its process id alone does so."""
     try:
         while not owner.try_acquire():  # another process looks whether it is stale, and lets go at once
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
     except OSError as reason:
         if is_out_of_room(reason):
             raise
@@ -167,7 +167,7 @@ def _rename_into_place(temporary: Path, target: Path, *, replace: bool, error: t
 
 def _require_free_or_finished(target: Path, error: type[MillraceError]) -> None:
     in_the_way = os.path.lexists(target) and not target.is_dir()
-    unfinished = target.is_dir() and not os.path.lexists(target / MANIFEST) and _holds_anything(target)
+    unfinished = target.is_dir() and not os.path.lexists(target / MANIFEST) and _has_content(target)
     if in_the_way or unfinished:
         raise error(
             f"{target}: is in the way: it is no finished directory (it has no {MANIFEST}), and may be yours. "
@@ -175,7 +175,7 @@ def _require_free_or_finished(target: Path, error: type[MillraceError]) -> None:
         )
 
 
-def _holds_anything(directory: Path) -> bool:
+def _has_content(directory: Path) -> bool:
     try:
         return any(directory.iterdir())
     except OSError:
@@ -253,7 +253,7 @@ TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
 # A single file has no lock of its own; none takes an hour to write.
 YOUNG_FILE_S = 3_600.0
-LOOK_S = 0.001
+CHECK_INTERVAL_S = 0.001
 
 
 def temporary_beside(path: Path) -> Path:

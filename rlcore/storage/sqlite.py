@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 SQLITE = "sqlite:///"
-_AS_URI = "file:"
+_URI_QUERY = "file:"
 
 
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
@@ -18,7 +18,7 @@ def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     'sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true'
     """
     text = str(file)
-    return f"{scheme}{_AS_URI}{quote(text, safe='')}?uri=true" if "?" in text else f"{scheme}{text}"
+    return f"{scheme}{_URI_QUERY}{quote(text, safe='')}?uri=true" if "?" in text else f"{scheme}{text}"
 
 
 def sqlite_file(address: str) -> Path:
@@ -29,4 +29,4 @@ def sqlite_file(address: str) -> Path:
     """
     _, _, rest = address.partition(":///")
     text = rest.partition("?")[0]
-    return Path(unquote(text.removeprefix(_AS_URI)) if text.startswith(_AS_URI) else text)
+    return Path(unquote(text.removeprefix(_URI_QUERY)) if text.startswith(_URI_QUERY) else text)

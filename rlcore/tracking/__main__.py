@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from rlcore.errors import RunInUseError, TrackingError
-from rlcore.start import collect_rarely
+from rlcore.start import tune_garbage_collection
 from rlcore.tracking.companion import PREFIX
-from rlcore.tracking.connection import explain
+from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import Delivery, delivery_lock
 
 log = logging.getLogger("rlcore.tracking")  # run as a program, this module is named `__main__`
@@ -27,7 +27,7 @@ ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
 
 
-def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
+def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
     """Deliver and wait in turn, until the trainer (process `parent_pid`) has ended and MLflow has its end, or it is
     gone and MLflow has all or time is up. One warning when MLflow begins to fail, one when it takes values again.
     """
@@ -44,7 +44,7 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
                 log.warning(
                     "MLflow does not take the values: %s. Training goes on, the journal keeps them; "
                     "trying again every %g s.",
-                    explain(error, delivery.state.uri),
+                    explain_error(error, delivery.state.uri),
                     every_s,
                 )
             num_failures += 1
@@ -56,14 +56,14 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
                 return
         if time.monotonic() > deadline:
             return
-        wait_for_turn(delivery, parent_pid, every_s)
+        wait_until_due(delivery, parent_pid, every_s)
 
 
-def wait_for_turn(delivery: Delivery, parent_pid: int, seconds: float) -> None:
+def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
     """Wait until the next turn is due: at once when the trainer goes back, ends or is gone."""
     until, was_gone = time.monotonic() + seconds, os.getppid() != parent_pid
     while time.monotonic() < until:
-        if delivery.has_news() or was_gone != (os.getppid() != parent_pid):
+        if delivery.has_changes() or was_gone != (os.getppid() != parent_pid):
             return
         time.sleep(POLL_S)
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
     parser.add_argument("--every-s", type=float, required=True, help="seconds between two deliveries")
     options = parser.parse_args(arguments)
-    collect_rarely()
+    tune_garbage_collection()
     # The trainer's end is the signal to end; a Ctrl-C or a TERM to the whole group must not cut off the last values.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # The process of an attempt that was killed may still deliver its last values.
         with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
-            carry(Delivery(options.run_dir), parent_pid=options.parent, every_s=options.every_s)
+            deliver_until_end(Delivery(options.run_dir), parent_pid=options.parent, every_s=options.every_s)
     except (RunInUseError, TrackingError) as error:
         log.warning("MLflow gets no values: %s", error)
         sys.exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rlcore.config import TrackingConfig
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from starlette.types import ASGIApp
 
-LONGEST_MIGRATION_S = 120.0
+MIGRATION_TIMEOUT_S = 120.0
 """Seconds that the making of a store by another process may take."""
 
 CLIENT_ENVIRONMENT = {
@@ -75,8 +75,8 @@ def connect(uri: str) -> "MlflowClient":
             # It logs each try to reach a server that is away; `explain` says that in one sentence.
             logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
             return MlflowClient(uri, uri)
-        with _laid_out(sqlite_file(uri)):
-            return _with_tables(uri)
+        with _locked_database(sqlite_file(uri)):
+            return _create_tables(uri)
 
 
 def _set_environment() -> None:
@@ -85,29 +85,29 @@ def _set_environment() -> None:
 
 
 @contextmanager
-def _laid_out(database: Path) -> Iterator[None]:
+def _locked_database(database: Path) -> Iterator[None]:
     """Make the file where it is missing, and hold its lock: no other process opens it before its tables are there."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
-    with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):
+    with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
         if not database.exists():
-            _make_store(database)
+            _create_store(database)
         elif not database.is_file():
             raise TrackingError(f"tracking.uri: must be a file of sqlite or a new one; got {database}. Move it away")
         yield
 
 
-def _make_store(database: Path) -> None:
+def _create_store(database: Path) -> None:
     """Make the tables in a file beside, and rename it: MLflow's migrations are no transaction, and a store that a kill
     has left in the middle of them is never completed."""
     beside = database.with_name(f".tmp-{database.name}")
     for left in (beside, beside.with_name(f"{beside.name}-journal")):
         left.unlink(missing_ok=True)
-    _with_tables(sqlite_address(beside))
+    _create_tables(sqlite_address(beside))
     beside.replace(database)
 
 
-def _with_tables(address: str) -> "MlflowClient":
+def _create_tables(address: str) -> "MlflowClient":
     """A client of a store on sqlite, whose first request makes the tables or brings them up to date."""
     from mlflow import MlflowClient
 
@@ -116,11 +116,11 @@ def _with_tables(address: str) -> "MlflowClient":
     return client
 
 
-def explain(error: BaseException, uri: str) -> str:
+def explain_error(error: BaseException, uri: str) -> str:
     """A line that says why MLflow refused something, and the remedy."""
     if isinstance(error, TrackingError):
         return str(error)
-    text, uri = masked(" ".join(str(error).split())), masked(uri)
+    text, uri = mask_secrets(" ".join(str(error).split())), mask_secrets(uri)
     where = f"tracking.uri {uri}"
     if "out-of-date database schema" in text or "Can't locate revision" in text:
         return (
@@ -169,13 +169,13 @@ def mlflow_name(name: str) -> str:
     return mapped
 
 
-def accepted(values: Mapping[str, Value]) -> dict[str, Value]:
+def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
     """Values under MLflow's names, without those whose name it refuses: with one it would take nothing of a request."""
-    return {taken: value for name, value in values.items() if (taken := _accepted(name)) is not None}
+    return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 
 @lru_cache(maxsize=4096)  # so that a refused name is logged once
-def _accepted(name: str) -> str | None:
+def _is_accepted(name: str) -> str | None:
     try:
         return mlflow_name(name)
     except TrackingError as error:

@@ -21,7 +21,7 @@ from rlcore.storage.documents import open_ordinary, read_document
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Destination, End, FinalStatus, destination_of, read_attempts
-from rlcore.tracking.connection import accepted, explain, resolve_uri
+from rlcore.tracking.connection import accepted_values, explain_error, resolve_uri
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, Record, StepRecord, iter_lines
 from rlcore.tracking.lineage import KEY_TAG
 from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
@@ -35,7 +35,7 @@ STATE_FILE = "tracking.json"
 FORMAT_VERSION = 2
 """Format version of that file; another one is refused."""
 
-MAKING_WAIT_S = 60.0
+CREATE_TIMEOUT_S = 60.0
 """Seconds to wait for another process that is making the run in MLflow."""
 
 MAX_METRICS_PER_BATCH = 1_000
@@ -108,20 +108,20 @@ class MlflowRun:
         assert self.state.mlflow_run_id is not None, "make the run first"
         return self.state.mlflow_run_id
 
-    def note(self, **changes: object) -> None:
+    def update_state(self, **changes: object) -> None:
         """Change `tracking.json`."""
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         write_text_atomically(self._run_dir / STATE_FILE, _STATE.dump_json(self.state).decode() + "\n")
 
-    def make(self, start_time_s: float) -> None:
+    def create(self, start_time_s: float) -> None:
         """Make the run in MLflow, unless it is there."""
         if self.state.mlflow_run_id is not None:
             return
-        self.note()  # the key, before a run that a kill or a slow answer may keep from being noted
+        self.update_state()  # the key, before a run that a kill or a slow answer may keep from being noted
         known, name = self.store.find_runs({KEY_TAG: self.state.key}), self._run_dir.name
         tags = {**self.target.tags, KEY_TAG: self.state.key}
         made = known[0].info.run_id if known else self.store.create_run(name, tags, start_time_s=start_time_s)
-        self.note(mlflow_run_id=str(made))
+        self.update_state(mlflow_run_id=str(made))
 
 
 class Delivery(MlflowRun):
@@ -158,24 +158,24 @@ class Delivery(MlflowRun):
         attempts = read_attempts(self._run_dir)
         attempt, end = attempts[-1]
         is_lost = attempt.is_lost()  # before its lines are sent: it may write another one meanwhile
-        self.make(attempts[0][0].time)
+        self.create(attempts[0][0].time)
         known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == self.state.attempt_time]
         if new := attempts[known[-1] if known else 0 :]:
             self.store.client.update_run(self.id, status="RUNNING")
             self.store.log_params(self.id, attempt.destination.settings)
             self.store.set_tags(self.id, {**attempt.destination.tags, "attempts": str(len(attempts))})
             cursor = min(self.state.journal_bytes, *(one.journal_bytes for one, _ in new))
-            self.note(attempt_time=attempt.time, journal_bytes=cursor, status=None)
+            self.update_state(attempt_time=attempt.time, journal_bytes=cursor, status=None)
         self._send_journal()
         if end is None and is_lost:
             end = End("KILLED", time.time())
         if end is None or end.status == self.state.status:
             return None if end is None else end.status
         self.store.set_status(self.id, end.status, end.time)
-        self.note(status=end.status)
+        self.update_state(status=end.status)
         return end.status
 
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether the trainer has begun, gone back or ended since the last `catch_up`."""
         return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
 
@@ -199,7 +199,7 @@ class Delivery(MlflowRun):
             batch = points[first : first + MAX_METRICS_PER_BATCH]
             self.store.client.log_batch(self.id, metrics=batch)
         self.sent_bytes += end - self.state.journal_bytes
-        self.note(journal_bytes=end)
+        self.update_state(journal_bytes=end)
 
 
 def _points(record: Record | None) -> "list[Metric]":
@@ -215,7 +215,7 @@ def _points(record: Record | None) -> "list[Metric]":
         case EventRecord(name=name) if name != WORKERS:  # which each attempt begins with
             values = {f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}": 1.0}  # marks the event on the step axis
     time_ms = milliseconds(record.time)
-    return [Metric(name, value, time_ms, record.step) for name, value in accepted(values).items()]
+    return [Metric(name, value, time_ms, record.step) for name, value in accepted_values(values).items()]
 
 
 def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
@@ -223,12 +223,12 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
 
     Raises whatever MLflow raises, as the calls of `MlflowStore` do.
     """
-    target, deadline = destination_of(run_dir, config, tags), time.monotonic() + MAKING_WAIT_S
+    target, deadline = destination_of(run_dir, config, tags), time.monotonic() + CREATE_TIMEOUT_S
     while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
         try:
             with delivery_lock(run_dir):
                 run = MlflowRun(run_dir, target)
-                run.make(time.time())
+                run.create(time.time())
                 return run
         except RunInUseError:  # by the process beside the trainer, which makes the run
             if time.monotonic() > deadline:
@@ -265,5 +265,5 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
         except TrackingError:
             raise
         except Exception as error:
-            raise TrackingError(f"{run_dir}: not delivered: {explain(error, delivery.state.uri)}") from error
+            raise TrackingError(f"{run_dir}: not delivered: {explain_error(error, delivery.state.uri)}") from error
         return SyncResult(delivery.state.mlflow_run_id or "", delivery.sent_bytes, status)

@@ -127,16 +127,16 @@ class RunJournal(Journal):
                 self._has_begun = False
         except TrackingError as error:
             log.warning("%s", error)
-        self._begin(step)
+        self._begin_attempt(step)
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step, in an attempt. Raises as `Journal.append_step` does."""
-        self._begin(step)
+        self._begin_attempt(step)
         super().append_step(step, metrics)
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Add an event, in an attempt."""
-        self._begin(step)
+        self._begin_attempt(step)
         super().append_event(name, step, data)
 
     def sync(self) -> int:
@@ -160,7 +160,7 @@ class RunJournal(Journal):
         self._attempts.close()
         return self._companion.finish(timeout_s) if has_run else True
 
-    def _begin(self, step: int) -> None:
+    def _begin_attempt(self, step: int) -> None:
         """Record, once an attempt, which process writes from which byte on, and start the delivery."""
         if self._has_begun:
             return
@@ -193,7 +193,7 @@ def load_journal(path: Path) -> JournalContents:
             end = line_end
             match line:
                 case StepRecord() as record:
-                    steps[record.step] = _joined(steps.get(record.step), record)
+                    steps[record.step] = _merge(steps.get(record.step), record)
                 case EventRecord() as event:
                     events.append(event)
                 case None:
@@ -234,7 +234,7 @@ def parse_record(value: object) -> Record | None:
     return None
 
 
-def _joined(first: StepRecord | None, second: StepRecord) -> StepRecord:
+def _merge(first: StepRecord | None, second: StepRecord) -> StepRecord:
     if first is None:
         return second
     metrics = {**first.metrics, **second.metrics}

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, settings_fingerprint
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import MillraceError
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
@@ -76,12 +76,12 @@ class Origin:
 
     def write(self, run_dir: Path) -> None:
         """Write the record into the run's folder."""
-        shown = replace(self, command=tuple(map(masked, self.command)))  # the file goes to MLflow too
+        shown = replace(self, command=tuple(map(mask_secrets, self.command)))  # the file goes to MLflow too
         write_json_atomically(run_dir / RUN_FILE, _ORIGIN.dump_python(shown, mode="json"))
 
 
 _ORIGIN = TypeAdapter(Origin)
-OTHER_VERSION = "use the version of Millrace that wrote it, or restore it and make it readable"
+VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and make it readable"
 
 
 def read_origin(run_dir: Path) -> Origin | None:
@@ -90,7 +90,7 @@ def read_origin(run_dir: Path) -> Origin | None:
     Raises:
         DataError: the file is damaged or of another version.
     """
-    return read_document(run_dir / RUN_FILE, _ORIGIN, OTHER_VERSION)
+    return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
 def stage_of(name: str, folder: Path) -> Stage:

@@ -16,11 +16,11 @@ from urllib.parse import quote as quote_url
 
 from rlcore.config import TrackingConfig
 from rlcore.config.base import leaves
-from rlcore.config.problems import masked
+from rlcore.config.problems import mask_secrets
 from rlcore.errors import TrackingError
 from rlcore.storage.sqlite import SQLITE
 from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.connection import accepted, connect, explain, mlflow_name, resolve_uri
+from rlcore.tracking.connection import accepted_values, connect, explain_error, mlflow_name, resolve_uri
 from rlcore.tracking.lineage import RUN_ID_TAG
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ MAX_BATCH = 100
 MAX_PARAM_CHARACTERS = 6_000
 MAX_TAG_CHARACTERS = 8_000
 
-MOST_RUNS = 1_000
+MAX_RUNS = 1_000
 """A search returns at most so many runs."""
 
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
@@ -77,7 +77,7 @@ class MlflowStore:
             experiment = self._create_experiment()
         if experiment.lifecycle_stage != "active":
             raise TrackingError(
-                f"tracking.experiment {self._experiment_name!r}: was deleted in {masked(self.uri)}. Restore it with "
+                f"tracking.experiment {self._experiment_name!r}: was deleted in {mask_secrets(self.uri)}. Restore it with "
                 f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`, or set another name."
             )
         return str(experiment.experiment_id)
@@ -95,7 +95,7 @@ class MlflowStore:
         created = self.client.get_experiment_by_name(self._experiment_name)
         if created is None:
             raise TrackingError(
-                f"tracking.experiment {self._experiment_name!r}: {masked(self.uri)} made it but does not show it"
+                f"tracking.experiment {self._experiment_name!r}: {mask_secrets(self.uri)} made it but does not show it"
             )
         return created
 
@@ -107,14 +107,14 @@ class MlflowStore:
     def create_run(self, run_name: str, tags: Mapping[str, str], start_time_s: float | None = None) -> str:
         """The MLflow id of a new run. `start_time_s`: seconds since the epoch or now."""
         start_ms = None if start_time_s is None else milliseconds(start_time_s)
-        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in accepted(tags).items()}
+        short = {key: _truncate(value, MAX_TAG_CHARACTERS) for key, value in accepted_values(tags).items()}
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; a value over MLflow's limit is cut and says so, and a name that MLflow refuses is left out."""
         from mlflow.entities import RunTag
 
-        rows = [RunTag(key, _cut(value, MAX_TAG_CHARACTERS)) for key, value in accepted(tags).items()]
+        rows = [RunTag(key, _truncate(value, MAX_TAG_CHARACTERS)) for key, value in accepted_values(tags).items()]
         for start in range(0, len(rows), MAX_BATCH):
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
@@ -127,10 +127,10 @@ class MlflowStore:
         from mlflow.entities import Param
 
         texts = {
-            key: masked(value if isinstance(value, str) else json.dumps(value, default=os.fspath))
+            key: mask_secrets(value if isinstance(value, str) else json.dumps(value, default=os.fspath))
             for key, value in leaves(settings).items()
         }
-        params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in accepted(texts).items()}
+        params = {key: _truncate(value, MAX_PARAM_CHARACTERS) for key, value in accepted_values(texts).items()}
         known = self.client.get_run(run_id).data.params
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), MAX_BATCH):
@@ -187,7 +187,7 @@ class MlflowStore:
 
     def page_root(self, ui: str) -> str:
         """Where MLflow's pages are: `ui` on sqlite, else the server."""
-        return ui if self.uri.startswith(SQLITE) else masked(self.uri)
+        return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:
         """The command that shows a sqlite store in a browser; None where a server does already."""
@@ -207,16 +207,16 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
         runs = store.client.search_runs(
             [store.experiment_id],
             f"{query} and {own}" if query else own,
-            max_results=MOST_RUNS,
+            max_results=MAX_RUNS,
             order_by=["attributes.start_time ASC"],
         )
     except Exception as error:
         raise TrackingError(
-            f"search {query!r}: MLflow does not take it: {explain(error, store.uri)}. A query reads like "
+            f"search {query!r}: MLflow does not take it: {explain_error(error, store.uri)}. A query reads like "
             "\"params.`optim.lr` = '0.001' and tags.task = 'countdown'\"."
         ) from error
     if runs.token:
-        log.warning("search %r: more than %d runs are found; the oldest %d are taken", query, MOST_RUNS, MOST_RUNS)
+        log.warning("search %r: more than %d runs are found; the oldest %d are taken", query, MAX_RUNS, MAX_RUNS)
     return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs))
 
 
@@ -232,7 +232,7 @@ def milliseconds(time_s: float) -> int:
     return round(time_s * 1e3)
 
 
-def _cut(value: str, limit: int) -> str:
+def _truncate(value: str, limit: int) -> str:
     """The value, or its beginning and a mark that says how long it was. MLflow itself would cut without a word."""
     if len(value) <= limit:
         return value

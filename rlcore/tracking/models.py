@@ -40,7 +40,7 @@ EXTERNAL = "mlflow.model.isExternal"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 """Files that are not copied to the tokenizer's own folder."""
 
-MOST_DELETED_RUNS = 50_000
+MAX_DELETED_RUNS = 50_000
 """MLflow's limit for one search."""
 
 
@@ -97,12 +97,12 @@ def log_model(
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
-        rows = [_point_of(client, run_id, model_id, key, value, time_s, step) for key, value in metrics.items()]
+        rows = [_log_model_metric(client, run_id, model_id, key, value, time_s, step) for key, value in metrics.items()]
         client.log_batch(run_id, metrics=rows)
     return model_id
 
 
-def _point_of(
+def _log_model_metric(
     client: "MlflowClient", run_id: str, model_id: str, name: str, value: float, time_s: float, step: int
 ) -> "Metric":
     """A model's metric. MLflow draws it on the run's curve too, so it must be the point that the curve has there."""
@@ -256,7 +256,7 @@ def find_garbage(uri: str) -> list[Garbage]:
 
     client = connect(uri)
     experiments = [one.experiment_id for one in client.search_experiments(view_type=ViewType.ALL)]
-    deleted = client.search_runs(experiments, run_view_type=ViewType.DELETED_ONLY, max_results=MOST_DELETED_RUNS)
+    deleted = client.search_runs(experiments, run_view_type=ViewType.DELETED_ONLY, max_results=MAX_DELETED_RUNS)
     return [one for run in deleted for one in _garbage_of(client, run) if one.num_files]
 
 

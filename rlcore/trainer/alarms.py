@@ -13,7 +13,7 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import TrainBatch
-from rlcore.workers.canary import HandOver
+from rlcore.workers.canary import WeightSync
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
@@ -34,7 +34,7 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
     """Alarms that the answers raise, before any update."""
     alarms = config.alarms
     found = []
-    if alarms.equal_scores != "off" and _all_equal(experience):
+    if alarms.equal_scores != "off" and _have_equal_scores(experience):
         text = "all groups have answers of one score each: nothing to learn from"
         found.append(Alarm("equal_scores", alarms.equal_scores, text))
     if alarms.length != "off":
@@ -50,15 +50,15 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
 
 
 def step_alarms(
-    config: RunConfig, update: Update, kl_in_reward: float | None, handed_over: HandOver
+    config: RunConfig, update: Update, kl_in_reward: float | None, weight_sync: WeightSync
 ) -> tuple[Alarm, ...]:
     """Alarms that the update and the hand-over after it raise."""
     alarms, policy = config.alarms, update.policy
     found = []
     if update.failure is not None:
         found.append(Alarm(NON_FINITE, alarms.non_finite, str(update.failure)))
-    if handed_over.warning:  # all tensors are equal, and its log-probabilities are further off than usual
-        found.append(Alarm("canary", "tell", handed_over.warning))
+    if weight_sync.warning:  # all tensors are equal, and its log-probabilities are further off than usual
+        found.append(Alarm("canary", "tell", weight_sync.warning))
     norm = 0.0 if policy is None else policy.largest_grad_norm
     if alarms.grad_norm != "off" and norm > alarms.grad_norm_above:
         largest = f"the largest norm of a mini-batch's gradient is {norm:.4g}"
@@ -75,7 +75,7 @@ def step_alarms(
     return tuple(found)
 
 
-def _all_equal(experience: Experience) -> bool:
+def _have_equal_scores(experience: Experience) -> bool:
     scored = [
         (group, score.total)
         for group, score in zip(experience.group_ids, experience.scores, strict=True)
@@ -86,7 +86,7 @@ def _all_equal(experience: Experience) -> bool:
     return len(set(scored)) == num_groups < len(scored)
 
 
-def save_failure(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
+def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
     """Write the batch (`.safetensors`) and its answers (`.json`); which prompt ids hold a non-finite number."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)}

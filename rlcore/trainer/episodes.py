@@ -17,11 +17,11 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.evaluation.result import vote
 from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import SamplingRequest, turn_seed
-from rlcore.rollout.environment import PLAY, Episode, turn_of
+from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
 from rlcore.rollout.turns import TurnTokens
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.generate import generate, shared_out
+from rlcore.trainer.generate import generate, split_requests
 from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
@@ -30,13 +30,13 @@ _MARK = "[environment]"
 
 
 @dataclass(slots=True)
-class _Playing:
+class _OpenEpisode:
     """An episode in the making: of which request, its tokens so far, and what the environment has said."""
 
     request: SamplingRequest
     prompt: Prompt
     limit: int
-    said: Episode
+    record: Episode
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
@@ -55,35 +55,35 @@ class _Playing:
         tokens = min(left, max_turn_tokens) if max_turn_tokens else left
         return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
 
-    def write(self, rollout: Rollout, text: str) -> None:
+    def add_response(self, rollout: Rollout, text: str) -> None:
         """Add what the model has written in a turn."""
-        self._add(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
-        self.said.texts.append(text)
+        self._add_tokens(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
+        self.record.texts.append(text)
         self.lines.append(text)
         if rollout.finish_reason == "length" and len(self.token_ids) >= self.limit:
             self._end_at_limit()
 
-    def read(self, reply: str, ids: Sequence[int]) -> bool:
+    def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
         """Add the environment's message, or end where it leaves no token to the model; whether it was added."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
-        self._add(ids, [0.0] * len(ids), sampled=False)
-        self._show(reply)
+        self._add_tokens(ids, [0.0] * len(ids), sampled=False)
+        self._add_lines(reply)
         return True
 
-    def reward_turn(self, score: Score, *, last: bool) -> str:
+    def add_reward(self, score: Score, *, last: bool) -> str:
         """Count a turn's reward; returns the reply. A failed turn ends the episode, which has no score then."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""
-        turn = turn_of(score)
+        turn = turn_from_score(score)
         self.reward += turn.reward
         self.parts |= turn.parts
         if turn.reward:
             self.rewards.append((len(self.token_ids) - 1, turn.reward))
-            self._show(f"reward {turn.reward:.3g}")
-        self.said.replies.append(turn.reply)
+            self._add_lines(f"reward {turn.reward:.3g}")
+        self.record.replies.append(turn.reply)
         if turn.done or last:
             self.is_open = False
         return turn.reply
@@ -105,14 +105,14 @@ class _Playing:
         """The sum of the turns' rewards, with the parts and the number of turns; votes count the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
-        parts = {**self.parts, "turns": float(len(self.said.texts))}
-        return Score(self.reward, parts, said=vote("\n".join(self.said.texts)))
+        parts = {**self.parts, "turns": float(len(self.record.texts))}
+        return Score(self.reward, parts, said=vote("\n".join(self.record.texts)))
 
-    def _show(self, said: str) -> None:
+    def _add_lines(self, said: str) -> None:
         """Add an environment's lines to the text that people read."""
         self.lines += [f"{_MARK} {line}" for line in said.splitlines() or [""]]
 
-    def _add(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+    def _add_tokens(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
         self.token_ids += ids
         self.logprobs += logprobs
         self.is_sampled += [sampled] * len(ids)
@@ -165,38 +165,38 @@ class Episodes(AbstractContextManager["Episodes"]):
             EngineError: an engine answered with other weights than `policy_version`, or no environment can be started.
         """
         max_kept = -(-len(requests) // len(self._pools))
-        playing = [self._begun(request, max_kept) for request in requests]
+        playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):
             self._reset(playing)
-        homes = shared_out(requests, group.world_size)
+        homes = split_requests(requests, group.world_size)
         for turn in range(self._config.episode.max_turns):
             if any(one.is_open for one in playing):
-                self._round(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
+                self._play_turn(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
         texts = ["\n".join(one.lines) for one in playing]
         return [one.rollout(policy_version) for one in playing], [one.score() for one in playing], texts
 
-    def _begun(self, request: SamplingRequest, max_kept: int) -> _Playing:
+    def _open_episode(self, request: SamplingRequest, max_kept: int) -> _OpenEpisode:
         self._num_played += 1
         prompt = request.prompt
-        said = Episode.begun(
+        said = Episode.start(
             str(self._num_played), self._config, prompt.ground_truth_json, request.environment_seed, max_kept=max_kept
         )
-        return _Playing(request, prompt, request.limit(self._config.rollout.max_response_tokens), said)
+        return _OpenEpisode(request, prompt, request.limit(self._config.rollout.max_response_tokens), said)
 
-    def _reset(self, playing: Sequence[_Playing]) -> None:
-        jobs = [self._asked(index, one) for index, one in enumerate(playing)]
+    def _reset(self, playing: Sequence[_OpenEpisode]) -> None:
+        jobs = [self._submit_turn(index, one) for index, one in enumerate(playing)]
         for index, (one, job) in enumerate(zip(playing, jobs, strict=True)):
-            message = one.reward_turn(self._collected(index, job), last=False)
+            message = one.add_reward(self._collect_turn(index, job), last=False)
             if one.is_open and message:
-                shown, prompt, ids = self._tokens.opening(one.prompt.token_ids, message)
+                shown, prompt, ids = self._tokens.first_message_tokens(one.prompt.token_ids, message)
                 one.prompt = replace(one.prompt, token_ids=prompt)
-                if not one.read(shown, ids):
+                if not one.add_reply(shown, ids):
                     one.failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
 
-    def _round(
+    def _play_turn(
         self,
         group: WorkerGroup,
-        playing: Sequence[_Playing],
+        playing: Sequence[_OpenEpisode],
         turn: int,
         sampling: SamplingConfig,
         homes: Sequence[Sequence[int]],
@@ -215,22 +215,22 @@ class Episodes(AbstractContextManager["Episodes"]):
             texts = self._decode([rollout.response_ids for _, rollout in some])
             for (place, rollout), text in zip(some, texts, strict=True):
                 one = playing[indices[place]]
-                one.write(rollout, text)
-                jobs[indices[place]] = self._asked(indices[place], one)
+                one.add_response(rollout, text)
+                jobs[indices[place]] = self._submit_turn(indices[place], one)
 
         with clock.phase("gen"):
             asked = [playing[index].next_request(turn, settings.max_turn_tokens) for index in indices]
             limit = self._config.rollout.max_response_tokens
-            generate(group, asked, sampling, limit, policy_version=policy_version, take=take, shares=shares)
+            generate(group, asked, sampling, limit, policy_version=policy_version, on_finished=take, shares=shares)
         with clock.phase("environment"):
             for index in indices:
                 one = playing[index]
-                reply = one.reward_turn(self._collected(index, jobs[index]), last=turn + 1 == settings.max_turns)
+                reply = one.add_reward(self._collect_turn(index, jobs[index]), last=turn + 1 == settings.max_turns)
                 if one.is_open:
-                    one.read(*self._tokens.between(one.token_ids[-1], reply))
+                    one.add_reply(*self._tokens.reply_tokens(one.token_ids[-1], reply))
 
-    def _asked(self, index: int, one: _Playing) -> ScoringJob:
-        return self._pools[index % len(self._pools)].submit([one.said.asked()], [one.said.truth])
+    def _submit_turn(self, index: int, one: _OpenEpisode) -> ScoringJob:
+        return self._pools[index % len(self._pools)].submit([one.record.to_json()], [one.record.truth])
 
-    def _collected(self, index: int, job: ScoringJob) -> Score:
+    def _collect_turn(self, index: int, job: ScoringJob) -> Score:
         return self._pools[index % len(self._pools)].collect(job)[0]

@@ -11,24 +11,24 @@ from torch import Tensor
 from rlcore.algos.advantages import (
     SequenceAdvantage,
     bind_advantage,
-    comparable,
+    broadcast_to_tokens,
     gae,
     group_advantages,
+    has_scored_peer,
     reinforce_pp,
-    spread,
     token_rewards,
     whiten,
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum
 from rlcore.algos.kl import kl_estimate
-from rlcore.algos.loss_call import advantage_problem, checked
-from rlcore.algos.off_policy import importance_weights, rejected
+from rlcore.algos.loss_call import advantage_problem, check_results
+from rlcore.algos.off_policy import importance_weights, rejection_mask
 from rlcore.config import AlgoConfig
 from rlcore.types import PackedBatch, Score, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class ForwardResults:
     """Results of the forward passes before an update, Float[T] each; None where the algorithm does not need it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
@@ -42,25 +42,25 @@ class Estimate:
     """`batch` is what updates use. `rewards` Float[N]: scores less the KL in the reward. `returns` Float[T]: for
     reporting (the advantages, for methods without a critic, as the field has it). `kl_in_reward`: mean per answer
     token, None where there is none. `share_left_out`: answer tokens that `algo.rejection` and
-    `algo.mask_truncated` leave out of the update; None where neither is on. `answer_mask`: the loss mask with them."""
+    `algo.mask_truncated` leave out of the update; None where neither is on. `response_mask`: the loss mask with them."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]
     returns: Float[Tensor, "T"]
     kl_in_reward: float | None
-    share_left_out: float | None
-    answer_mask: Bool[Tensor, "T"]
+    masked_share: float | None
+    response_mask: Bool[Tensor, "T"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ScoreParts:
     """The parts of the scores that `reward.weights` names: `values` Float[N, K], `weights` Float[K]."""
 
     values: Float[Tensor, "N K"]
     weights: Float[Tensor, "K"]
 
     @classmethod
-    def of(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "Parts":
+    def from_scores(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "ScoreParts":
         """The weighted parts, in their order (0 for an answer without a score, which nothing reads); without weights
         the total alone."""
         if not weights:
@@ -71,13 +71,13 @@ class Parts:
 
 def estimate(
     packed: PackedBatch,
-    passes: Passes,
+    passes: ForwardResults,
     greedy_scores: Sequence[float] | None,
     *,
     algo: AlgoConfig,
     kl_coef: float,
-    parts: Parts | None = None,
-    is_cut: Bool[Tensor, "N"] | None = None,
+    parts: ScoreParts | None = None,
+    is_truncated: Bool[Tensor, "N"] | None = None,
     turn_rewards: Float[Tensor, "T"] | None = None,
 ) -> Estimate:
     """Advantages and returns by `algo.advantage`.
@@ -110,15 +110,15 @@ def estimate(
     elif algo.advantage == "reinforce_pp":
         advantages, returns = reinforce_pp(token_level, mask, sequence_ids, gamma=algo.gamma)
     else:
-        parts = parts or Parts(rewards[:, None], torch.ones(1))
+        parts = parts or ScoreParts(rewards[:, None], torch.ones(1))
         sequence_level = _sequence_advantages(packed, rewards, greedy_scores, parts, algo)
-        advantages = returns = spread(sequence_level, mask, sequence_ids)
+        advantages = returns = broadcast_to_tokens(sequence_level, mask, sequence_ids)
     weights = mask.float()
     if algo.importance.mode != "off":
         assert old_logprobs is not None, "an importance weight is a ratio to the old policy"
         rows = (mask, sequence_ids, packed.num_sequences)
         weights = importance_weights(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.importance)
-    kept = _kept(packed, old_logprobs, is_cut, algo)
+    kept = _update_mask(packed, old_logprobs, is_truncated, algo)
     share_left_out = None
     if kept is not mask and mask.any():
         share_left_out = 1 - (kept.sum() / mask.sum()).item()
@@ -134,7 +134,7 @@ def estimate(
     return Estimate(batch, rewards, returns, kl_in_reward, share_left_out, mask)
 
 
-def _kept(
+def _update_mask(
     packed: PackedBatch, old_logprobs: Float[Tensor, "T"] | None, is_cut: Bool[Tensor, "N"] | None, algo: AlgoConfig
 ) -> Bool[Tensor, "T"]:
     """The mask of the update: without what is left out of it after it has counted in its group."""
@@ -142,7 +142,7 @@ def _kept(
     if algo.rejection.level != "off":
         assert old_logprobs is not None, "a rejection measures the distance to the old policy"
         rows = (packed.loss_mask, sequence_ids, packed.num_sequences)
-        kept = kept & ~rejected(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
+        kept = kept & ~rejection_mask(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
     if algo.mask_truncated:
         assert is_cut is not None, "a mask of truncated answers needs to know them"
         kept = kept & ~is_cut[sequence_ids]
@@ -153,7 +153,7 @@ def _sequence_advantages(
     packed: PackedBatch,
     rewards: Float[Tensor, "N"],
     greedy_scores: Sequence[float] | None,
-    parts: Parts,
+    parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
     """An advantage for each answer; 0 without a score, and where no score is there to compare its own with."""
@@ -161,7 +161,7 @@ def _sequence_advantages(
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()
     else:
-        chosen = comparable(packed.score_mask, packed.group_ids)
+        chosen = has_scored_peer(packed.score_mask, packed.group_ids)
     lengths = packed.loss_lengths()
     advantages = torch.zeros_like(rewards)
     if algo.advantage_function is not None:
@@ -169,7 +169,7 @@ def _sequence_advantages(
             function = bind_advantage(
                 algo, lengths=lengths[chosen], parts=parts.values[chosen], part_weights=parts.weights
             )
-            function = checked(function, "algo.advantage", algo.advantage, advantage_problem)
+            function = check_results(function, "algo.advantage", algo.advantage, advantage_problem)
             advantages[chosen] = function(rewards[chosen], packed.group_ids[chosen]).to(advantages.dtype)
         return advantages
     advantages[chosen] = group_advantages(

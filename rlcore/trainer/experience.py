@@ -7,24 +7,24 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rlcore.algos.advantages import informative_groups, overlong_penalty
+from rlcore.algos.advantages import groups_with_signal, overlong_penalty
 from rlcore.batching.loader import MixedStream, PromptStream
-from rlcore.batching.pass_counts import CountedRows
+from rlcore.batching.pass_counts import RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import UnscoredError
 from rlcore.models.tokenizer import Decode
-from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, requests_for
+from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.generate import generate, shared_out
+from rlcore.trainer.generate import generate, split_requests
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
 
-class EarlyScores:
+class StreamScorer:
     """Decodes answers as they end, in a thread, and gives them to the scoring pool, whose processes work beside the
     engine too."""
 
@@ -34,7 +34,7 @@ class EarlyScores:
         self._beside = ThreadPoolExecutor(1)
         self._jobs: list[tuple[list[int], Future[tuple[list[str], ScoringJob]]]] = []
 
-    def take(self, some: Sequence[tuple[int, Rollout]]) -> None:
+    def submit(self, some: Sequence[tuple[int, Rollout]]) -> None:
         """Start to score a few answers; returns at once."""
         self._jobs.append(([index for index, _ in some], self._beside.submit(self._start, [one for _, one in some])))
 
@@ -53,11 +53,11 @@ class EarlyScores:
         return [score for score, _ in found], [text for _, text in found]
 
 
-ScoredAnswer = tuple[Rollout, Score, str]
+ScoredResponse = tuple[Rollout, Score, str]
 """An answer, its score, and its text, which was scored."""
 
 
-class Answerer:
+class ResponseSampler:
     """Has requests answered by the engines of all ranks, in episodes where `episodes` plays them, and scored."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Answerer:
         """See `ScoringPool.unscored`."""
         return (self._episodes or self.scoring).unscored
 
-    def answer(
+    def sample(
         self,
         requests: Sequence[SamplingRequest],
         sampling: SamplingConfig,
@@ -84,7 +84,7 @@ class Answerer:
         policy_version: int,
         clock: PhaseClock | None = None,
         shares: Sequence[Sequence[int]] | None = None,
-    ) -> list[ScoredAnswer]:
+    ) -> list[ScoredResponse]:
         """Answers in the order of the requests; with scoring processes they are scored while others are written.
         `shares`: see `generate`.
 
@@ -96,11 +96,11 @@ class Answerer:
             played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
             return list(zip(*played, strict=True))
         limit = self.config.rollout.max_response_tokens
-        early = EarlyScores(self.scoring, self.decode) if self.config.reward.num_processes else None
-        take = None if early is None else early.take
+        early = StreamScorer(self.scoring, self.decode) if self.config.reward.num_processes else None
+        take = None if early is None else early.submit
         with clock.phase("gen"):
             rollouts = generate(
-                self.group, requests, sampling, limit, policy_version=policy_version, take=take, shares=shares
+                self.group, requests, sampling, limit, policy_version=policy_version, on_finished=take, shares=shares
             )
         with clock.phase("reward"):
             if early is not None:
@@ -131,25 +131,25 @@ class Experience:
     """What the step has changed of them."""
 
     @property
-    def num_answer_tokens(self) -> int:
+    def num_response_tokens(self) -> int:
         """Tokens of all answers, those of environments among them."""
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     @property
     def num_generated_tokens(self) -> int:
         """The same with the groups dropped."""
-        return self.num_answer_tokens + self.num_tokens_dropped
+        return self.num_response_tokens + self.num_tokens_dropped
 
 
 class ExperienceCollector:
     """Draws prompts, has them answered and scored; replaces groups that teach nothing, if asked."""
 
     def __init__(
-        self, answerer: Answerer, stream: PromptStream[Prompt] | MixedStream, counted: CountedRows | None = None
+        self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
         """`counted`: the rows of `stream` with their passes, where they are drawn by weights."""
-        self._config = answerer.config
-        self._answerer = answerer
+        self._config = sampler.config
+        self._answerer = sampler
         self._stream = stream
         self._counted = counted
         self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
@@ -158,16 +158,16 @@ class ExperienceCollector:
         """Draw the prompts of the step after `state` ahead and share them out, while the ranks work on something
         else."""
         requests = self._first_requests(state)
-        self._prepared = {state: (requests, shared_out(requests, self._answerer.group.world_size))}
+        self._prepared = {state: (requests, split_requests(requests, self._answerer.group.world_size))}
 
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
         if self._counted is not None:
-            self._stream.weigh(self._counted.weights(state.pass_counts))
+            self._stream.set_weights(self._counted.weights(state.pass_counts))
         return self._requests(state, 0, self._config.trainer.batch_size)
 
     def _requests(self, state: LoopState, drawn: int, count: int) -> list[SamplingRequest]:
         """Requests for the next prompts; `drawn`: those of this step before them."""
-        return requests_for(
+        return make_requests(
             self._stream.take(state.num_prompts_drawn + drawn, count),
             self._config.rollout.samples_per_prompt,
             run_seed=self._config.seed,
@@ -186,18 +186,18 @@ class ExperienceCollector:
         requests, shares = self._prepared.get(state) or (self._first_requests(state), None)
         wanted = config.trainer.batch_size
         dynamic = config.algo.dynamic_sampling
-        kept: list[ScoredAnswer] = []
-        rest: list[ScoredAnswer] = []
+        kept: list[ScoredResponse] = []
+        rest: list[ScoredResponse] = []
         drawn = 0
         tally: dict[int, tuple[int, int]] = {}
         group_size = config.rollout.samples_per_prompt
         for refill in range(1 + dynamic.max_refills):
             if refill:
                 requests, shares = self._requests(state, drawn, wanted - len(kept) // group_size), None
-            answers = self._answerer.answer(
+            answers = self._answerer.sample(
                 requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
             )
-            count_passes(answers, tally)  # of every group, kept or not, and before the penalty on lengths
+            count_solved(answers, tally)  # of every group, kept or not, and before the penalty on lengths
             drawn += len(requests) // group_size
             useful = self._informative(answers) if dynamic.enabled else [True] * len(answers)
             kept += [answer for answer, good in zip(answers, useful, strict=True) if good]
@@ -206,12 +206,12 @@ class ExperienceCollector:
                 break
         if not tally:
             failures = [str(score.failure) for _, score, _ in answers]
-            raise without_figures(f"step {state.step + 1}", config.data.environment or config.data.scorer, failures)
+            raise all_unscored_error(f"step {state.step + 1}", config.data.environment or config.data.scorer, failures)
         num_spare = wanted * group_size - len(kept)
         # the penalty comes after the filter, which asks for differing scores, not for differing lengths
         filled, dropped = self._with_overlong_penalty(kept + rest[:num_spare]), rest[num_spare:]
         counted = self._counted
-        after, metrics = ("", {}) if counted is None else counted.after(state.pass_counts, tally)
+        after, metrics = ("", {}) if counted is None else counted.update(state.pass_counts, tally)
         return Experience(
             rollouts=tuple(rollout for rollout, _, _ in filled),
             scores=tuple(score for _, score, _ in filled),
@@ -234,12 +234,12 @@ class ExperienceCollector:
         unique = list(dict.fromkeys(prompts))
         requests = [SamplingRequest(prompt, sample_index=-1, seed=0) for prompt in unique]
         answers = self._with_overlong_penalty(
-            self._answerer.answer(requests, SamplingConfig(temperature=0), policy_version=version, clock=clock)
+            self._answerer.sample(requests, SamplingConfig(temperature=0), policy_version=version, clock=clock)
         )
         found = dict(zip(unique, (score for _, score, _ in answers), strict=True))
         return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
 
-    def _with_overlong_penalty(self, answers: list[ScoredAnswer]) -> list[ScoredAnswer]:
+    def _with_overlong_penalty(self, answers: list[ScoredResponse]) -> list[ScoredResponse]:
         overlong = self._config.algo.overlong
         if not overlong.enabled:
             return answers
@@ -251,15 +251,15 @@ class ExperienceCollector:
             for (rollout, score, text), extra in zip(answers, penalties.tolist(), strict=True)
         ]
 
-    def _informative(self, answers: Sequence[ScoredAnswer]) -> list[bool]:
+    def _informative(self, answers: Sequence[ScoredResponse]) -> list[bool]:
         group_size = self._config.rollout.samples_per_prompt
         scores = torch.tensor([score.total for _, score, _ in answers])
         score_mask = torch.tensor([score.failure is None for _, score, _ in answers])
         groups = torch.arange(len(answers)) // group_size
-        return informative_groups(scores, score_mask, groups).tolist()
+        return groups_with_signal(scores, score_mask, groups).tolist()
 
 
-def without_figures(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
+def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
     """The error where nothing can be made of the answers, given why those that have no score have none."""
     return UnscoredError(
         f"{where}: has no figures, for {len(failures):,} answers have no score; {scorer} failed, the last time: "
@@ -267,7 +267,7 @@ def without_figures(where: str, scorer: str, failures: Sequence[str]) -> Unscore
     )
 
 
-def count_passes(answers: Sequence[ScoredAnswer], tally: dict[int, tuple[int, int]]) -> None:
+def count_solved(answers: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
     """Add (right answers, scored answers) of each prompt to a tally by `prompt_id`."""
     for rollout, score, _ in answers:
         if score.failure is None:

@@ -11,7 +11,7 @@ from rlcore.types import Rollout
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
-Take = Callable[[Sequence[tuple[int, Rollout]]], None]
+OnFinished = Callable[[Sequence[tuple[int, Rollout]]], None]
 """Called with (index of the request, its rollout) of a few answers that have just ended."""
 
 
@@ -22,7 +22,7 @@ def generate(
     max_response_tokens: int,
     *,
     policy_version: int,
-    take: Take | None = None,
+    on_finished: OnFinished | None = None,
     shares: Sequence[Sequence[int]] | None = None,
 ) -> list[Rollout]:
     """Answers in the order of the requests. `shares`: indices of the requests for each rank; without it they are shared
@@ -31,7 +31,7 @@ def generate(
     Raises:
         EngineError: an engine answered with other weights than `policy_version`.
     """
-    indices = shared_out(requests, group.world_size) if shares is None else shares
+    indices = split_requests(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens) for mine in indices]
     ordered: dict[int, Rollout] = {}
 
@@ -44,14 +44,14 @@ def generate(
                     f"{rollout.policy_version}, the trainer is at {policy_version}"
                 )
         ordered.update(found)
-        if take is not None:
-            take(found)
+        if on_finished is not None:
+            on_finished(found)
 
     group.stream(Worker.generate, arguments, arrived)
     return [ordered[index] for index in range(len(requests))]
 
 
-def shared_out(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
+def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
     """Indices of the requests for each rank."""
     by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
     num_parts = min(world_size, len(by_prompt))

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
-from rlcore.batching.balance import Deal
+from rlcore.batching.balance import Assignment
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
-from rlcore.workers.canary import HandOver
+from rlcore.workers.canary import WeightSync
 from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
@@ -33,29 +33,29 @@ def step_metrics(config: RunConfig, experience: Experience, found: Estimate, upd
     metrics: Metrics = {}
     if update.share_skipped:
         metrics[SKIPPED] = update.share_skipped
-    if found.share_left_out is not None:
-        metrics["rollout_corr/left_out_share"] = found.share_left_out
+    if found.masked_share is not None:
+        metrics["rollout_corr/left_out_share"] = found.masked_share
     if found.kl_in_reward is not None:
         metrics["actor/reward_kl_penalty"] = found.kl_in_reward
     metrics |= reward_metrics(found) | length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
         # A pass of old log-probabilities has those of the tokens that are left out of the update; the update has not.
-        mask = found.answer_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
+        mask = found.response_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
         metrics |= mismatch_metrics(replace(packed, loss_mask=mask), update.logprobs_before, weights)
     return metrics
 
 
-def hand_over_metrics(config: RunConfig, handed_over: HandOver) -> Metrics:
+def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
     """How far the engine was from the trainer on the probe; nothing where the engine is the trainer's own model."""
-    return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": handed_over.difference}
+    return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
 
 
 def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
     num_answer_tokens: int,
-    deal: Deal,
+    deal: Assignment,
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
@@ -85,12 +85,12 @@ def memory_metrics(peaks: Sequence[MemoryPeak]) -> Metrics:
     if peaks[0].reserved_gb:
         metrics["perf/max_memory_allocated_gb"] = max(peak.allocated_gb for peak in peaks)
         metrics["perf/max_memory_reserved_gb"] = max(peak.reserved_gb for peak in peaks)
-    if num_redone := sum(peak.num_redone for peak in peaks):
+    if num_redone := sum(peak.num_retries for peak in peaks):
         metrics["perf/num_passes_redone"] = float(num_redone)
     return metrics
 
 
-def spread(name: str, values: Tensor) -> Metrics:
+def distribution_metrics(name: str, values: Tensor) -> Metrics:
     """Mean, largest and smallest of some values; nothing where there are none."""
     if values.numel() == 0:
         return {}
@@ -107,13 +107,13 @@ def reward_metrics(found: Estimate) -> Metrics:
     packed, values, returns = found.batch.packed, found.batch.old_values, found.returns
     mask = packed.loss_mask
     metrics = {
-        **spread("critic/score", packed.scores[packed.score_mask]),
-        **spread("critic/rewards", found.rewards[packed.score_mask]),
-        **spread("critic/advantages", found.batch.advantages[mask]),
-        **spread("critic/returns", returns[mask]),
+        **distribution_metrics("critic/score", packed.scores[packed.score_mask]),
+        **distribution_metrics("critic/rewards", found.rewards[packed.score_mask]),
+        **distribution_metrics("critic/advantages", found.batch.advantages[mask]),
+        **distribution_metrics("critic/returns", returns[mask]),
     }
     if values is not None and mask.any():
-        metrics |= spread("critic/values", values[mask])
+        metrics |= distribution_metrics("critic/values", values[mask])
         metrics["critic/vf_explained_var"] = explained_variance(values, returns, mask).item()
     return metrics
 
@@ -125,10 +125,10 @@ def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
     read = [int((~one.is_sampled).sum()) for one in experience.rollouts if one.is_sampled is not None]
     return {
-        **spread("environment_length", torch.tensor(read)),
-        **spread("prompt_length", prompts),
+        **distribution_metrics("environment_length", torch.tensor(read)),
+        **distribution_metrics("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= config.filter.max_prompt_tokens).float().mean().item(),
-        **spread("response_length", responses),
+        **distribution_metrics("response_length", responses),
         "response_length/clip_ratio": (cut & (responses >= config.rollout.max_response_tokens)).float().mean().item(),
     }
 
@@ -183,7 +183,7 @@ def mismatch_metrics(
         "training/rollout_probs_diff_std": difference.std(correction=0).item(),
     }
     if importance_weights is not None:
-        metrics |= spread("rollout_corr/weight", importance_weights[mask])
+        metrics |= distribution_metrics("rollout_corr/weight", importance_weights[mask])
     return metrics
 
 

@@ -11,29 +11,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.kl import next_kl_coef
-from rlcore.algos.schedules import next_entropy_added
-from rlcore.batching.balance import Deal, Dealer, Shares
+from rlcore.algos.schedules import next_entropy_bonus
+from rlcore.batching.balance import Assignment, Balancer, RankShares
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
-from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
+from rlcore.trainer.alarms import Alarm, batch_alarms, save_failed_batch, step_alarms
 from rlcore.trainer.clock import EnterPhase, PhaseClock
-from rlcore.trainer.estimate import Estimate, Parts, Passes, estimate
+from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
-from rlcore.trainer.metrics import Metrics, cost_metrics, hand_over_metrics, memory_metrics, step_metrics
+from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics, weight_sync_metrics
 from rlcore.trainer.update import (
     SharedBatch,
     Update,
-    measured_before,
+    apply_selection,
+    logprobs_before_update,
     needs_old_logprobs,
     update_models,
-    with_selection,
 )
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.passes import Shortage
+from rlcore.workers.passes import OomRetry
 from rlcore.workers.worker import Worker, WorkerInfo
 
 
@@ -49,7 +49,7 @@ class StepResult:
     batch: TrainBatch | None = None
     logprobs_before: Float[Tensor, "T"] | None = None
     alarms: tuple[Alarm, ...] = ()
-    shortages: tuple[Shortage, ...] = ()
+    shortages: tuple[OomRetry, ...] = ()
 
 
 class GroupTrainer:
@@ -61,26 +61,26 @@ class GroupTrainer:
         self._group = group
         self._enter_phase = enter_phase
 
-    def _deal(self, packed: PackedBatch, prompts_per_mini_batch: int) -> Deal:
+    def _deal(self, packed: PackedBatch, prompts_per_mini_batch: int) -> Assignment:
         """Which rank works on which sequences."""
-        return Dealer(
+        return Balancer(
             num_ranks=self._group.world_size,
             max_tokens=self._config.trainer.max_tokens_per_micro_batch,
             shape=self._worker_info.shape,
             share_prompts=self._config.model.share_prompts,
-        ).deal(packed, prompts_per_mini_batch)
+        ).assign(packed, prompts_per_mini_batch)
 
     @cached_property
     def _worker_info(self) -> WorkerInfo:
         """What rank 0 found at its start."""
         return self._group.each(Worker.info)[0]
 
-    def _begin_memory(self) -> Pending[MemoryPeak]:
+    def _request_memory_peaks(self) -> Pending[MemoryPeak]:
         """Ask for the memory of each rank."""
         return self._group.begin(Worker.memory_peak, [()] * self._group.world_size)
 
 
-def of_memory(peaks: Sequence[MemoryPeak]) -> tuple[Metrics, tuple[Shortage, ...]]:
+def collect_memory(peaks: Sequence[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
     """The metrics of the ranks' memory, and the passes since the last call that ran out of it."""
     return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
 
@@ -110,15 +110,18 @@ class Trainer(GroupTrainer):
         passes = self._forward_passes(packed, dealt.whole, clock)
         with clock.phase("adv"):
             found = self._estimate(packed, passes, experience, state.kl_coef)
-            batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
-            shared = self._shared(batch, packed, dealt)
+            batch = apply_selection(config, found.batch, passes.entropy, num_finished=state.step)
+            shared = self._share_batch(batch, packed, dealt)
         if config.algo.kl.where == "loss":
-            shared = self._with_reference(shared, clock)
+            shared = self._add_ref_logprobs(shared, clock)
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
-            hand_over, memory = self._group.begin(Worker.hand_over, versions), self._begin_memory()  # and beside them:
+            hand_over, memory = (
+                self._group.begin(Worker.sync_weights, versions),
+                self._request_memory_peaks(),
+            )  # and beside them:
             after = self._state_after(state, experience, found, update)
             described = step_metrics(config, experience, found, update)
             used = replace(found.batch, ref_logprobs=shared.batch.ref_logprobs)
@@ -129,7 +132,7 @@ class Trainer(GroupTrainer):
             "training/global_step": float(after.step),
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
-            **hand_over_metrics(config, handed_over),
+            **weight_sync_metrics(config, handed_over),
             **described,
             **cost_metrics(
                 config,
@@ -140,20 +143,22 @@ class Trainer(GroupTrainer):
                 self._worker_info,
             ),
         }
-        peaks, shortages = of_memory(memory.result())
+        peaks, shortages = collect_memory(memory.result())
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
-    def _estimate(self, packed: PackedBatch, passes: Passes, experience: Experience, kl_coef: float) -> Estimate:
+    def _estimate(
+        self, packed: PackedBatch, passes: ForwardResults, experience: Experience, kl_coef: float
+    ) -> Estimate:
         config = self._config
-        parts = Parts.of(experience.scores, config.reward.weights)
+        parts = ScoreParts.from_scores(experience.scores, config.reward.weights)
         is_cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
         early = place_turn_rewards(experience.rollouts, packed) if config.episode.reward_per_turn else None
         return estimate(
-            packed, passes, experience.greedy_scores, algo=config.algo, kl_coef=kl_coef, parts=parts, is_cut=is_cut,
+            packed, passes, experience.greedy_scores, algo=config.algo, kl_coef=kl_coef, parts=parts, is_truncated=is_cut,
             turn_rewards=early,
         )  # fmt: skip
 
-    def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
+    def _forward_passes(self, packed: PackedBatch, shares: RankShares, clock: PhaseClock) -> ForwardResults:
         """What the estimate needs: old log-probabilities, entropies, values, and those of the reference in a reward."""
         config = self._config
         old: Tensor | None = None
@@ -162,20 +167,20 @@ class Trainer(GroupTrainer):
             old = packed.behavior_logprobs
         elif needs_old_logprobs(config):
             with_entropy = config.algo.top_entropy < 1
-            old = self._computed(Worker.old_logprobs, "old_log_prob", packed, shares, clock, with_entropy)
+            old = self._run_forward(Worker.old_logprobs, "old_log_prob", packed, shares, clock, with_entropy)
             if with_entropy:
                 old, entropy = old.unbind(1)
-        values = None if config.critic is None else self._computed(Worker.values, "values", packed, shares, clock)
+        values = None if config.critic is None else self._run_forward(Worker.values, "values", packed, shares, clock)
         in_reward = config.algo.kl.where == "reward"
-        ref = self._computed(Worker.ref_logprobs, "ref", packed, shares, clock) if in_reward else None
-        return Passes(old, ref, values, entropy)
+        ref = self._run_forward(Worker.ref_logprobs, "ref", packed, shares, clock) if in_reward else None
+        return ForwardResults(old, ref, values, entropy)
 
-    def _computed(
+    def _run_forward(
         self,
         verb: Callable[..., Tensor],
         phase: str,
         packed: PackedBatch,
-        shares: Shares,
+        shares: RankShares,
         clock: PhaseClock,
         *more: bool,
     ) -> Float[Tensor, "T ..."]:
@@ -184,18 +189,18 @@ class Trainer(GroupTrainer):
             arguments = [(select(packed, mine), shares.num_micro, *more) for mine in shares.sequences]
             return scatter_tokens(self._group.begin(verb, arguments).result(), packed.cu_seqlens, shares.sequences)
 
-    def _shared(self, batch: TrainBatch, packed: PackedBatch, dealt: Deal) -> SharedBatch:
+    def _share_batch(self, batch: TrainBatch, packed: PackedBatch, dealt: Assignment) -> SharedBatch:
         """The batch shared out to the ranks: as `packed` was for the passes, unless tokens have lost their loss."""
         if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # other costs, and other prompts in common
             dealt = self._deal(batch.packed, self._config.trainer.mini_batch_size)
-        shared = SharedBatch.of(self._config, batch, dealt)
+        shared = SharedBatch.from_deal(self._config, batch, dealt)
         return replace(shared, parts=self._group.send(shared.parts))
 
-    def _with_reference(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
+    def _add_ref_logprobs(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
         """The batch with the reference's log-probabilities. The ranks keep those of their parts for the update."""
         with clock.phase("ref"):
             arguments = [(part, shared.deal.whole.num_micro) for part in shared.parts]
-            of_ranks = self._group.begin(Worker.keep_ref_logprobs, arguments).result()
+            of_ranks = self._group.begin(Worker.cache_ref_logprobs, arguments).result()
             whole = scatter_tokens(of_ranks, shared.batch.packed.cu_seqlens, shared.sequences)
         return replace(shared, batch=replace(shared.batch, ref_logprobs=whole))
 
@@ -213,12 +218,12 @@ class Trainer(GroupTrainer):
             NonFiniteError: the update is not finite and `alarms.non_finite` is stop.
         """
         if any(alarm.action == "skip" for alarm in alarms):
-            return Update(share_skipped=1.0, logprobs_before=measured_before(self._config, shared.batch))
+            return Update(share_skipped=1.0, logprobs_before=logprobs_before_update(self._config, shared.batch))
         update = update_models(self._config, self._group, shared, state, clock)
         if update.failure is None:
             return update
         number = state.step + 1
-        file, prompt_ids = save_failure(self._failures, number, experience, shared.batch)
+        file, prompt_ids = save_failed_batch(self._failures, number, experience, shared.batch)
         rows = f"prompts {prompt_ids}" if prompt_ids else "no single row: its inputs are all finite"
         text = f"step {number}: {update.failure} Batch saved to {file}; non-finite inputs in {rows}."
         failure = NonFiniteError(text)
@@ -235,7 +240,7 @@ class Trainer(GroupTrainer):
         entropy_added = state.entropy_added
         if update.policy is not None and update.share_skipped < 1:
             observed_entropy = update.policy.stats.mean_entropy()
-            entropy_added = next_entropy_added(entropy_added, observed_entropy, settings=algo)
+            entropy_added = next_entropy_bonus(entropy_added, observed_entropy, settings=algo)
         return replace(
             state,
             step=state.step + 1,

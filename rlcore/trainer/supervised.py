@@ -15,7 +15,7 @@ from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.metrics import Metrics, cost_metrics
-from rlcore.trainer.step import GroupTrainer, StepResult, of_memory
+from rlcore.trainer.step import GroupTrainer, StepResult, collect_memory
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
@@ -63,7 +63,7 @@ class SupervisedTrainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
             num_tokens=state.num_tokens + packed.num_tokens,
         )
-        memory, shortages = of_memory(self._begin_memory().result())
+        memory, shortages = collect_memory(self._request_memory_peaks().result())
         return StepResult(after, metrics | memory, shortages=shortages)
 
     def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:

@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, masked
-from rlcore.algos.losses import asks_for
+from rlcore.algos.losses import has_argument
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
-from rlcore.batching.balance import Deal, mini_batches
+from rlcore.batching.balance import Assignment, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import AlgoConfig, RunConfig
@@ -25,14 +25,14 @@ from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
 from rlcore.types import TrainBatch
 from rlcore.workers.group import WorkerGroup
-from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates
+from rlcore.workers.trained_model import MiniBatch, ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 
 S = TypeVar("S", bound=Statistics)
 
 
 @dataclass(frozen=True, slots=True)
-class Steps(Generic[S]):
+class OptimizerSteps(Generic[S]):
     """A model's optimizer steps on one batch: statistics summed over steps and ranks, gradient norms of the steps."""
 
     stats: S
@@ -53,8 +53,8 @@ class Update:
     optimizer step that was not finite.
     """
 
-    policy: Steps[PolicyStatistics] | None = None
-    critic: Steps[ValueStatistics] | None = None
+    policy: OptimizerSteps[PolicyStatistics] | None = None
+    critic: OptimizerSteps[ValueStatistics] | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     share_skipped: float = 0.0
@@ -99,21 +99,21 @@ def needs_old_logprobs(config: RunConfig) -> bool:
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
     is_compared = algo.importance.mode != "off" or algo.rejection.level != "off"
-    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward" or _selects(algo)
+    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward" or _needs_selection(algo)
 
 
-def _selects(algo: AlgoConfig) -> bool:
+def _needs_selection(algo: AlgoConfig) -> bool:
     """Whether a token's weight in the loss depends on its whole mini-batch."""
-    return algo.top_entropy < 1 or algo.clip_cov.share > 0 or asks_for(algo.policy_loss, "covariance_rank")
+    return algo.top_entropy < 1 or algo.clip_cov.share > 0 or has_argument(algo.policy_loss, "covariance_rank")
 
 
-def with_selection(
+def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
     """The batch with what `algo.top_entropy`, `algo.clip_cov` and a loss that asks for `covariance_rank` need, made for
     each mini-batch as a whole; after `num_finished` steps of training. `entropy`: for `algo.top_entropy`."""
     algo, packed = config.algo, batch.packed
-    if not _selects(algo):
+    if not _needs_selection(algo):
         return batch
     assert batch.old_logprobs is not None, "a covariance is one of the old log-probabilities"
     weights, ranks = batch.importance_weights.clone(), torch.ones(packed.num_tokens, dtype=torch.float64)
@@ -132,7 +132,7 @@ def with_selection(
     return replace(batch, importance_weights=weights, covariance_rank=ranks)
 
 
-def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
+def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
     """The trainer's own log-probabilities before the update, where a pass of their own was made."""
     return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
@@ -144,12 +144,12 @@ class SharedBatch:
     a token with a loss, in each epoch."""
 
     batch: TrainBatch
-    deal: Deal
+    deal: Assignment
     parts: Sequence[Any]
     mini_batches: Sequence[MiniBatch]
 
     @classmethod
-    def of(cls, config: RunConfig, batch: TrainBatch, deal: Deal) -> "SharedBatch":
+    def from_deal(cls, config: RunConfig, batch: TrainBatch, deal: Assignment) -> "SharedBatch":
         """The batch as `deal` shares it out."""
         packed = batch.packed
         lengths = packed.loss_lengths()
@@ -184,8 +184,8 @@ def update_models(
     batch = shared.batch
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
-    before = measured_before(config, batch)
-    critic: Steps[ValueStatistics] | None = None
+    before = logprobs_before_update(config, batch)
+    critic: OptimizerSteps[ValueStatistics] | None = None
     lr = lr_at(state.step, optim=config.optim, total_steps=total_steps)
     is_warmed_up = config.critic is None or state.step >= config.critic.warmup_steps
     if config.critic is not None:
@@ -195,7 +195,7 @@ def update_models(
             found, failure = _optimizer_steps(group, Worker.update_critic, of_critic)
         if failure is not None:
             return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
-        critic = _summed(found, critic_lr) if found else None
+        critic = _sum_steps(found, critic_lr) if found else None
     if not is_warmed_up:
         return Update(critic=critic, logprobs_before=before)
     with clock.phase("update_actor"):
@@ -212,7 +212,7 @@ def update_models(
         logprobs = [update.logprobs for update in taken[0] if update.logprobs is not None]
         before = scatter_tokens(logprobs, batch.packed.cu_seqlens, shared.sequences)
     return Update(
-        policy=_summed(taken, lr),
+        policy=_sum_steps(taken, lr),
         critic=critic,
         kl_coef=state.kl_coef,
         entropy_coef=config.algo.entropy_coef + added,
@@ -221,11 +221,11 @@ def update_models(
     )
 
 
-def _summed(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Steps[S]:
+def _sum_steps(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> OptimizerSteps[S]:
     """`taken`: of each optimizer step the result of each rank."""
     stats = functools.reduce(operator.add, (update.stats for by_rank in taken for update in by_rank))
     norms = [by_rank[0].grad_norm for by_rank in taken]
-    return Steps(stats, len(taken), sum(norms) / len(norms), max(norms), lr)
+    return OptimizerSteps(stats, len(taken), sum(norms) / len(norms), max(norms), lr)
 
 
 def _optimizer_steps(

@@ -10,30 +10,30 @@ import numpy as np
 
 from rlcore.config import SamplingConfig
 from rlcore.config.data import ALL_SOURCES
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.rollout.engine import VALIDATION_STREAM, requests_for
-from rlcore.trainer.experience import Answerer, ScoredAnswer
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
+from rlcore.rollout.engine import VALIDATION_STREAM, make_requests
+from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.types import Prompt
 
-Keep = Callable[[Sequence[ScoredAnswer], bool], None]
+OnScored = Callable[[Sequence[ScoredResponse], bool], None]
 """Takes scored answers, and whether they are the greedy ones."""
 
 
 def validate(
-    answerer: Answerer,
+    sampler: ResponseSampler,
     prompts: Sequence[Prompt],
     *,
     name: str,
     step: int,
     policy_version: int,
     suite: str = "",
-    keep: Keep = lambda answers, greedy: None,
+    on_scored: OnScored = lambda answers, greedy: None,
 ) -> ValidationResult:
     """Answers to all `prompts` and their scores, which `keep` is given. `suite`: the fingerprint of theirs, if any."""
-    config, settings = answerer.config, answerer.config.validation
+    config, settings = sampler.config, sampler.config.validation
 
-    def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Answer]:
-        requests = requests_for(
+    def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Response]:
+        requests = make_requests(
             prompts,
             num_samples,
             run_seed=config.seed,
@@ -41,13 +41,13 @@ def validate(
             step=0,
             episode_seed=config.data.seed,
         )
-        found = answerer.answer(requests, sampling, policy_version=policy_version)
-        keep(found, greedy)
-        return as_results(found)
+        found = sampler.sample(requests, sampling, policy_version=policy_version)
+        on_scored(found, greedy)
+        return response_results(found)
 
     answers = answered(settings.samples_per_problem, settings.sampling)
     greedy_answers = answered(1, SamplingConfig(temperature=0.0), greedy=True) if settings.greedy else []
-    texts = answerer.decode([prompt.token_ids for prompt in prompts])
+    texts = sampler.decode([prompt.token_ids for prompt in prompts])
     count = settings.samples_per_problem
     problems = tuple(
         ProblemResult(
@@ -68,15 +68,15 @@ def validate(
         policy_version=policy_version,
         data_source=sources.pop() if len(sources) == 1 else ALL_SOURCES,
         problems=problems,
-        settings=settings.judging,
+        settings=settings.evaluation,
         suite=suite,
     )
 
 
-def as_results(answers: Sequence[ScoredAnswer]) -> list[Answer]:
+def response_results(answers: Sequence[ScoredResponse]) -> list[Response]:
     """The answers as results keep them."""
     return [
-        Answer(
+        Response(
             text=text,
             score=score.total,
             parts=dict(score.parts),

@@ -18,20 +18,20 @@ from rlcore.config import RunConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
-from rlcore.models.memory import HostedWeights, move_together
-from rlcore.models.optim import local_of
+from rlcore.models.memory import OffloadedWeights, compact
+from rlcore.models.optim import local_tensor
 from rlcore.models.parallel import full_state, reshard
 from rlcore.models.policy import CausalPolicy, round_weights
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import Place
-from rlcore.workers.passes import Micro, Parts, PassBudget, restore_order, to_device, total
-from rlcore.workers.trained import ModelUpdate, TrainedModel
+from rlcore.workers.device import Placement
+from rlcore.workers.passes import MicroBatch, MicroBatchRunner, Parts, restore_order, sum_statistics, to_device
+from rlcore.workers.trained_model import ModelUpdate, TrainedModel
 
 
 class Actor(TrainedModel[CausalPolicy]):
     """The trained policy."""
 
-    def __init__(self, config: RunConfig, model_directory: str, place: Place, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: RunConfig, model_directory: str, place: Placement, mesh: DeviceMesh | None) -> None:
         lora = config.model.lora
         policy = load_policy(model_directory, model=config.model, device=place.device)
         if lora is not None:
@@ -41,22 +41,24 @@ class Actor(TrainedModel[CausalPolicy]):
         passes = ("the policy's update", "the policy's log-probabilities")
         super().__init__(config, policy, config.optim, place, mesh, passes)
         offloads = lora is not None and lora.offload
-        self.base = HostedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
+        self.base = OffloadedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
         self._offloads_base = offloads
         self._places: set[int] = set()
 
-    def put_base_away(self) -> None:
+    def offload_base(self) -> None:
         """With `model.lora.offload`, keep the frozen base on the host alone; no pass may come before `base.bring`."""
         reshard(self.model)
-        self.base.put_away()
+        self.base.offload()
         if not self._offloads_base:
             return
         stays = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for state in self.optimizer.state.values():
             stays += [tensor for tensor in state.values() if tensor.device.type == self._place.device.type]
-        if self._places != {local_of(tensor).data_ptr() for tensor in stays}:  # at first, and when moments have come
-            move_together(stays)
-        self._places = {local_of(tensor).data_ptr() for tensor in stays}
+        if self._places != {
+            local_tensor(tensor).data_ptr() for tensor in stays
+        }:  # at first, and when moments have come
+            compact(stays)
+        self._places = {local_tensor(tensor).data_ptr() for tensor in stays}
 
     @torch.no_grad()
     def logprobs(
@@ -74,7 +76,7 @@ class Actor(TrainedModel[CausalPolicy]):
             )
 
     def _without_dropout(self) -> AbstractContextManager[None]:
-        return self.model.evaluating() if self._has_dropout else nullcontext()
+        return self.model.eval_mode() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
         """Make the adapters' dropout in the updates from here on depend on the run's seed, the place in the run and the
@@ -104,7 +106,7 @@ class Actor(TrainedModel[CausalPolicy]):
             if self._has_dropout:  # here, so that a pass that is done again draws as one that was cut so at first
                 torch.manual_seed(self._dropout_seed)
 
-            def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
+            def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
                 loss, statistics, found = self._objective(micro, denominator, kl_coef, entropy_added)
                 if with_logprobs:
                     logprobs.append(found)
@@ -149,12 +151,12 @@ class Actor(TrainedModel[CausalPolicy]):
         return sorted(set().union(*of_ranks))
 
     def _objective(
-        self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
+        self, micro: MicroBatch[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
         algo = self._config.algo
         output = token_logprobs(
             self.model,
-            Micro(micro.host.packed, micro.device.packed),
+            MicroBatch(micro.host.packed, micro.device.packed),
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
         )
@@ -179,7 +181,7 @@ class Actor(TrainedModel[CausalPolicy]):
             NonFiniteError: the loss or the gradient is not finite; the weights are as before.
         """
 
-        def objective(micro: Micro[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
+        def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
             return self._likelihood(micro, num_tokens)
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
@@ -193,11 +195,13 @@ class Actor(TrainedModel[CausalPolicy]):
         """Sums over the answer tokens of a batch, without gradient. A warm start has no adapters."""
 
         def work(parts: Parts) -> SupervisedStatistics:
-            return total([self._likelihood(to_device(batch, part, self._place.device), 1)[1] for part in parts])
+            return sum_statistics(
+                [self._likelihood(to_device(batch, part, self._place.device), 1)[1] for part in parts]
+            )
 
         return self.forward_pass.run(work, batch, num_micro)
 
-    def _likelihood(self, micro: Micro[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
+    def _likelihood(self, micro: MicroBatch[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
         output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
@@ -207,7 +211,7 @@ class Actor(TrainedModel[CausalPolicy]):
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
-def token_logprobs(policy: CausalPolicy, micro: Micro[PackedBatch], **how: Any) -> TokenLogprobs:
+def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **how: Any) -> TokenLogprobs:
     """The policy's pass over a micro-batch; `how`: see `CausalPolicy.forward`."""
     on, host = micro.device, micro.host
     cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
@@ -249,16 +253,16 @@ class Reference:
     none: it is the policy without them (`Actor.logprobs`).
     """
 
-    def __init__(self, config: RunConfig, model_directory: str, place: Place) -> None:
+    def __init__(self, config: RunConfig, model_directory: str, place: Placement) -> None:
         self._config = config
         self._place = place
         # Loaded where it computes: there its kernels are chosen and its layers compiled, as the policy's are.
         policy = load_policy(model_directory, model=config.model, device=place.device)
         self._policy = round_weights(policy, place.dtype).eval().requires_grad_(False)
-        self._weights = HostedWeights(self._policy.parameters() if config.algo.kl.offload else ())
-        self._weights.put_away()
+        self._weights = OffloadedWeights(self._policy.parameters() if config.algo.kl.offload else ())
+        self._weights.offload()
         # Not sharded: a rank that does this pass again keeps nobody waiting.
-        self.forward_pass = PassBudget(
+        self.forward_pass = MicroBatchRunner(
             "the reference's log-probabilities",
             recover=lambda: None,
             share_prompts=config.model.share_prompts,
@@ -267,7 +271,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probability of each answer token, 0 elsewhere; on the CPU."""
-        self._weights.bring()
+        self._weights.reload()
         try:
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._place.device),
@@ -275,4 +279,4 @@ class Reference:
                 num_micro,
             )
         finally:
-            self._weights.put_away()
+            self._weights.offload()

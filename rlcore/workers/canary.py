@@ -1,6 +1,6 @@
 """The canary: after a hand-over the engine answers a probe, and the trainer computes the same log-probabilities.
 
-A tensor that did not arrive shows in its digest (`TakenWeights`), whatever the noise. An engine that holds every tensor
+A tensor that did not arrive shows in its digest (`WeightSyncResult`), whatever the noise. An engine that holds every tensor
 and computes with others all the same (a packed copy, a graph that reads another address) raises no error: its
 log-probabilities are from another policy than the one that is trained. Rounding moves them too, by how much is the
 model's own affair, so the first right hand-over says what is usual.
@@ -18,7 +18,7 @@ from rlcore.batching.pack import pack
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult
 from rlcore.types import PackedBatch, Prompt, Score
 
 NUM_PROMPTS = 4
@@ -32,12 +32,12 @@ FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 random, as it does all before the first hand-over, shows 1 to 10."""
 NOISE_FACTOR = 4.0
 """How many times the first hand-over's difference a later one's may be."""
-LEAST_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Bound of a model that rounds by less at its first hand-over; training may bring it to where it rounds more."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class WeightSync:
     """A hand-over whose tensors are right. `difference`: mean |engine's - trainer's| log-probability of the probe.
     `warning`: why it is doubtful all the same; empty where it is not."""
 
@@ -61,9 +61,9 @@ class Canary:
             return self._given
         if self._noise is None:
             return FIRST_BOUNDS[self._dtype]
-        return max(LEAST_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
+        return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
-    def judge(self, version: int, observed: Sequence[tuple[TakenWeights, float]]) -> HandOver:
+    def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
         """`observed` by all ranks, so that the verdict is the same on each: what was taken, and the difference.
 
         Raises:
@@ -84,15 +84,15 @@ class Canary:
         )
         if differing or (uncompared and difference > bound) or not np.isfinite(difference):
             raise EngineError(
-                f"{text}: it does not answer with the trained weights. {_listed('Tensors that differ', differing)}"
-                f"{_listed('Tensors that cannot be compared', uncompared)}"
+                f"{text}: it does not answer with the trained weights. {_format_names('Tensors that differ', differing)}"
+                f"{_format_names('Tensors that cannot be compared', uncompared)}"
                 "Nothing was sampled from them. Use rollout=hf, or another version of vLLM."
             )
         if self._noise is None:
             self._noise = min(difference, FIRST_BOUNDS[self._dtype])
         if difference <= bound:
-            return HandOver(difference)
-        return HandOver(
+            return WeightSync(difference)
+        return WeightSync(
             difference,
             f"{text}, though every tensor is equal: its kernels round further from the trainer's than usual, or it "
             "computes with something else. See training/rollout_probs_diff_mean; algo.importance.mode=truncate "
@@ -105,10 +105,10 @@ class Canary:
         return f"{bound:.3g}, from the first hand-over's {self._noise:.3g}"
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _format_names(what: str, names: Sequence[str]) -> str:
     """The first names in words.
 
-    >>> _listed("Tensors", "abcd"), _listed("Tensors", "abcde"), _listed("Tensors", "")  # doctest: -ELLIPSIS
+    >>> _format_names("Tensors", "abcd"), _format_names("Tensors", "abcde"), _format_names("Tensors", "")  # doctest: -ELLIPSIS
     ('Tensors (4): a, b, c, d. ', 'Tensors (5): a, b, c, d, .... ', '')
     """
     if not names:
@@ -116,7 +116,7 @@ def _listed(what: str, names: Sequence[str]) -> str:
     return f"{what} ({len(names)}): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "
 
 
-def probed_difference(
+def probe_difference(
     engine: RolloutEngine,
     config: RunConfig,
     prompts: Sequence[Prompt],

@@ -12,16 +12,16 @@ from rlcore.config import CriticConfig, RunConfig
 from rlcore.models.load import load_value_model
 from rlcore.models.policy import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import Place
-from rlcore.workers.passes import Micro, Parts, restore_order, to_device
-from rlcore.workers.trained import ModelUpdate, TrainedModel
+from rlcore.workers.device import Placement
+from rlcore.workers.passes import MicroBatch, Parts, restore_order, to_device
+from rlcore.workers.trained_model import ModelUpdate, TrainedModel
 
 
 class Critic(TrainedModel[ValueModel]):
     """The trained value model."""
 
     def __init__(
-        self, config: RunConfig, critic: CriticConfig, model_directory: str, place: Place, mesh: DeviceMesh | None
+        self, config: RunConfig, critic: CriticConfig, model_directory: str, place: Placement, mesh: DeviceMesh | None
     ) -> None:
         model = load_value_model(critic.path or model_directory, model=config.model, device=place.device)
         super().__init__(config, model, critic.optim, place, mesh, ("the critic's update", "the critic's values"))
@@ -39,7 +39,7 @@ class Critic(TrainedModel[ValueModel]):
 
         return self.forward_pass.run(work, batch, num_micro)
 
-    def _values(self, micro: Micro[PackedBatch]) -> Float[Tensor, "T"]:
+    def _values(self, micro: MicroBatch[PackedBatch]) -> Float[Tensor, "T"]:
         on, host = micro.device, micro.host
         shared = shared_prompts(host) if self.model.share_prompts else None
         values: Tensor = self.model(on.token_ids, on.position_ids, host.cu_seqlens.numpy(), shared)
@@ -54,8 +54,8 @@ class Critic(TrainedModel[ValueModel]):
             NonFiniteError: the loss or the gradient is not finite; the weights are as before.
         """
 
-        def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
-            values = self._values(Micro(micro.host.packed, micro.device.packed))
+        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
+            values = self._values(MicroBatch(micro.host.packed, micro.device.packed))
             return value_objective(values, micro.device, settings=self._config.algo, denominator=denominator)
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)

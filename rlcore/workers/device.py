@@ -25,14 +25,14 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Device and compute type of a rank."""
 
     device: torch.device
     dtype: torch.dtype
 
 
-def choose_place(runtime: RuntimeConfig, model: ModelConfig) -> Place:
+def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
     """Device and compute type by the settings and what is here.
 
     Raises:
@@ -50,20 +50,20 @@ def choose_place(runtime: RuntimeConfig, model: ModelConfig) -> Place:
         if problem := unsupported_gpu(*gpu, torch.cuda.get_arch_list(), torch.__version__):
             raise ModelError(problem)
     device = torch.device(wanted)
-    return Place(device, compute_dtype(model, device))
+    return Placement(device, compute_dtype(model, device))
 
 
 # First torch release, and its CUDA, whose wheels hold code for GPUs of this major capability.
 _FIRST_WHEEL = {12: ("2.7", "12.8"), 10: ("2.7", "12.8"), 9: ("2.1", "11.8"), 8: ("1.8", "11.1")}
 
 
-def unsupported_gpu(name: str, capability: tuple[int, int], held: Sequence[str], version: str) -> str | None:
+def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
     """Why a torch wheel with code for the architectures `held` cannot run a GPU; None where it can.
 
     >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
     True
     """
-    if not held or has_code_for(capability, held):
+    if not architectures or has_code_for(capability, architectures):
         return None
     major, minor = capability
     torch_version, cuda = _FIRST_WHEEL.get(major, _FIRST_WHEEL[max(_FIRST_WHEEL)])
@@ -72,7 +72,7 @@ def unsupported_gpu(name: str, capability: tuple[int, int], held: Sequence[str],
         wanted = "an older torch, or one built for an older CUDA"
     return (
         f"{name} has compute capability {major}.{minor} (sm_{major}{minor}), but torch {version} holds code for "
-        f"{', '.join(held)} only. Install {wanted}, whose "
+        f"{', '.join(architectures)} only. Install {wanted}, whose "
         f"torch.cuda.get_arch_list() names sm_{major}{minor}."
     )
 
@@ -84,7 +84,7 @@ def free_address(host: str = LOOPBACK) -> str:
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
-def on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
+def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
     """Whether something holds on every rank: the same answer on each. A collective where there are several."""
     if world_size == 1:
         return holds
@@ -119,15 +119,15 @@ def _loopback_interface() -> str | None:
     return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
 
 
-KEPT_BYTES = 1 << 30
+MALLOC_THRESHOLD_BYTES = 1 << 30
 """Freed memory at the heap's end that is kept, and the size from which a block has a mapping of its own."""
 
-GROWING = "expandable_segments:True"
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def keep_freed_memory() -> bool:
+def raise_malloc_thresholds() -> bool:
     """Raise glibc's malloc thresholds for this process; return whether this was done.
 
     Skipped where the environment configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc.
@@ -137,10 +137,10 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return all([mallopt(option, KEPT_BYTES) == 1 for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)])
+    return all([mallopt(option, MALLOC_THRESHOLD_BYTES) == 1 for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)])
 
 
-def let_segments_grow() -> bool:
+def enable_expandable_segments() -> bool:
     """Turn on torch's expandable segments for GPU memory in this process; return whether this was done.
 
     Skipped where the environment configures torch's allocator, and once CUDA is in use, since torch reads the variable
@@ -148,5 +148,5 @@ def let_segments_grow() -> bool:
     """
     if torch.cuda.is_initialized() or any(name in os.environ for name in _TORCH_VARIABLES):
         return False
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = GROWING
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE_SEGMENTS
     return True

@@ -20,14 +20,14 @@ class Pending(Protocol[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(Generic[R]):
+class Completed(Generic[R]):
     """A call that has been answered."""
 
-    answers: list[R]
+    results: list[R]
 
     def result(self) -> list[R]:
         """The answers, by rank."""
-        return self.answers
+        return self.results
 
 
 @runtime_checkable

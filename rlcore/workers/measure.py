@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlcore.rollout.vllm import engine_pool_bytes
-from rlcore.workers.passes import Shortage
+from rlcore.workers.passes import OomRetry
 
 BYTES_PER_GB = 1e9
 
@@ -21,8 +21,8 @@ class MemoryPeak:
 
     allocated_gb: float
     reserved_gb: float
-    num_redone: int
-    shortages: tuple[Shortage, ...] = ()
+    num_retries: int
+    shortages: tuple[OomRetry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class MemoryMeter:
         self._is_asleep = False
         self._most = Bytes(0, 0)
 
-    def engine_sleeps(self, is_asleep: bool) -> None:
+    def set_engine_asleep(self, is_asleep: bool) -> None:
         """Call when the engine has gone to sleep, and before it wakes; as often as wanted."""
         if is_asleep != self._is_asleep:
-            self.most()
+            self.peak()
             self._is_asleep = is_asleep
 
-    def most(self) -> Bytes:
+    def peak(self) -> Bytes:
         """The largest counts so far."""
         found, away = self._peak(), self._away() if self._is_asleep else 0
         self._most = Bytes(

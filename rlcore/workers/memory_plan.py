@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from rlcore.config import RunConfig
 from rlcore.config.base import Section, leaves
-from rlcore.config.problems import shown
+from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError
 from rlcore.models.shape import ModelShape, critic_shape, shape_of
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
@@ -51,7 +51,7 @@ ENOUGH_TOKENS = 16_384
 SHORT_PASS_TOKENS = 8_192
 """Tokens of vLLM's largest pass where its cache has no room for all answers: what a larger one keeps for itself the
 cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768."""
-KEPT_FREE = 0.08
+FREE_SHARE = 0.08
 """Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
 tensors on an H200 with room to spare), and what the plan gets wrong."""
 GB = 1e9
@@ -113,7 +113,7 @@ class MemoryPlan:
         return self.usable_bytes is not None and self.floor_bytes > self.usable_bytes
 
 
-def longest_tokens(config: RunConfig) -> int:
+def max_sequence_tokens(config: RunConfig) -> int:
     """Tokens of the longest prompt and answer together."""
     return config.filter.max_prompt_tokens + config.rollout.max_response_tokens
 
@@ -121,8 +121,8 @@ def longest_tokens(config: RunConfig) -> int:
 def micro_batch_tokens(config: RunConfig) -> int:
     """Most tokens of one forward and backward: the budget, one longest answer at least, and no more than there are."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
-    per_rank = -(-sequences // config.runtime.num_workers) * longest_tokens(config)
-    return min(max(config.trainer.max_tokens_per_micro_batch, longest_tokens(config)), per_rank)
+    per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
+    return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
 
 
 def is_compiled(config: RunConfig, itemsize: int) -> bool:
@@ -153,7 +153,7 @@ def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool
     return round(ACTIVATION_FACTOR * (kept + ends))
 
 
-def pass_activation_bytes(shape: ModelShape, itemsize: int) -> int:
+def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
     """Most that a forward without gradient holds, bytes a token: one layer's feed-forward part beside its input."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
@@ -186,17 +186,17 @@ def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
         return 0
     if config.rollout.engine == "vllm":
         if device.total_bytes is None:
-            return wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
-        most = wanted_engine_bytes(config, shape, device.itemsize, config.rollout.max_num_seqs)
+            return full_engine_bytes(config, shape, device.itemsize, config.concurrent_responses)
+        most = full_engine_bytes(config, shape, device.itemsize, config.rollout.max_num_seqs)
         return min(most, round(config.rollout.memory_share * device.total_bytes))
     return (
         shape.policy_parameters * device.itemsize
-        + cache_bytes(config, shape, device.itemsize, config.answers_together)
+        + cache_bytes(config, shape, device.itemsize, config.concurrent_responses)
         + max(
-            config.answers_together * shape.vocab * SAMPLING_BYTES,
-            -(-config.answers_together // config.rollout.samples_per_prompt)
+            config.concurrent_responses * shape.vocab * SAMPLING_BYTES,
+            -(-config.concurrent_responses // config.rollout.samples_per_prompt)
             * config.filter.max_prompt_tokens
-            * pass_activation_bytes(shape, device.itemsize),
+            * forward_activation_bytes(shape, device.itemsize),
         )
     )
 
@@ -205,10 +205,10 @@ def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: in
     """Keys and values of so many answers, each at its longest; of the heads of one rank."""
     heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
     per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
-    return answers * longest_tokens(config) * per_token
+    return answers * max_sequence_tokens(config) * per_token
 
 
-def wanted_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: int) -> int:
+def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: int) -> int:
     """vLLM with room for so many answers at their longest: one rank's part of its engine."""
     weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
     return weights + cache_bytes(config, shape, itemsize, answers) + ENGINE_FIXED_BYTES
@@ -218,12 +218,12 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
     """Every phase of a step on one rank; `tokens` of the largest micro-batch, where they are known."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
-    finest = _phases(config, shape, device, min(tokens, longest_tokens(config)))
+    finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
     return MemoryPlan(device, phases, max(sum(parts.values()) for parts in finest.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class _TrainedModel:
     """The policy or the critic on one rank. `parameters`: that are trained. `gathered`, `whole`: bytes of the
     weights that FSDP2 holds in the compute type during a pass, and of all that it can gather."""
 
@@ -239,7 +239,7 @@ class _Trained:
         return {f"{self.name}: gradients": FULL * self.parameters // ranks}
 
 
-def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Trained]:
+def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_TrainedModel]:
     """The policy, and the critic where there is one."""
     lora, in_4_bits = config.model.lora, _layer_weights_in_4_bits(config, shape)
     gathered = itemsize * (shape.root_parameters + PREFETCHED_LAYERS * (shape.layer_parameters - in_4_bits))
@@ -247,19 +247,19 @@ def _trained(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_Train
         gathered += itemsize * shape.hidden * shape.intermediate
     whole = itemsize * (shape.policy_parameters - shape.layers * in_4_bits)
     parameters = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
-    policy = _Trained("policy", shape, parameters, config.optim.offload, gathered, whole)
+    policy = _TrainedModel("policy", shape, parameters, config.optim.offload, gathered, whole)
     if config.critic is None:
         return [policy]
     own = critic_shape(config, shape)
     gathered = itemsize * (own.embedding + PREFETCHED_LAYERS * own.layer_parameters)
     parameters, offloads = own.critic_parameters, config.critic.optim.offload
-    return [policy, _Trained("critic", own, parameters, offloads, gathered, itemsize * parameters)]
+    return [policy, _TrainedModel("critic", own, parameters, offloads, gathered, itemsize * parameters)]
 
 
-def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
+def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
     """What is on the device in every phase."""
     ranks, held = config.runtime.num_workers, {}
-    for model in _trained(config, shape, itemsize):
+    for model in _trained_models(config, shape, itemsize):
         held[f"{model.name}: float32 weights"] = FULL * model.parameters // ranks
         if not model.offloads:
             held[f"{model.name}: moments"] = MOMENTS * model.parameters // ranks
@@ -274,14 +274,14 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
     model, itemsize, ranks = config.model, device.itemsize, config.runtime.num_workers
     lora, compiled = model.lora, is_compiled(config, itemsize)
-    models, held = _trained(config, shape, itemsize), held_bytes(config, shape, itemsize)
+    models, held = _trained_models(config, shape, itemsize), resident_bytes(config, shape, itemsize)
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
     offloads_base = lora is not None and lora.offload
     beside_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
     head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
     is_brought_back = _has_reference(config) and config.algo.kl.offload
-    layer = tokens * pass_activation_bytes(shape, itemsize)
+    layer = tokens * forward_activation_bytes(shape, itemsize)
     whole = FULL * shape.embedding
     if lora is not None:  # or a merged matrix, its float32 sum and what that is made of
         whole = max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
@@ -339,20 +339,20 @@ def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: in
     return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
 
 
-def device_of(config: RunConfig) -> Device:
+def detect_device(config: RunConfig) -> Device:
     """The GPU that a rank of this host computes on; without one, a GPU of unknown size in the type it would use."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
 
 
-def fitted(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
+def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
     """The settings to run with and their plan. With `runtime.fit_memory=auto` and a known device the engine's share,
     its largest pass and its sleep level, the token budget, the places of the reference and of the optimizers' moments,
     and recomputation are chosen.
     """
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
-        config = _chosen(config, shape, device)
+        config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
 
 
@@ -383,22 +383,22 @@ def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, obj
     Raises:
         ConfigError: the run cannot fit.
     """
-    shape, device = shape_of(config.model), device_of(config)
+    shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
-    new, plan = fitted(config, shape, device)
+    new, plan = fit_settings(config, shape, device)
     require_fit(new, plan)
     chosen = chosen_settings(config, new)
     notes = (f"The phase that holds most is {plan.peak_phase}.", *([f"Chosen: {chosen}"] if chosen else []))
     kept: dict[str, JsonValue] = {"parts": dict(plan.phases[plan.peak_phase]), "notes": list(notes)}
     kept |= {"capacity_bytes": device.total_bytes, "device": device.name}
     write_json_atomically(run_dir / "memory_plan.json", kept)
-    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{too_much(plan)}"
+    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{excess_text(plan)}"
     report({"event": "note", "text": f"{told}; chosen: {chosen}" if chosen else told})
     return new
 
 
-def too_much(plan: MemoryPlan) -> str:
+def excess_text(plan: MemoryPlan) -> str:
     """What to say of a plan that exceeds its device, and need not fail; '' where it fits."""
     if plan.fits:
         return ""
@@ -412,7 +412,7 @@ def too_much(plan: MemoryPlan) -> str:
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
     """What `fitted` chose, as overrides; '' where it left all as it was."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
-    return " ".join(f"{name}={shown(value)}" for name, value in new.items() if old.get(name) != value)
+    return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
 
 
 def suggestion(config: RunConfig) -> str:
@@ -441,21 +441,21 @@ def suggestion(config: RunConfig) -> str:
     return f"Set {', '.join(found)}."
 
 
-def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
+def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The first variant in which a budget of several answers fits; the last one with a budget of one."""
     for variant, least in variants(config):
-        found = with_budget(with_share(variant, shape, device), shape, device, least=least)
+        found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
             return found
-    least = longest_tokens(config)
-    return with_values(with_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
+    least = max_sequence_tokens(config)
+    return with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     """From the fastest to the one that needs least memory, with the token budget below which the next one is better:
     nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
     reference, or the base under adapters, offloaded; the optimizers' moments as well; layers recomputed as well."""
-    several = max(4 * longest_tokens(config), TOKENS_STEP)
+    several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
     offloads = [*moments, "algo.kl.offload", *(["model.lora.offload"] if has_lora else [])]
@@ -473,7 +473,7 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     yield with_values(variant, {"model.gradient_checkpointing": True}), several
 
 
-def with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
+def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The engine gets what every answer at its longest would take, as far as it is free beside what is always held; if
     that is less, its passes are short."""
     if config.rollout.engine != "vllm":
@@ -481,8 +481,8 @@ def with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfi
     assert device.total_bytes is not None
     parts = plan_memory(config, shape, device).phases[HAND_OVER]
     others = sum(size for name, size in parts.items() if name != "engine")
-    free = room(device) - others
-    wanted = wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
+    free = available_bytes(device) - others
+    wanted = full_engine_bytes(config, shape, device.itemsize, config.concurrent_responses)
     share = min(wanted, free) / device.total_bytes
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
     given = config.rollout.max_batched_tokens
@@ -492,19 +492,19 @@ def with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfi
     return with_values(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 
-def with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
+def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
     """The largest token budget whose plan fits; None where `least` tokens do not."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
-        if plan_memory(found, shape, device).peak_bytes <= room(device):
+        if plan_memory(found, shape, device).peak_bytes <= available_bytes(device):
             return found
     return None
 
 
-def room(device: Device) -> int:
+def available_bytes(device: Device) -> int:
     """Bytes of a device that chosen settings may take."""
     assert device.total_bytes is not None
-    return device.total_bytes - CONTEXT_BYTES - round(KEPT_FREE * device.total_bytes)
+    return device.total_bytes - CONTEXT_BYTES - round(FREE_SHARE * device.total_bytes)
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:

@@ -22,7 +22,7 @@ from rlcore.batching.balance import micro_batches
 from rlcore.batching.pack import scatter_tokens, select, select_train
 from rlcore.errors import DeviceMemoryError, RankMemoryError
 from rlcore.models import memory
-from rlcore.models.memory import Refused, attempted, release_cached_memory
+from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, TrainBatch
 
@@ -33,7 +33,7 @@ Parts: TypeAlias = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Micro(Generic[Batch]):
+class MicroBatch(Generic[Batch]):
     """Some sequences of a batch. What the host must know of them (where they begin, which tokens have a loss) is read
     from `host`: asked of the device, it would wait for all the work that is ordered there. Models take it as numpy
     arrays, since FSDP sends every tensor among a model's arguments to the device."""
@@ -42,20 +42,20 @@ class Micro(Generic[Batch]):
     device: Batch
 
 
-def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> Micro[Batch]:
+def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> MicroBatch[Batch]:
     """Some sequences of a batch, on their way to the device; neither waits for the other."""
     host = select_train(batch, sequences) if isinstance(batch, TrainBatch) else select(batch, sequences)
-    return Micro(host, _sent(host, device))
+    return MicroBatch(host, _send(host, device))
 
 
-def _sent(batch: Batch, device: torch.device) -> Batch:
+def _send(batch: Batch, device: torch.device) -> Batch:
     changes: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, Tensor):
             changes[field.name] = memory.to_device(value, device)
         elif value is not None:
-            changes[field.name] = _sent(value, device)
+            changes[field.name] = _send(value, device)
     return replace(batch, **changes)
 
 
@@ -65,7 +65,7 @@ def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, seq
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
 
-def total(statistics: Sequence[S]) -> S:
+def sum_statistics(statistics: Sequence[S]) -> S:
     """Sum over micro-batches, on the CPU: the only wait for the device in an update."""
     summed = functools.reduce(operator.add, statistics)
     return type(summed).unstack(summed.stack().cpu())
@@ -83,7 +83,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class OomRetry:
     """A pass that ran out of memory in `num_micro` micro-batches and was done again in `num_again`. `factor`: how many
     times the micro-batches of the token budget it gets from then on. `refusal`: the allocator's words."""
 
@@ -100,7 +100,7 @@ class Shortage:
         )
 
 
-class PassBudget:
+class MicroBatchRunner:
     """Runs one kind of pass in as many micro-batches as memory asks for.
 
     The pass is cut into `factor` times as many micro-batches as the token budget says; the factor is 1 until memory
@@ -108,7 +108,7 @@ class PassBudget:
 
     Where several ranks make the pass together, one that runs out of memory has left the others in the middle of their
     collectives: the pass ends with an error, and a retry begins with twice the factor, which then stays (see
-    `Worker.cut_finer`).
+    `Worker.split_micro_batches`).
 
     Args:
         name: of the pass, for messages.
@@ -135,9 +135,9 @@ class PassBudget:
         self._grow_after = GROW_AFTER
         self.factor = 1
         self.num_failures = 0
-        self._shortages: list[Shortage] = []
+        self._shortages: list[OomRetry] = []
 
-    def take_shortages(self) -> list[Shortage]:
+    def pop_retries(self) -> list[OomRetry]:
         """Shortages since the last call."""
         taken, self._shortages = self._shortages, []
         return taken
@@ -152,16 +152,16 @@ class PassBudget:
         while True:
             number = min(num_micro * self.factor, batch.num_sequences)
             parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)
-            outcome = attempted(partial(work, parts))
-            if not isinstance(outcome, Refused):
-                self._count_good_pass()
+            outcome = catch_out_of_memory(partial(work, parts))
+            if not isinstance(outcome, OutOfMemory):
+                self._record_success()
                 return outcome
-            self._count_failure(outcome.words, len(parts), batch.num_sequences)
+            self._record_failure(outcome.message, len(parts), batch.num_sequences)
             gc.collect()
             self._recover()
             release_cached_memory()
 
-    def _count_good_pass(self) -> None:
+    def _record_success(self) -> None:
         self._good += 1
         if self.num_ranks == 1 and self.factor > 1 and self._good >= self._grow_after:
             self.factor //= 2
@@ -169,7 +169,7 @@ class PassBudget:
             self._grow_after *= 2
             log.info("%s: tries %d times the micro-batches that the token budget asks for", self._name, self.factor)
 
-    def _count_failure(self, words: str, number: int, num_sequences: int) -> None:
+    def _record_failure(self, words: str, number: int, num_sequences: int) -> None:
         self._good = 0
         self.num_failures += 1
         if number >= num_sequences:
@@ -183,6 +183,6 @@ class PassBudget:
                 "save that time, lower trainer.max_tokens_per_micro_batch or set runtime.fit_memory=auto."
             )
         self.factor *= 2
-        shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, words)
+        shortage = OomRetry(self._name, number, min(number * 2, num_sequences), self.factor, words)
         self._shortages.append(shortage)
         log.warning("%s", shortage)

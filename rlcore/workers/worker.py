@@ -26,18 +26,25 @@ from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
-from rlcore.models.shape import ModelShape, known_shape, peak_flops
+from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, Reference
-from rlcore.workers.canary import Canary, HandOver, probed_difference
+from rlcore.workers.canary import Canary, WeightSync, probe_difference
 from rlcore.workers.critic import Critic
-from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
+from rlcore.workers.device import (
+    Placement,
+    choose_placement,
+    enable_expandable_segments,
+    free_address,
+    join_ranks,
+    raise_malloc_thresholds,
+)
 from rlcore.workers.measure import BYTES_PER_GB, MemoryMeter, MemoryPeak, RankProfiler
-from rlcore.workers.passes import PassBudget
-from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
+from rlcore.workers.passes import MicroBatchRunner
+from rlcore.workers.trained_model import MiniBatch, ModelUpdate, ModelUpdates, run_mini_batches
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +78,7 @@ class Worker:
         self._model_directory = model_directory
         self._rank = rank
         self._world_size = world_size
-        self._place: Place
+        self._place: Placement
         self._mesh: DeviceMesh | None = None
         self.reference: Reference | None = None
         self.critic: Critic | None = None
@@ -90,12 +97,12 @@ class Worker:
         torch.set_num_threads(self._config.runtime.threads_per_worker)
         computes_on_gpu = self._config.runtime.device != "cpu" and torch.cuda.is_available()
         if computes_on_gpu and self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers
-            let_segments_grow()  # before anything uses CUDA
-        place = choose_place(self._config.runtime, self._config.model)
+            enable_expandable_segments()  # before anything uses CUDA
+        place = choose_placement(self._config.runtime, self._config.model)
         self._place = place
         self._on_gpu_since = time.monotonic() if place.device.type == "cuda" else None
         if place.device.type == "cpu":
-            keep_freed_memory()
+            raise_malloc_thresholds()
         if self._world_size > 1 or place.device.type == "cuda":
             if not dist.is_initialized():
                 address = rendezvous or free_address()
@@ -110,14 +117,14 @@ class Worker:
             dtype=engine_dtype(self._config, place.dtype),
         )
         self.engine.sleep()  # the hand-over that follows wakes it
-        self._meter.engine_sleeps(True)
+        self._meter.set_engine_asleep(True)
         self._build_models()
         if self._config.algo.kl.where != "off" and self._config.model.lora is None:
             self.reference = Reference(self._config, self._model_directory, place)
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
-        self._rest_engine()  # the next hand-over, which follows, wakes it
+        self._sleep_engine()  # the next hand-over, which follows, wakes it
         del self.actor
         self.critic = None
         gc.collect()  # their hooks and parameters refer to each other
@@ -129,16 +136,16 @@ class Worker:
         self.actor = Actor(config, self._model_directory, place, mesh)
         if config.critic is not None:
             self.critic = Critic(config, config.critic, self._model_directory, place, mesh)
-        self.cut_finer(self._times_cut)
+        self.split_micro_batches(self._times_cut)
 
-    def cut_finer(self, times: int) -> None:
+    def split_micro_batches(self, times: int) -> None:
         """Cut passes that several ranks make together into 2^times as many micro-batches from now on."""
         self._times_cut = times
         for each in self._passes():
             if each.num_ranks > 1:
                 each.factor = 2**times
 
-    def _passes(self) -> list[PassBudget]:
+    def _passes(self) -> list[MicroBatchRunner]:
         """The budgets of all kinds of passes."""
         trained = [model for model in (self.actor, self.critic) if model is not None]
         found = [budget for model in trained for budget in (model.update_pass, model.forward_pass)]
@@ -155,8 +162,8 @@ class Worker:
             dtype=str(place.dtype).removeprefix("torch."),
             attention=self.actor.model.attention.name,
             num_parameters=num_parameters(self.actor.model),
-            shape=known_shape(self.actor.model.decoder.config.to_dict()),
-            critic_shape=None if self.critic is None else known_shape(self.critic.model.decoder.config.to_dict()),
+            shape=shape_from_config(self.actor.model.decoder.config.to_dict()),
+            critic_shape=None if self.critic is None else shape_from_config(self.critic.model.decoder.config.to_dict()),
             peak_flops=known if given is None else 1e12 * given,
             num_trained=sum(
                 parameter.numel()
@@ -188,18 +195,18 @@ class Worker:
         self, batch: PackedBatch, num_micro: int, with_entropy: bool = False
     ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
         """Log-probabilities of the answers under the policy as it is now; `with_entropy`: its entropy beside them."""
-        self._rest_engine()
+        self._sleep_engine()
         return self.actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
-        self._rest_engine()
+        self._sleep_engine()
         if self._config.model.lora is not None:
             return self.actor.logprobs(batch, num_micro, adapters=False)
         assert self.reference is not None, "algo.kl.where is off: there is no reference"
         return self.reference.logprobs(batch, num_micro)
 
-    def keep_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
+    def cache_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
         """As `ref_logprobs`, kept for the update on this batch, which follows."""
         self._ref_logprobs = self.ref_logprobs(batch.packed, num_micro)
         return self._ref_logprobs
@@ -207,7 +214,7 @@ class Worker:
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """The critic's values."""
         assert self.critic is not None, "critic is null: there are no values"
-        self._rest_engine()
+        self._sleep_engine()
         return self.critic.values(batch, num_micro)
 
     def update_policy(
@@ -219,8 +226,8 @@ class Worker:
         entropy_added: float = 0.0,
     ) -> ModelUpdates[PolicyStatistics]:
         """Take an optimizer step of the policy on each mini-batch of this rank's batch, with what
-        `keep_ref_logprobs` has kept of it."""
-        self._rest_engine()
+        `cache_ref_logprobs` has kept of it."""
+        self._sleep_engine()
         if self._ref_logprobs is not None:
             batch, self._ref_logprobs = replace(batch, ref_logprobs=self._ref_logprobs), None
 
@@ -237,33 +244,33 @@ class Worker:
                 with_logprobs=len(mini_batches) == 1,
             )
 
-        return in_turn(step, batch, mini_batches)
+        return run_mini_batches(step, batch, mini_batches)
 
     def update_critic(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], lr: float
     ) -> ModelUpdates[ValueStatistics]:
         """Take an optimizer step of the critic on each mini-batch of this rank's batch."""
         assert self.critic is not None, "critic is null: there is nothing to update"
-        self._rest_engine()
-        return in_turn(partial(self.critic.update, lr=lr), batch, mini_batches)
+        self._sleep_engine()
+        return run_mini_batches(partial(self.critic.update, lr=lr), batch, mini_batches)
 
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
         """Take one supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
-        self._rest_engine()
+        self._sleep_engine()
         return self.actor.supervise(batch, num_micro, num_tokens, lr=lr)
 
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
         """Negative log-likelihood of answers under the policy as it is now."""
-        self._rest_engine()
+        self._sleep_engine()
         return self.actor.likelihood(batch, num_micro)
 
-    def probe_with(self, prompts: Sequence[Prompt]) -> None:
+    def set_probe(self, prompts: Sequence[Prompt]) -> None:
         """Prompts of the run, by which each hand-over to vLLM is judged."""
         self._probe = tuple(prompts)
 
-    def hand_over(self, version: int) -> HandOver:
+    def sync_weights(self, version: int) -> WeightSync:
         """Give the engine the policy's weights, and look whether it computes with them.
 
         The canary's difference is 0 where the engine is the trainer's own model class.
@@ -278,18 +285,18 @@ class Worker:
         if self.engine.policy_version != version:
             raise EngineError(f"the engine is at policy version {self.engine.policy_version} after hand-over {version}")
         if self._config.rollout.engine != "vllm":
-            return HandOver(0.0)
+            return WeightSync(0.0)
         observed = [(taken, self._probed_difference())] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(observed, observed[0])
-        return self._canary.judge(version, observed)
+        return self._canary.check(version, observed)
 
     def _probed_difference(self) -> float:
-        return probed_difference(self.engine, self._config, self._probe, self._probe_logprobs)
+        return probe_difference(self.engine, self._config, self._probe, self._probe_logprobs)
 
     def _probe_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         if self._config.model.lora is not None and self._config.model.lora.offload:
-            self._rest_engine()  # the base comes in the place of its weights
+            self._sleep_engine()  # the base comes in the place of its weights
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -307,19 +314,19 @@ class Worker:
 
     def load(self, directory: str) -> None:
         """Read a checkpoint that any number of ranks wrote."""
-        self._rest_engine()  # the next hand-over, which follows every load, wakes it
+        self._sleep_engine()  # the next hand-over, which follows every load, wakes it
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, Tensor]:
         """All weights on the CPU, on rank 0; empty elsewhere."""
-        return self._on_the_host(self.actor.weights())
+        return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
         """The adapters alone, under PEFT's names, on the CPU, on rank 0; empty elsewhere, and without `model.lora`."""
-        return self._on_the_host(adapter_state(self.actor.model))
+        return self._to_host(adapter_state(self.actor.model))
 
-    def _on_the_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if self._rank != 0:
             for _ in gathered:  # the gather is collective: every rank must take part
                 pass
@@ -336,12 +343,12 @@ class Worker:
 
     def memory_peak(self) -> MemoryPeak:
         """Largest use of memory since the start of the process, and the passes that ran out of it."""
-        most, passes = self._meter.most(), self._passes()
+        most, passes = self._meter.peak(), self._passes()
         return MemoryPeak(
             most.allocated / BYTES_PER_GB,
             most.reserved / BYTES_PER_GB,
-            num_redone=sum(one.num_failures for one in passes),
-            shortages=tuple(shortage for one in passes for shortage in one.take_shortages()),
+            num_retries=sum(one.num_failures for one in passes),
+            shortages=tuple(shortage for one in passes for shortage in one.pop_retries()),
         )
 
     def gpu_use(self) -> GpuUse | None:
@@ -349,16 +356,16 @@ class Worker:
         began = self._on_gpu_since
         return None if began is None else GpuUse(began, time.monotonic() - began)
 
-    def _rest_engine(self) -> None:
+    def _sleep_engine(self) -> None:
         """Let the engine release the memory that training needs."""
         self.engine.sleep()
-        self._meter.engine_sleeps(True)
-        self.actor.base.bring()
+        self._meter.set_engine_asleep(True)
+        self.actor.base.reload()
 
     def _wake_engine(self) -> None:
         """Make room for the engine, which wakes when it is called."""
-        self.actor.put_base_away()
-        self._meter.engine_sleeps(False)
+        self.actor.offload_base()
+        self._meter.set_engine_asleep(False)
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""

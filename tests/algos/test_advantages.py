@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from rlcore.algos.advantages import (
     SequenceAdvantage,
     backward_recurrence,
+    broadcast_to_tokens,
     gae,
     gdpo,
     group_advantages,
     pass_at_k,
     reinforce_pp,
     same_sequence_follows,
-    spread,
     token_rewards,
     whiten,
 )
@@ -88,14 +88,16 @@ def test_reinforce_pp_baseline_is_whitening_of_the_spread_advantages() -> None:
     scores, ids = normal(6, 1), torch.tensor([0, 0, 1, 1, 1, 2])
     direct = group_advantages(scores, ids, method="reinforce_pp_baseline", lengths=torch.tensor(RAGGED.lengths()))
     centred = group_advantages(scores, ids, method="dr_grpo")
-    over_tokens = whiten(spread(centred, RAGGED.mask, RAGGED.sequence_ids), RAGGED.mask)
-    torch.testing.assert_close(spread(direct, RAGGED.mask, RAGGED.sequence_ids), over_tokens, rtol=1e-12, atol=1e-12)
+    over_tokens = whiten(broadcast_to_tokens(centred, RAGGED.mask, RAGGED.sequence_ids), RAGGED.mask)
+    torch.testing.assert_close(
+        broadcast_to_tokens(direct, RAGGED.mask, RAGGED.sequence_ids), over_tokens, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_spread_reaches_answer_tokens_alone() -> None:
     values = normal(4, 1)
     expected = {t: values[n].item() for n, positions in enumerate(GAPPED.answers()) for t in positions}
-    assert_tokens(spread(values, GAPPED.mask, GAPPED.sequence_ids), expected)
+    assert_tokens(broadcast_to_tokens(values, GAPPED.mask, GAPPED.sequence_ids), expected)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])

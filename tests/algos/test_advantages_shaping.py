@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlcore.algos.advantages import informative_groups, overlong_penalty
+from rlcore.algos.advantages import groups_with_signal, overlong_penalty
 from rlcore.config.algo import OverlongConfig
 
 
@@ -46,7 +46,7 @@ def test_informative_groups_are_those_of_the_naive_twin() -> None:
         groups = torch.randint(-2, 4, (12,), generator=generator)
         has_score = torch.rand(12, generator=generator) < 0.8
         garbage = torch.where(has_score, scores, torch.nan)
-        actual = informative_groups(garbage, has_score, groups).tolist()
+        actual = groups_with_signal(garbage, has_score, groups).tolist()
         assert actual == naive_informative(scores.tolist(), has_score.tolist(), groups.tolist())
         seen.update(actual)
     assert seen == {True, False}
@@ -56,6 +56,6 @@ def test_informative_groups_by_hand() -> None:
     scores = torch.tensor([0.1, 1.0, 0.1, 0.1, -5.0, -5.0, 0.0])
     groups = torch.tensor([9, 9, 2, 2, 4, 4, 3])
     everyone = torch.ones(7, dtype=torch.bool)
-    assert informative_groups(scores, everyone, groups).tolist() == [True, True, False, False, False, False, True]
+    assert groups_with_signal(scores, everyone, groups).tolist() == [True, True, False, False, False, False, True]
     without_the_second = torch.tensor([True, False, True, True, True, True, False])
-    assert not informative_groups(scores, without_the_second, groups).any()
+    assert not groups_with_signal(scores, without_the_second, groups).any()

@@ -13,17 +13,17 @@ from rlcore.algos.advantages import bind_advantage
 from rlcore.algos.loss_call import (
     advantage_problem,
     bind_policy_loss,
-    checked,
+    check_results,
+    gradient_problem,
     loss_problem,
     main,
-    problem_of,
     require_advantage,
     require_policy_loss,
 )
 from rlcore.algos.losses import PolicyLoss
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from rlcore.errors import ConfigError, UserCodeError
-from rlcore.models.memory import Refused, attempted
+from rlcore.models.memory import OutOfMemory, catch_out_of_memory
 from rlcore.runtime.local import LocalGroup
 from tests.small_run import prepare, train
 
@@ -82,9 +82,9 @@ def test_a_field_of_another_shape_or_type(changes: dict[str, Any], told: str) ->
     masks = {name: torch.zeros(6, dtype=torch.bool) for name in ("clipped", "clipped_lower")}
     for name, value in (fields | masks | changes).items():
         object.__setattr__(found, name, value)
-    assert re.search(told, problem_of(found, torch.zeros(6)))
+    assert re.search(told, gradient_problem(found, torch.zeros(6)))
     with pytest.raises(UserCodeError, match=rf"^algo\.policy_loss: mine:loss {told}"):
-        checked(lambda policy: found, "algo.policy_loss", "mine:loss", loss_problem)(torch.zeros(6))
+        check_results(lambda policy: found, "algo.policy_loss", "mine:loss", loss_problem)(torch.zeros(6))
 
 
 LATE = """import torch
@@ -128,8 +128,8 @@ def test_memory_that_runs_out_in_a_loss_of_ones_own_is_still_told_apart() -> Non
     def loss(values: torch.Tensor) -> torch.Tensor:
         return torch.empty(1 << 60, dtype=torch.uint8)
 
-    call = checked(loss, "algo.policy_loss", "mine:loss", loss_problem)
-    assert isinstance(attempted(lambda: call(torch.zeros(6))), Refused)
+    call = check_results(loss, "algo.policy_loss", "mine:loss", loss_problem)
+    assert isinstance(catch_out_of_memory(lambda: call(torch.zeros(6))), OutOfMemory)
 
 
 # ---------------------------------------------------------------- options, and what a loss may ask for

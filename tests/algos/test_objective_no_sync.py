@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algos.advantages import gae, reinforce_pp, spread, token_rewards, whiten
+from rlcore.algos.advantages import broadcast_to_tokens, gae, reinforce_pp, token_rewards, whiten
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import explained_variance, policy_objective, value_objective
-from rlcore.algos.off_policy import importance_weights, left_behind, rejected
+from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejection_mask
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
 from rlcore.types import PackedBatch, TrainBatch
 
@@ -70,13 +70,13 @@ def test_token_level_functions() -> None:
     for result in (
         whiten(advantages, MASK),
         reinforce_pp(rewards, MASK, IDS, gamma=1.0)[0],
-        spread(torch.empty(N, device="meta"), MASK, IDS),
+        broadcast_to_tokens(torch.empty(N, device="meta"), MASK, IDS),
         importance_weights(flat(), flat(), MASK, IDS, N, settings=ImportanceConfig(mode="mask", level="sequence")),
         *(
-            rejected(flat(), flat(), MASK, IDS, N, settings=RejectionConfig(level=level))
+            rejection_mask(flat(), flat(), MASK, IDS, N, settings=RejectionConfig(level=level))
             for level in get_args(RejectionConfig.model_fields["level"].annotation)
         ),
-        left_behind(flat(), flat(), flat(), MASK, IDS, N, delta=0.1),
+        off_policy_mask(flat(), flat(), flat(), MASK, IDS, N, delta=0.1),
     ):
         assert result.shape == (T,)
     assert explained_variance(flat(), flat(), MASK).shape == ()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algos.off_policy import importance_weights, left_behind, rejected
+from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejection_mask
 from rlcore.config.algo import ImportanceConfig, RejectionConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
@@ -49,7 +49,7 @@ def test_what_is_rejected_is_what_the_naive_twin_rejects(level: str, estimator: 
         for seed in range(5):
             old, behavior = floats(rows, seed, 0.5), floats(rows, seed + 50, 0.5)
             expected = naive_rejected(old.tolist(), behavior.tolist(), rows, settings)
-            assert_flags(rejected(old, behavior, *of(rows), settings=settings), expected)
+            assert_flags(rejection_mask(old, behavior, *of(rows), settings=settings), expected)
             seen.update(expected.values())
     assert seen == ({False} if level == "off" else {False, True})
 
@@ -76,7 +76,7 @@ def test_what_is_left_behind_is_what_the_naive_twin_says(rows: Rows) -> None:
         for positions in rows.answers():
             drift = [-naive.log_ratio(policy[t].item(), behavior[t].item()) for t in positions]
             expected |= {t: advantages[t].item() < 0 and naive.mean(drift) > 0.1 for t in positions}
-        assert_flags(left_behind(policy, behavior, advantages, *of(rows), delta=0.1), expected)
+        assert_flags(off_policy_mask(policy, behavior, advantages, *of(rows), delta=0.1), expected)
         seen.update(expected.values())
     assert seen == {False, True}
 
@@ -85,9 +85,9 @@ def verdicts(values: list[Tensor], rows: Rows) -> list[Tensor]:
     settings: list[Any] = [RejectionConfig(level=level, cap=1.5) for level in LEVELS]
     whole = ImportanceConfig(mode="truncate", level="sequence")
     return [
-        *(rejected(*values[:2], *of(rows), settings=each) for each in settings),
+        *(rejection_mask(*values[:2], *of(rows), settings=each) for each in settings),
         importance_weights(*values[:2], *of(rows), settings=whole),
-        left_behind(*values, *of(rows), delta=0.1),
+        off_policy_mask(*values, *of(rows), delta=0.1),
     ]
 
 
@@ -107,4 +107,4 @@ def test_a_number_that_is_none_is_not_rejected() -> None:
     rows = (mask, torch.zeros(2, dtype=torch.int64), 1)
     for level in LEVELS:
         settings = RejectionConfig(level=level)
-        assert not rejected(old, torch.zeros(2).double(), *rows, settings=settings).any()
+        assert not rejection_mask(old, torch.zeros(2).double(), *rows, settings=settings).any()

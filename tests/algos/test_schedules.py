@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from rlcore.algos.schedules import lr_at, next_entropy_added, num_warmup_steps
+from rlcore.algos.schedules import lr_at, next_entropy_bonus, num_warmup_steps
 from rlcore.config.algo import AlgoConfig, EntropyControlConfig, OptimConfig
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -76,7 +76,7 @@ def test_the_weight_of_the_entropy_bonus_is_that_of_a_naive_twin() -> None:
     settings = AlgoConfig(entropy_coef=0.01, entropy_control=EntropyControlConfig(target=0.3, step=0.004))
     added, weight = 0.0, 0.01
     for entropy in entropies:
-        added = next_entropy_added(added, entropy, settings=settings)
+        added = next_entropy_bonus(added, entropy, settings=settings)
         if entropy < 0.3:
             weight += 0.004
         elif entropy > 0.3:
@@ -86,4 +86,4 @@ def test_the_weight_of_the_entropy_bonus_is_that_of_a_naive_twin() -> None:
 
 
 def test_without_a_target_the_weight_stays() -> None:
-    assert next_entropy_added(0.0, 0.1, settings=AlgoConfig(entropy_coef=0.01)) == 0.0
+    assert next_entropy_bonus(0.0, 0.1, settings=AlgoConfig(entropy_coef=0.01)) == 0.0

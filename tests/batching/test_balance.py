@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlcore.batching import balance
-from rlcore.batching.balance import Dealer, Shares, Sizes, micro_batches, mini_batches, partition
+from rlcore.batching.balance import Balancer, RankShares, Sizes, micro_batches, mini_batches, partition
 from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
@@ -72,7 +72,7 @@ def test_it_beats_dealing_in_order() -> None:
 @given(LENGTHS, st.integers(1, 4000))
 def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int], max_tokens: int) -> None:
     batch = unlike_answers(lengths)
-    count = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).deal(batch, len(lengths)).whole.num_micro
+    count = Balancer(num_ranks=1, max_tokens=max_tokens, shape=None).assign(batch, len(lengths)).whole.num_micro
     parts = micro_batches(batch, count)
     assert all(len(part) == 1 or sum(lengths[i] + 1 for i in part) <= max_tokens for part in parts)
 
@@ -89,14 +89,14 @@ def test_micro_batches_are_as_few_as_a_search_one_by_one_finds(lengths: list[int
     count = min(-(-sum(tokens) // max_tokens), len(tokens))
     while count < len(tokens) and any(map(is_over, partition(tokens, count))):
         count += 1
-    assert Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).deal(batch, len(tokens)).whole.num_micro == count
+    assert Balancer(num_ranks=1, max_tokens=max_tokens, shape=None).assign(batch, len(tokens)).whole.num_micro == count
 
 
 def test_answers_of_which_no_two_fit_are_not_cut_at_every_number_of_micro_batches() -> None:
     """The sum of the tokens asks for 26 micro-batches, and each cut on the way to 40 takes time."""
     batch = unlike_answers(range(600, 640))
     before = balance._partition.cache_info().misses
-    assert Dealer(num_ranks=1, max_tokens=999, shape=None).deal(batch, 40).whole.num_micro == 40
+    assert Balancer(num_ranks=1, max_tokens=999, shape=None).assign(batch, 40).whole.num_micro == 40
     assert balance._partition.cache_info().misses - before < 5
 
 
@@ -157,7 +157,7 @@ SHAPE = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
 def test_a_sequence_costs_its_operations() -> None:
     """Against a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
     batch = drawn_batch(np.random.default_rng(3), 12, mean=40, longest=200)
-    for index, cost in enumerate(Sizes.of(batch, share_prompts=False).costs(SHAPE)):
+    for index, cost in enumerate(Sizes.from_batch(batch, share_prompts=False).costs(SHAPE)):
         start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
         counted = 0
         for place, has_loss in enumerate(batch.loss_mask[start:stop].tolist()):
@@ -165,19 +165,19 @@ def test_a_sequence_costs_its_operations() -> None:
             counted += SHAPE.layers * SHAPE.query_width * (2 * place + 1)  # the square, token by token
         assert cost == counted
     lengths = batch.sequence_lengths().tolist()
-    assert Sizes.of(batch, share_prompts=False).costs(None) == lengths
+    assert Sizes.from_batch(batch, share_prompts=False).costs(None) == lengths
     parts = batch.loss_mask.split(lengths)
     assert batch.loss_lengths().tolist() == [sum(part.tolist()) for part in parts]
     everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-    assert [6.0 * cost for cost in Sizes.of(everywhere, share_prompts=False).costs(SHAPE)] == [
+    assert [6.0 * cost for cost in Sizes.from_batch(everywhere, share_prompts=False).costs(SHAPE)] == [
         SHAPE.update_flops([length], num_targets=length) for length in lengths
     ]
 
 
 def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
     """Share of a pass in which a rank waits; shared out by cost, or by tokens without a shape."""
-    shares = Dealer(num_ranks=ranks, max_tokens=32_768, shape=shape).deal(batch, batch.num_sequences).whole
-    whole, by_rank = Sizes.of(batch, share_prompts=False).costs(SHAPE), []
+    shares = Balancer(num_ranks=ranks, max_tokens=32_768, shape=shape).assign(batch, batch.num_sequences).whole
+    whole, by_rank = Sizes.from_batch(batch, share_prompts=False).costs(SHAPE), []
     for mine in shares.sequences:
         parts = micro_batches(select(batch, mine), shares.num_micro, shape)
         by_rank.append([sum(whole[mine[i]] for i in part) for part in parts])
@@ -201,7 +201,7 @@ def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
 
 def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
     batch = drawn_batch(np.random.default_rng(0), 40, mean=400, longest=2_048)
-    found = [Dealer(num_ranks=1, max_tokens=2_048, shape=shape).deal(batch, 40).whole for shape in (SHAPE, None)]
+    found = [Balancer(num_ranks=1, max_tokens=2_048, shape=shape).assign(batch, 40).whole for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
 
@@ -209,17 +209,17 @@ def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
 def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
     """Of one answer over the budget and three short ones, two to each rank."""
     batch = unlike_answers([100, 1, 1, 1])
-    assert Dealer(num_ranks=2, max_tokens=50, shape=None).deal(batch, 4).whole.num_micro == 2
+    assert Balancer(num_ranks=2, max_tokens=50, shape=None).assign(batch, 4).whole.num_micro == 2
 
 
-def most_tokens(batch: PackedBatch, shares: Shares, dealer: Dealer) -> int:
+def most_tokens(batch: PackedBatch, shares: RankShares, dealer: Balancer) -> int:
     """Tokens that the largest micro-batch of several sequences computes, cut by cost or by tokens."""
     found = 0
     for mine in shares.sequences:
         own = select(batch, mine)
         for shape in (dealer.shape if dealer.num_ranks > 1 else None, None):
             for part in micro_batches(own, shares.num_micro, shape, share_prompts=dealer.share_prompts):
-                tokens = Sizes.of(select(own, part), share_prompts=dealer.share_prompts).num_computed()
+                tokens = Sizes.from_batch(select(own, part), share_prompts=dealer.share_prompts).num_computed()
                 found = max(found, tokens if len(part) > 1 else 0)
     return found
 
@@ -229,17 +229,17 @@ def most_tokens(batch: PackedBatch, shares: Shares, dealer: Dealer) -> int:
 def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int, share_prompts: bool) -> None:
     """Each mini-batch is shared out as it would be alone, and a pass over all of them is within the budget."""
     batch = drawn_batch(np.random.default_rng(3), 48, mean=400, longest=2_048)
-    dealer = Dealer(num_ranks, 2_048, SHAPE, share_prompts)
+    dealer = Balancer(num_ranks, 2_048, SHAPE, share_prompts)
 
-    found = dealer.deal(batch, 4)
-    sizes = Sizes.of(batch, share_prompts=share_prompts)
+    found = dealer.assign(batch, 4)
+    sizes = Sizes.from_batch(batch, share_prompts=share_prompts)
     for number, shares in enumerate(found.mini_batches):
         assert shares == dealer.shares(batch, sizes, range(16 * number, 16 * (number + 1)))
     for rank, mine in enumerate(found.whole.sequences):
         assert mine == tuple(i for shares in found.mini_batches for i in shares.sequences[rank])
     assert found.num_shared == batch.num_tokens - sizes.num_computed()
     everything = dealer.shares(batch, sizes, range(48))
-    assert dealer.deal(batch, 12).whole == everything
+    assert dealer.assign(batch, 12).whole == everything
     assert max(most_tokens(batch, shares, dealer) for shares in (found.whole, everything)) <= 2_048
 
 
@@ -251,9 +251,9 @@ def test_answers_apart_from_those_that_compute_their_prompt_count_it_themselves(
         for index, length in enumerate([90, 10, 20, 80, 30, 70, 40, 60, 50, 10, 90, 20])
     ]
     batch = pack(rollouts, [Score(1.0, {})] * 12, [index // 4 for index in range(12)])
-    dealer = Dealer(2, 700, SHAPE, share_prompts=True)
-    shares = dealer.deal(batch, 12).whole
-    assert shares.sequences == replace(dealer, share_prompts=False).deal(batch, 12).whole.sequences
+    dealer = Balancer(2, 700, SHAPE, share_prompts=True)
+    shares = dealer.assign(batch, 12).whole
+    assert shares.sequences == replace(dealer, share_prompts=False).assign(batch, 12).whole.sequences
     assert most_tokens(batch, shares, dealer) <= 700
 
 
@@ -279,7 +279,7 @@ def test_whole_groups_go_to_mini_batches_in_the_order_they_were_drawn() -> None:
 def test_where_prompts_together_are_too_few_answers_are_cut_alone() -> None:
     """Five prompts with two answers each compute 25 tokens, 5 a prompt: in 6 parts none may hold more than 5."""
     batch = answers([(2, (1, 1))] * 5)
-    assert Sizes.of(batch, share_prompts=True).num_computed() == 25
+    assert Sizes.from_batch(batch, share_prompts=True).num_computed() == 25
     together = micro_batches(batch, 5, share_prompts=True)
     assert sorted(together) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert micro_batches(answers([(10, (1, 1, 1, 1))]), 2, share_prompts=True) == [[0], [1, 2, 3]]
@@ -290,16 +290,16 @@ def test_where_prompts_together_are_too_few_answers_are_cut_alone() -> None:
 
 def test_a_shared_prompt_costs_its_first_answer_alone() -> None:
     batch = answers([(4, (2, 3)), (3, (1,))])
-    sizes = Sizes.of(batch, share_prompts=True)
+    sizes = Sizes.from_batch(batch, share_prompts=True)
     assert (sizes.lengths.tolist(), sizes.targets.tolist(), sizes.shared.tolist()) == ([6, 7, 4], [2, 3, 1], [0, 3, 0])
     assert sizes.costs(None) == [6, 4, 4]
-    assert sizes.alone().costs(None) == [6, 7, 4]
+    assert sizes.without_sharing().costs(None) == [6, 7, 4]
     weights, width = SHAPE.layers * SHAPE.layer_weights, SHAPE.layers * SHAPE.query_width
     assert sizes.costs(SHAPE) == [
         weights * computed + SHAPE.embedding * targets + width * length**2
         for computed, targets, length in ((6, 2, 6), (4, 3, 7), (4, 1, 4))
     ]
-    assert Sizes.of(batch, share_prompts=False).shared.tolist() == [0, 0, 0]
+    assert Sizes.from_batch(batch, share_prompts=False).shared.tolist() == [0, 0, 0]
 
 
 def naive_bins(lengths: list[int], budget: int) -> int:
@@ -348,7 +348,7 @@ def test_prompts_are_dealt_whole_where_they_have_equally_many_answers_and_the_ra
         ([(4, (2, 3)), (3, (1, 5)), (2, (4, 4, 1)), (6, (2,))], False),
     ):
         batch = answers(groups)
-        shares = Dealer(2, 40, None, share_prompts=True).deal(batch, 4).whole.sequences
+        shares = Balancer(2, 40, None, share_prompts=True).assign(batch, 4).whole.sequences
         groups_of = [[int(batch.group_ids[index]) for index in mine] for mine in shares]
         assert {len(mine) for mine in shares} == {4}
         assert not set(groups_of[0]) & set(groups_of[1]) or not whole

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rlcore.batching.loader import BY_WEIGHT, MixedStream, PromptStream
-from rlcore.batching.pass_counts import CountedRows, PassCounts, weighted_order
+from rlcore.batching.loader import WEIGHTED_SEED, MixedStream, PromptStream
+from rlcore.batching.pass_counts import PassCounts, RowSampler, weighted_order
 from rlcore.config import PassRatesConfig
 from rlcore.errors import CheckpointError
 from rlcore.types import Prompt
@@ -50,20 +50,20 @@ def test_groups_are_added_as_the_twin_adds_them_and_an_unscored_one_changes_noth
         for k, n in (groups.get(row, (0, 0)),)
         for fade in (0.5 if n else 1.0,)
     ]
-    rows = CountedRows([prompt.prompt_id for prompt in PROMPTS], COUNTS, BAND)
-    text, _ = rows.after(COUNTS.text(), {PROMPTS[row].prompt_id: found for row, found in groups.items()})
+    rows = RowSampler([prompt.prompt_id for prompt in PROMPTS], COUNTS, BAND)
+    text, _ = rows.update(COUNTS.text(), {PROMPTS[row].prompt_id: found for row, found in groups.items()})
     after = PassCounts.read(text, len(ROWS))
     assert list(zip(after.passes.tolist(), after.samples.tolist(), strict=True)) == expected
     assert COUNTS.samples.tolist() == [samples for _, samples in ROWS], "the counts before are as they were"
-    assert rows.after("", {})[0] == COUNTS.text()
+    assert rows.update("", {})[0] == COUNTS.text()
 
 
 def test_a_retired_row_is_revived_by_answers_that_bring_it_back() -> None:
-    rows = CountedRows([prompt.prompt_id for prompt in PROMPTS], COUNTS, BAND)
+    rows = RowSampler([prompt.prompt_id for prompt in PROMPTS], COUNTS, BAND)
     retired, back = {102: (8, 8), 103: (0, 8)}, {100: (6, 8)}
-    after, metrics = rows.after("", retired)
+    after, metrics = rows.update("", retired)
     assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == (2, 0)
-    text, metrics = rows.after(after, back)
+    text, metrics = rows.update(after, back)
     assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == (0, 1)
     assert metrics["pass_rates/retired_share"] == 4 / 7
     again = PassCounts.read(text, len(ROWS))
@@ -72,7 +72,7 @@ def test_a_retired_row_is_revived_by_answers_that_bring_it_back() -> None:
 
 
 def test_counts_come_back_bit_for_bit_and_only_for_as_many_rows() -> None:
-    counts = COUNTS.added(np.arange(7), np.arange(7), np.full(7, 9), 0.3)
+    counts = COUNTS.update(np.arange(7), np.arange(7), np.full(7, 9), 0.3)
     read = PassCounts.read(counts.text(), 7)
     assert read.passes.tobytes() == counts.passes.tobytes()
     assert read.samples.tobytes() == counts.samples.tobytes()
@@ -84,17 +84,17 @@ def test_counts_come_back_bit_for_bit_and_only_for_as_many_rows() -> None:
 def test_a_weighed_stream_draws_what_the_twin_draws(settings: PassRatesConfig) -> None:
     weights = COUNTS.weights(settings)
     stream = PromptStream(PROMPTS, seed=3)
-    stream.weigh(weights)
+    stream.set_weights(weights)
     drawn = [*stream.take(20, 4), *stream.take(24, 6)]  # a refill goes on in the same order, and beyond its end
-    expected = naive_order(weights.tolist(), (BY_WEIGHT, 3, 20, 0))
-    expected += naive_order(weights.tolist(), (BY_WEIGHT, 3, 20, 1))[:3]
+    expected = naive_order(weights.tolist(), (WEIGHTED_SEED, 3, 20, 0))
+    expected += naive_order(weights.tolist(), (WEIGHTED_SEED, 3, 20, 1))[:3]
     assert [prompt.prompt_id - 100 for prompt in drawn] == expected
     assert sorted(expected[:7]) == list(range(7)), "no row comes twice before all were drawn"
     again = PromptStream(PROMPTS, seed=3)
     again.take(0, 5)
-    again.weigh(weights)
+    again.set_weights(weights)
     assert [*again.take(20, 10)] == drawn, "what was drawn before does not matter"
-    again.weigh(weights)
+    again.set_weights(weights)
     assert [*again.take(30, 10)] != drawn
 
 
@@ -105,7 +105,7 @@ def test_the_order_of_weighted_draws_is_pinned() -> None:
         (0, [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]),
     ):
         stream = PromptStream(PROMPTS, seed=3, part=part)
-        stream.weigh(COUNTS.weights(BAND))
+        stream.set_weights(COUNTS.weights(BAND))
         assert [prompt.prompt_id - 100 for prompt in stream.take(20, 14)] == order
 
 
@@ -124,9 +124,9 @@ def test_first_draws_have_the_shares_of_the_weights() -> None:
 def test_a_mixture_keeps_its_shares_and_draws_each_part_by_its_own_weights() -> None:
     second, third = ([Prompt(first + index, (index,), "other", "{}") for index in range(3)] for first in (200, 300))
     stream = MixedStream([PROMPTS, second, third], [2.0, 1.0, 1.0], seed=2)
-    stream.weigh(np.concatenate([COUNTS.weights(BAND), [1.0, 1.0, 1.0], [0.5, 1.0, 0.1]]))
+    stream.set_weights(np.concatenate([COUNTS.weights(BAND), [1.0, 1.0, 1.0], [0.5, 1.0, 0.1]]))
     drawn = [prompt.prompt_id for prompt in stream.take(0, 1_024)]
     assert Counter(row // 100 for row in drawn) == {1: 512, 2: 256, 3: 256}
     first, last = ([row % 100 for row in drawn if row // 100 == part] for part in (1, 3))
-    assert first[:7] == naive_order([naive_weight(*row, BAND) for row in ROWS], (BY_WEIGHT, 2, 1, 0, 0))
-    assert last[:3] == naive_order([0.5, 1.0, 0.1], (BY_WEIGHT, 2, 3, 0, 0))
+    assert first[:7] == naive_order([naive_weight(*row, BAND) for row in ROWS], (WEIGHTED_SEED, 2, 1, 0, 0))
+    assert last[:3] == naive_order([0.5, 1.0, 0.1], (WEIGHTED_SEED, 2, 3, 0, 0))

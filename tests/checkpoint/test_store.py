@@ -224,7 +224,7 @@ def test_a_checkpoint_that_the_journal_fits_is_taken(tmp_path, journaled, caplog
     (refusal,) = found.refusals
     assert re.search(rf"step-000003: does not fit the journal.*metrics\.jsonl: {reason}.*at step 3", refusal.reason)
     assert refusal.reason in caplog.text
-    with_journal(tmp_path).leave_later(2)
+    with_journal(tmp_path).set_aside_later(2)
     assert steps(with_journal(tmp_path)) == [1, 2]
     assert (tmp_path / "checkpoints" / "step-000003.left.1").is_dir()
 

@@ -14,7 +14,7 @@ from rlcore.config.fingerprint import (
     canonical_json,
     changed_settings,
     fingerprint,
-    lasting_settings,
+    fixed_settings,
     may_change,
     run_directory,
     run_id,
@@ -38,7 +38,7 @@ COUNTS_WITH = {"warm_start.enabled": {"warm_start.steps_per_chunk"}}
 
 
 def lasting(config: RunConfig) -> set[tuple[str, str]]:
-    return {(name, repr(value)) for name, value in lasting_settings(config).items()}
+    return {(name, repr(value)) for name, value in fixed_settings(config).items()}
 
 
 def is_allowed(key: str) -> bool:
@@ -189,7 +189,7 @@ def test_changed_settings_are_those_of_the_sections_that_differ_from_the_default
 
 
 def test_lasting_settings_hold_no_path_of_this_machine():
-    assert not [key for key in lasting_settings(RunConfig()) if key.startswith(("paths", "tracking", "runtime"))]
+    assert not [key for key in fixed_settings(RunConfig()) if key.startswith(("paths", "tracking", "runtime"))]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,6 @@ def test_parts_and_suites_have_no_seed_of_their_own_in_a_fingerprint():
         {"data": {"task": "mixture", "parts": [part, part]}, "filter": {"decontaminate": "drop"},
          "validation": {"suites": [{"name": "x", **part}]}}
     )  # fmt: skip
-    lasting = lasting_settings(config)
+    lasting = fixed_settings(config)
     assert [one["data"]["task"] for one in lasting["data.parts"]] == ["countdown"] * 2
     assert "seed" not in str(lasting["data.parts"]) + str(lasting["validation.suites"])

@@ -6,7 +6,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rlcore.config.base import leaves, sections_of
 from rlcore.config.compose import compose, load_config
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Problem, did_you_mean, nearest, override_value, settings_error, shown
+from rlcore.config.problems import Problem, did_you_mean, format_value, nearest, override_value, settings_error
 from rlcore.config.run import all_keys, free_mappings, is_key, section_names
 from rlcore.errors import ConfigError
 
@@ -53,7 +53,7 @@ def test_of_names_that_are_equally_like_it_the_first_is_proposed():
     [(None, "null"), (True, "true"), (1e-6, "1e-06"), ("", "''"), ("off", "off"), ({"a": [1, None]}, "{a:[1,null]}")],
 )
 def test_values_are_shown_as_they_are_written(value, text):
-    assert shown(value) == text
+    assert format_value(value) == text
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_no_message_holds_the_password_of_an_address(written):
             load_config(["experiment=debug", written % address])
         assert "SECRET" not in str(error.value)
     idle_words = ["experiment=debug", "tracking.enabled=false", "tracking.uri=http://me:SECRET@host"]
-    (idle,) = compose(idle_words).idle_settings()
+    (idle,) = compose(idle_words).unused_settings()
     assert "SECRET" not in idle
 
 
 def test_long_values_are_cut():
-    assert shown("x" * 1_000) == "x" * 57 + "..."
-    assert shown("x" * 61) == "x" * 57 + "..."
-    assert shown("x" * 60) == "x" * 60
+    assert format_value("x" * 1_000) == "x" * 57 + "..."
+    assert format_value("x" * 61) == "x" * 57 + "..."
+    assert format_value("x" * 60) == "x" * 60
 
 
 def test_keys_and_sections():

@@ -9,7 +9,7 @@ from rlcore.config import RunConfig
 from rlcore.config.data import TASKS
 from rlcore.config.rules import Rule, divisors, rules_of, sections_in
 from rlcore.config.run import all_keys, is_key, section_names
-from rlcore.config.suite import problems_in
+from rlcore.config.suite import find_problems
 from tests.helpers.settings import HELD, settings
 
 # A model made from nothing, on problems that it can read.
@@ -224,15 +224,15 @@ def broken_in(config: RunConfig) -> dict[Rule, list[str]]:
 
 @pytest.mark.parametrize(("key", "broken", "mended"), PAIRS)
 def test_broken_and_mended(key, broken, mended):
-    (problem,) = problems_in(broken)
+    (problem,) = find_problems(broken)
     assert problem.key == key
-    assert problems_in(mended) == []
+    assert find_problems(mended) == []
     assert is_key(key) or key in section_names()
     assert problem.rule
     assert problem.got
     assert problem.remedy
     assert not problem.remedy.endswith(".")
-    assert problems_in(broken, [key]) == []
+    assert find_problems(broken, [key]) == []
 
 
 def test_every_rule_has_a_case_and_reads_settings_that_exist():
@@ -321,19 +321,19 @@ WORDS = [
 
 @pytest.mark.parametrize(("words", "says", "got", "remedy"), WORDS)
 def test_a_problem_is_told_in_these_words(words: str, says: str, got: str, remedy: str) -> None:
-    (problem,) = [each for each in problems_in(settings(words, SCRATCH)) if each.rule == says]
+    (problem,) = [each for each in find_problems(settings(words, SCRATCH)) if each.rule == says]
     assert (problem.got, problem.remedy) == (got, remedy)
 
 
 @pytest.mark.parametrize("unsound", ["trainer.batch_size", "trainer.mini_batch_size", "trainer"])
 def test_rules_that_read_unsound_keys_are_not_judged(unsound):
     broken = settings("trainer.mini_batch_size=48")
-    assert problems_in(broken, ["optim.lr", "trainer.total_steps", "train"]) != []
-    assert problems_in(broken, [unsound]) == []
+    assert find_problems(broken, ["optim.lr", "trainer.total_steps", "train"]) != []
+    assert find_problems(broken, [unsound]) == []
 
 
 def test_a_section_is_unsound_with_a_key_in_it():
-    assert problems_in(settings("critic={}"), ["critic.optim.lr"]) == []
+    assert find_problems(settings("critic={}"), ["critic.optim.lr"]) == []
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -341,8 +341,8 @@ def test_the_context_of_a_local_model_is_read(tmp_path, nested):
     shape = {"max_position_embeddings": 1_280}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": shape} if nested else shape))
     held = f"model.path={tmp_path}"
-    assert problems_in(settings(held)) == []
-    (problem,) = problems_in(settings(f"{held} filter.max_prompt_tokens=257"))
+    assert find_problems(settings(held)) == []
+    (problem,) = find_problems(settings(f"{held} filter.max_prompt_tokens=257"))
     assert problem.key == "rollout.max_response_tokens"
     assert problem.got == "257 + 1024 = 1281 tokens with a context of 1280"
     assert "config.json of model.path" in problem.rule
@@ -351,7 +351,7 @@ def test_the_context_of_a_local_model_is_read(tmp_path, nested):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"max_position_embeddings": "many"}', "\xff"])
 def test_a_strange_config_json_is_left_to_the_loader(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    assert problems_in(settings(f"model.path={tmp_path}")) == []
+    assert find_problems(settings(f"model.path={tmp_path}")) == []
 
 
 def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):
@@ -360,7 +360,7 @@ def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):
     found = {}
     for size in (1, 2, 3, 4, 5, 6, 12, 24):
         ranks = f"rollout.tensor_parallel_size={size} runtime.num_workers={size} runtime.backend=ray"
-        broken = problems_in(settings(f"rollout.engine=vllm model.path={tmp_path} {ranks}"))
+        broken = find_problems(settings(f"rollout.engine=vllm model.path={tmp_path} {ranks}"))
         found[size] = [problem for problem in broken if problem.rule == DEALT]
     assert [size for size, problems in found.items() if not problems] == [1, 2, 4, 6, 12]
     assert found[3][0].got == "3 with 12 heads, 2 of keys and values, and a width of 48"
@@ -370,12 +370,12 @@ def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):
 @pytest.mark.parametrize(("kind", "is_known"), [("qwen3", True), ("gpt_neox", False)])
 def test_layers_with_adapters_are_judged_where_the_model_type_is_known(tmp_path, kind, is_known):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    found = problems_in(settings(f"model.path={tmp_path} model.lora.target_modules=[query_key_value,q_proj]"))
+    found = find_problems(settings(f"model.path={tmp_path} model.lora.target_modules=[query_key_value,q_proj]"))
     assert [problem.got for problem in found] == ["query_key_value"] * is_known
 
 
 def test_a_path_that_is_empty_is_shown_as_such():
-    (problem,) = problems_in(settings("model.path=''"))
+    (problem,) = find_problems(settings("model.path=''"))
     assert problem.got.startswith("'', which ")
 
 

@@ -7,7 +7,7 @@ import pytest
 from rlcore.config.base import covers
 from rlcore.config.compose import compose, experiment_names, group_members
 from rlcore.config.data import TASKS
-from rlcore.config.rules import effects_in, without_effect
+from rlcore.config.rules import effects_in, unused_settings
 from rlcore.config.run import all_keys, section_names
 from rlcore.config.sweep_load import load_sweep
 from tests.helpers.settings import settings
@@ -93,11 +93,11 @@ CASES = [
 @pytest.mark.parametrize(("idle", "read", "given"), CASES)
 def test_a_setting_is_told_where_it_is_not_read_and_nowhere_else(idle, read, given):
     key = given.partition("=")[0]
-    (line,) = without_effect(settings(f"{idle} {given}"), [key])
+    (line,) = unused_settings(settings(f"{idle} {given}"), [key])
     assert line.startswith(f"{key}=")
     assert "no effect with" in line
-    assert without_effect(settings(f"{read} {given}"), [key]) == []
-    assert without_effect(settings(f"{idle} {given}"), []) == [], "nobody gave it"
+    assert unused_settings(settings(f"{read} {given}"), [key]) == []
+    assert unused_settings(settings(f"{idle} {given}"), []) == [], "nobody gave it"
 
 
 def test_every_declaration_names_settings_and_has_a_case():
@@ -111,10 +111,10 @@ def test_every_declaration_names_settings_and_has_a_case():
 
 def test_a_revision_is_the_hubs(tmp_path: Path):
     given = ["data=gsm8k", f"data.source={tmp_path}", "data.revision=main", "model.path=a/b"]
-    (line,) = compose(given).idle_settings()
+    (line,) = compose(given).unused_settings()
     assert line.startswith("data.revision=main: has no effect with data.source=")
     given[1] = "data.source=openai/gsm8k"
-    assert compose(given).idle_settings() == []
+    assert compose(given).unused_settings() == []
 
 
 @pytest.mark.parametrize(
@@ -141,25 +141,25 @@ def test_a_revision_is_the_hubs(tmp_path: Path):
     ],
 )
 def test_what_has_no_effect_is_told_in_these_words(given: str, line: str):
-    assert without_effect(settings(given), [word.partition("=")[0] for word in given.split()]) == [line]
+    assert unused_settings(settings(given), [word.partition("=")[0] for word in given.split()]) == [line]
 
 
 def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
     file = tmp_path / "sweep.yaml"
     grid = "grid: {optim.schedule: [constant, cosine], algo.importance.cap: [2.0, 3.0]}"
     file.write_text(f"name: mine\nexperiment: debug\nseeds: [1]\n{grid}\n")
-    lines = load_sweep(str(file), ["reward.deadline_s=3", "optim.min_lr_ratio=0.1"]).idle_settings()
+    lines = load_sweep(str(file), ["reward.deadline_s=3", "optim.min_lr_ratio=0.1"]).unused_settings()
     assert [line.partition(":")[0] for line in lines] == ["algo.importance.cap", "reward.deadline_s=3.0"]
 
 
 @pytest.mark.parametrize("name", group_members("sweep"))
 def test_no_sweep_of_ours_gives_a_setting_in_vain(name):
-    assert load_sweep(name).idle_settings() == []
+    assert load_sweep(name).unused_settings() == []
 
 
 @pytest.mark.parametrize("name", experiment_names())
 def test_no_experiment_of_ours_gives_a_setting_in_vain(name):
-    assert compose([], experiment=name).idle_settings() == []
+    assert compose([], experiment=name).unused_settings() == []
 
 
 def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_switched_off(tmp_path: Path):
@@ -167,10 +167,10 @@ def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_swit
     text = "defaults: [debug]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
     file.write_text(text)
     words = [f"experiment={file}", "warm_start.enabled=false", "optim.lr=1e-4"]
-    lines = compose(words).idle_settings()
+    lines = compose(words).unused_settings()
     assert [line.partition("=")[0] for line in lines] == ["algo.importance.cap", "rollout.memory_share"]
     words.append("rollout=hf")
-    assert [line.partition("=")[0] for line in compose(words).idle_settings()] == ["algo.importance.cap"]
+    assert [line.partition("=")[0] for line in compose(words).unused_settings()] == ["algo.importance.cap"]
     words.append("+warm_start={max_steps: 9, batch_size: 8}")
-    assert compose(words).idle_settings()[0].startswith("warm_start.batch_size=8, warm_start.max_steps=9: have no")
-    assert compose(["experiment=debug", "~tags"]).idle_settings() == []
+    assert compose(words).unused_settings()[0].startswith("warm_start.batch_size=8, warm_start.max_steps=9: have no")
+    assert compose(["experiment=debug", "~tags"]).unused_settings() == []

@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, CriticConfig
-from rlcore.config.base import covers, expanded, value_at
+from rlcore.config.base import covers, expand_path, value_at
 from rlcore.config.data import PassRatesConfig, parts_of
 from rlcore.config.model import ModelConfig
 from rlcore.config.rollout import ValidationConfig
@@ -28,7 +28,7 @@ from rlcore.config.trainer import DeadlineConfig, PathsConfig
     ],
 )  # fmt: skip
 def test_an_engine_writes_its_share_of_a_batch_at_one_time(settings: dict[str, Any], answers: int) -> None:
-    assert RunConfig.model_validate(settings).answers_together == answers
+    assert RunConfig.model_validate(settings).concurrent_responses == answers
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (1, [0, 1, 2, 3, 4, 5]), (9, [0, 5])])
@@ -46,7 +46,7 @@ def test_the_longest_deadline_is_found() -> None:
     ("settings", "is_wanted"), [({}, False), ({"samples": 1}, True), ({"table": "x"}, True), ({"samples": 0}, False)]
 )
 def test_pass_rates_are_wanted_where_they_are_measured_or_given(settings: dict[str, Any], is_wanted: bool) -> None:
-    assert PassRatesConfig.model_validate(settings).is_wanted is is_wanted
+    assert PassRatesConfig.model_validate(settings).is_enabled is is_wanted
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_name_covers_itself_and_what_lies_in_it() -> None:
 
 
 def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:
-    assert expanded("~/x") == Path.home() / "x"
-    assert expanded("~nobody77/x") == Path("~nobody77/x")
+    assert expand_path("~/x") == Path.home() / "x"
+    assert expand_path("~nobody77/x") == Path("~nobody77/x")
     assert PathsConfig(root="~/runs").root == str(Path.home() / "runs")
     assert PathsConfig(root="~nobody77/runs").root == "~nobody77/runs"
     for section in (ModelConfig, CriticConfig):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rlcore.config import RunConfig, sweep_load
 from rlcore.config.compose import group_members, load_config
 from rlcore.config.documents import experiment_text
-from rlcore.config.sweep import Budget, OptunaSearch, Pruning, RandomSearch, Range, SweepSpec, edges_of
+from rlcore.config.sweep import Budget, OptunaSearch, Pruning, RandomSearch, Range, SweepSpec, edge_points
 from rlcore.config.sweep_load import SWEEPS_DIR, Sweep, load_sweep
 from rlcore.errors import ConfigError
 
@@ -193,7 +193,7 @@ def test_a_grid_is_every_combination(load):
 
 
 def test_a_grid_has_at_most_so_many_points(load, mistakes, monkeypatch):
-    monkeypatch.setattr(sweep_load, "MOST_POINTS", 4)
+    monkeypatch.setattr(sweep_load, "MAX_POINTS", 4)
     assert len(load(HEAD + "grid: {optim.lr: [1, 2], algo: [grpo, rloo]}").points) == 4
     (line,) = mistakes(HEAD + "grid: {optim.lr: [1, 2, 3, 4, 5]}")
     assert line == "grid: must have at most 4 points; got 5. Draw some of them by random or optuna"
@@ -216,13 +216,13 @@ def test_what_is_sound_is_taken(load, text):
 
 def test_the_edges_of_a_space_are_checked_before_a_search():
     space = {"optim.lr": Range(low=1e-4, high=1e-2), "algo": ("grpo", "rloo", "opo")}
-    assert edges_of(space) == [
+    assert edge_points(space) == [
         {"optim.lr": 1e-4, "algo": "grpo"},
         {"optim.lr": 1e-2, "algo": "grpo"},
         {"optim.lr": 1e-4, "algo": "rloo"},
         {"optim.lr": 1e-4, "algo": "opo"},
     ]
-    assert edges_of({"optim.lr": (), "algo": ("grpo",)}) == [{"algo": "grpo"}]
+    assert edge_points({"optim.lr": (), "algo": ("grpo",)}) == [{"algo": "grpo"}]
 
 
 def test_what_a_sweep_does_not_say_is_usual():

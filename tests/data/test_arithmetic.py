@@ -138,7 +138,7 @@ def test_operations_are_listed_in_order_with_exact_results() -> None:
     ):
         found = evaluate(text)
         assert found is not None
-        assert found.worked() == worked
+        assert found.solution_steps() == worked
 
 
 def test_brackets_stand_where_exact_arithmetic_needs_them_and_nowhere_else() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data import gsm8k
-from data.calculator import Countdown, WordProblems, calculate, computed, episode, main
+from data.calculator import Countdown, WordProblems, calculate, calculator_line, episode, main
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ from data.calculator import Countdown, WordProblems, calculate, computed, episod
     ],
 )
 def test_a_value_is_exact_to_four_places(expression: str, value: str) -> None:
-    assert computed(expression) == value
+    assert calculator_line(expression) == value
 
 
 @pytest.mark.parametrize(
     "expression", ["1/0", "2**99", "-3", "1.2.3", "a", "1,000*2", "", "9" * 5_000, "__import__('os')"]
 )
 def test_what_is_no_computation_has_no_value(expression: str) -> None:
-    assert computed(expression) is None
+    assert calculator_line(expression) is None
 
 
 def test_published_solutions_are_right_as_episodes(

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from data.demonstrations import tokenize_demonstrations, try_demonstrations
+from data.demonstrations import preview_demonstrations, tokenize_demonstrations
 from data.schema import provenance
 from data.stage import StageResult
 from rlcore.batching.prompts import read_demonstrations
@@ -55,7 +55,7 @@ def test_answers_alone_are_learned_and_every_turn_keeps_its_tokens(chat_tokenize
     for row, talk in zip(rows, TALKS, strict=True):
         messages = talk["messages"]
         assert list(row.token_ids) == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-        learned = [token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer]
+        learned = [token for token, is_answer in zip(row.token_ids, row.is_target, strict=True) if is_answer]
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         end = tokenizer.eos_token
         assert tokenizer.decode(learned) == "".join(answer + end for answer in answers)
@@ -78,7 +78,7 @@ def test_prompts_with_completions_of_a_parquet_file(base_tokenizer: Path, tmp_pa
     assert found.counts == {"train": 23, "validation": 2}, "at most a tenth is held out"
     tokenizer = AutoTokenizer.from_pretrained(base_tokenizer)
     row = read_demonstrations(found.directory / "train.parquet")[0]
-    learned = [token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer]
+    learned = [token for token, is_answer in zip(row.token_ids, row.is_target, strict=True) if is_answer]
     assert tokenizer.decode(row.token_ids) == f"<|endoftext|>0 plus 0 is 0.{tokenizer.eos_token}"
     assert tokenizer.decode(learned) == f" 0.{tokenizer.eos_token}"
 
@@ -214,12 +214,12 @@ def test_an_answer_without_end_token_or_changed_later_is_refused(trained_bpe: To
 
 def test_only_the_first_rows_are_tokenized_in_a_trial(chat_tokenizer: Path, tmp_path: Path) -> None:
     config = WarmStartConfig(demonstrations=str(written(tmp_path / "talks.jsonl", [*TALKS, chat("only a question")])))
-    try_demonstrations(config, chat_tokenizer, 3)
-    try_demonstrations(config, None, 9)
+    preview_demonstrations(config, chat_tokenizer, 3)
+    preview_demonstrations(config, None, 9)
     with pytest.raises(DataError, match="line 4: an assistant's turn must follow"):
-        try_demonstrations(config, chat_tokenizer, 4)
+        preview_demonstrations(config, chat_tokenizer, 4)
     (tmp_path / "talks.jsonl").write_text("")
-    try_demonstrations(config, chat_tokenizer, 4)
+    preview_demonstrations(config, chat_tokenizer, 4)
 
 
 def test_a_turn_ends_at_the_first_stop_token(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_turn_ends_at_the_first_stop_token(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row, talk in zip(read_demonstrations(found.directory / "train.parquet"), TALKS, strict=True):
         assert tokenizer.decode(row.token_ids) == tokenizer.apply_chat_template(talk["messages"], tokenize=False)
-        learned = [token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer]
+        learned = [token for token, is_answer in zip(row.token_ids, row.is_target, strict=True) if is_answer]
         answers = [message["content"] for message in talk["messages"] if message["role"] == "assistant"]
         assert tokenizer.decode(learned) == "".join(answer + "<|end|>" for answer in answers)
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -237,7 +237,7 @@ def test_a_turn_ends_at_the_first_stop_token(tmp_path: Path) -> None:
     assert tokenized(tmp_path / "one.jsonl", folder).cached
     assert again.fingerprint != found.fingerprint
     learned = read_demonstrations(again.directory / "train.parquet")[0]
-    assert tokenizer.decode([t for t, own in zip(learned.token_ids, learned.is_answer, strict=True) if own]) == (
+    assert tokenizer.decode([t for t, own in zip(learned.token_ids, learned.is_target, strict=True) if own]) == (
         "It is 4.<|end|>\n<|endoftext|>"
     )
 
@@ -277,7 +277,7 @@ def tool_tokenizer(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
 def learned(file: Path, rows: Iterable[Any], tokenizer: Path) -> list[tuple[list[int], list[bool]]]:
     """Tokens of each row, and which of them are learned."""
     found = read_demonstrations(tokenized(written(file, rows), tokenizer).directory / "train.parquet")
-    return [(list(map(int, row.token_ids)), list(map(bool, row.is_answer))) for row in found]
+    return [(list(map(int, row.token_ids)), list(map(bool, row.is_target))) for row in found]
 
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
@@ -432,7 +432,7 @@ def test_a_broken_row_is_refused_with_file_and_line(
     file = written(tmp_path / "rows.jsonl", [TALKS[0], row])
     for call in (
         lambda: tokenized(file, tool_tokenizer),
-        lambda: try_demonstrations(WarmStartConfig(demonstrations=str(file)), tool_tokenizer, 10),
+        lambda: preview_demonstrations(WarmStartConfig(demonstrations=str(file)), tool_tokenizer, 10),
     ):
         with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {said}"):
             call()

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from data import filter as filter_module
-from data.filter import SuiteWatch, filter_dataset
+from data.filter import SuiteOverlap, filter_dataset
 from data.schema import provenance, read_batches
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder, PromptTokenizer, tokenizer_fingerprint
@@ -428,7 +428,9 @@ def test_words_that_most_problems_of_a_suite_share_say_nothing(tmp_path):
         return " ".join(f"w{number}" for number in range(start, start + 13))
 
     texts = [*[f"{words(0)} a{n}" for n in range(10)], *[f"{words(100)} b{n}" for n in range(11)], words(200)]
-    watch = SuiteWatch({"many": suite("many", texts), "few": suite("few", [words(300), words(300) + " x", words(400)])})
+    watch = SuiteOverlap(
+        {"many": suite("many", texts), "few": suite("few", [words(300), words(300) + " x", words(400)])}
+    )
     assert watch
     assert watch.find(f"{words(0)} a3\n") == ("many", "exact")
     assert watch.find(f"before {words(0).upper()}, after") == ("many", "13-gram")
@@ -437,9 +439,9 @@ def test_words_that_most_problems_of_a_suite_share_say_nothing(tmp_path):
     assert watch.find(" ".join(words(200).split()[:12])) is None
     assert watch.find(words(300) + " y") is None, "more than half of a small suite share it"
     assert watch.find(words(400) + " y") == ("few", "13-gram")
-    one = SuiteWatch({"one": suite("one", [words(500)])})
+    one = SuiteOverlap({"one": suite("one", [words(500)])})
     assert one.find(words(500) + " y") == ("one", "13-gram")
-    assert not SuiteWatch({})
+    assert not SuiteOverlap({})
 
 
 def test_progress_and_facts_of_a_filtered_dataset(chat_tokenizer, artifacts_root, tmp_path, monkeypatch):

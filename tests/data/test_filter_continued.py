@@ -18,7 +18,7 @@ from rlcore.config.data import ParquetData
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from rlcore.run.inputs import RunInputs
-from rlcore.run.supervised import Lessons
+from rlcore.run.supervised import Demonstrations
 from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.helpers.tokenizer_kinds import KINDS
 
@@ -123,4 +123,4 @@ def test_a_solution_that_the_template_drops_is_left_out(tmp_path: Path, caplog: 
     config = load_config(["experiment=debug", "warm_start.enabled=true"])
     told = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
     with pytest.raises(DataError, match=told):
-        Lessons.read(config, RunInputs(made.directory, folder))
+        Demonstrations.read(config, RunInputs(made.directory, folder))

@@ -9,7 +9,7 @@ from data.gsm8k import final_number, only_number, reference_number, score, score
 from data.tasks import build_dataset, dataset_fingerprint
 from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
-from rlcore.evaluation.result import Answer, ProblemResult, per_problem
+from rlcore.evaluation.result import ProblemResult, Response, problem_statistics
 
 HUNDRED = {"answer": "1000"}
 
@@ -55,12 +55,12 @@ def test_answers_that_say_the_same_number_vote_together(scorer):
     assert {scorer(text, HUNDRED).said for text in same} == {"1000"}
     texts = ["#### 7", "#### 7", *same[:2], "#### 9"]
     answers = tuple(
-        Answer(text, found.total, found.parts, 3, "stop", said=found.said)
+        Response(text, found.total, found.parts, 3, "stop", said=found.said)
         for text in texts
         if (found := scorer(text, HUNDRED))
     )
     one = ProblemResult(1, 0, "", json.dumps(HUNDRED), None, answers)
-    assert per_problem([one])["reward/maj@5"].tolist() == [0.5]  # a tie of 1000 and 7
+    assert problem_statistics([one])["reward/maj@5"].tolist() == [0.5]  # a tie of 1000 and 7
 
 
 def test_the_strict_reading_hears_no_vote_without_the_mark():

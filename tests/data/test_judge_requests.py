@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data import judge
-from data.judge import JudgeError, judged, read_verdict
+from data.judge import JudgeError, judge_response, read_verdict
 from rlcore.config.rollout import JudgeConfig
 from tests.data.judges import Judge, Reply, judging, told
 
@@ -44,7 +44,7 @@ def test_a_request_has_prompt_key_and_form_of_the_answer(
         prompt="{response}|{ground_truth}|{other}", key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2
     )
     server.replies = [(200, told("Fine.\n<score>1.5</score>"), {})]
-    assert judged(asking, "says {ground_truth}", '{"a": 1}') == 0.75
+    assert judge_response(asking, "says {ground_truth}", '{"a": 1}') == 0.75
     ((path, headers, asked),) = server.asked
     assert path == "/v1/chat/completions"
     assert [headers[name] for name in ("Content-Type", "Accept-Encoding", "Authorization")] == [
@@ -69,7 +69,7 @@ def test_a_request_has_prompt_key_and_form_of_the_answer(
         "temperature": 0,
         "max_tokens": 77,
     }
-    judged(settings(levels=None), "x", "{}")
+    judge_response(settings(levels=None), "x", "{}")
     assert server.asked[1][2].keys() == {"model", "messages", "temperature", "max_tokens"}
     assert "Authorization" not in server.asked[1][1]
 
@@ -91,7 +91,7 @@ def test_a_request_has_prompt_key_and_form_of_the_answer(
 def test_an_answer_without_verdict_is_not_retried(server: Judge, settings: Settings, reply: Reply, why: str) -> None:
     server.replies = [reply]
     with pytest.raises(JudgeError) as error:
-        judged(settings(tries=3), "x", "{}")
+        judge_response(settings(tries=3), "x", "{}")
     assert why in str(error.value)
     assert len(server.asked) == 1
 
@@ -100,10 +100,10 @@ def test_an_answer_without_verdict_is_not_retried(server: Judge, settings: Setti
 def test_a_busy_endpoint_is_asked_again(server: Judge, settings: Settings, status: int) -> None:
     busy: Reply = (status, b"{}", {})
     server.replies = [busy, busy, (200, told('{"score": 4}'), {})]
-    assert judged(settings(tries=3), "x", "{}") == 1.0
+    assert judge_response(settings(tries=3), "x", "{}") == 1.0
     server.replies = [busy]
     with pytest.raises(JudgeError) as error:
-        judged(settings(tries=2), "x", "{}")
+        judge_response(settings(tries=2), "x", "{}")
     url = settings().url
     assert str(error.value) == (
         f"no verdict of {url} (reward.judge.url) in 2 tries (reward.judge.tries); the last one: the endpoint answered "
@@ -122,7 +122,7 @@ def test_each_pause_is_twice_the_one_before(server: Judge, settings: Settings, m
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", FIRST_PAUSE_S)
     server.replies = [(503, b"", {})]
     with pytest.raises(JudgeError, match="in 4 tries"):
-        judged(settings(tries=4), "x", "{}")
+        judge_response(settings(tries=4), "x", "{}")
     assert pauses == [0.5, 1.0, 2.0]
 
 
@@ -130,7 +130,7 @@ def test_a_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatc
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
     server.replies = [(503, b"", {})]
     with pytest.raises(JudgeError) as error:
-        judged(settings(tries=4, deadline_s=0.25), "x", "{}")
+        judge_response(settings(tries=4, deadline_s=0.25), "x", "{}")
     assert str(error.value) == (
         f"no verdict of {settings().url} within 0.25 s (reward.judge.deadline_s); before that the endpoint answered "
         "with status 503"
@@ -142,10 +142,10 @@ def test_an_answer_may_be_as_long_as_the_bound(
 ) -> None:
     text = told('{"score": 3}')
     monkeypatch.setattr(judge, "_MOST_BYTES", len(text))
-    assert judged(settings(), "x", "{}") == 0.75
+    assert judge_response(settings(), "x", "{}") == 0.75
     server.replies = [(200, text + b" ", {})]
     with pytest.raises(JudgeError, match=rf"^the endpoint's answer is longer than {len(text)} bytes$"):
-        judged(settings(), "x", "{}")
+        judge_response(settings(), "x", "{}")
 
 
 def test_a_verdict_is_cached_by_request_and_highest_score(
@@ -153,19 +153,19 @@ def test_a_verdict_is_cached_by_request_and_highest_score(
 ) -> None:
     file = tmp_path / "new" / "deeper" / "verdicts.sqlite"
     for _ in range(2):
-        assert judged(settings(cache=str(file)), "x", "{}") == 0.75
+        assert judge_response(settings(cache=str(file)), "x", "{}") == 0.75
     assert len(server.asked) == 1
-    assert judged(settings(cache=str(file), highest=6), "x", "{}") == 0.5
-    judged(settings(cache=str(file)), "y", "{}")
-    judged(settings(cache=str(file), model="n"), "x", "{}")
+    assert judge_response(settings(cache=str(file), highest=6), "x", "{}") == 0.5
+    judge_response(settings(cache=str(file)), "y", "{}")
+    judge_response(settings(cache=str(file), model="n"), "x", "{}")
     assert len(server.asked) == 4
-    judged(settings(), "x", "{}")
+    judge_response(settings(), "x", "{}")
     assert len(server.asked) == 5, "without a file each process has its own"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["deeper", "new", "verdicts.sqlite"]
     (tmp_path / "notes.txt").write_text("no database, and longer than the head of one" * 9)
     for cache in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
         with pytest.raises(JudgeError, match=rf"^reward\.judge\.cache: must be a file of verdicts, .*; got {cache} \("):
-            judged(settings(cache=str(cache)), "x", "{}")
+            judge_response(settings(cache=str(cache)), "x", "{}")
 
 
 @pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])
@@ -176,7 +176,7 @@ def test_an_unusable_key_is_named_by_its_variable(
     if key is not None:
         monkeypatch.setitem(os.environ, "JUDGE_KEY", key)
     with pytest.raises(JudgeError, match=r"^the environment variable JUDGE_KEY \(reward\.judge\.key_variable\) must"):
-        judged(settings(key_variable="JUDGE_KEY"), "x", "{}")
+        judge_response(settings(key_variable="JUDGE_KEY"), "x", "{}")
     assert server.asked == []
 
 

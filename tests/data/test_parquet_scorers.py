@@ -12,7 +12,7 @@ from data import parquet
 from data.filter import filter_dataset
 from data.references import check_references
 from data.tasks import build_dataset
-from data.trial import first_row, require_sound_rows
+from data.trial import first_row, validate_rows
 from rlcore.config import FilterConfig, ParquetData, RewardConfig, RunConfig
 from rlcore.config.data import scorer_of_row, scorers_of
 from rlcore.errors import DataError
@@ -65,7 +65,7 @@ def test_a_scorer_follows_from_the_names_that_the_field_writes(sources: tuple[st
 def test_rows_are_scored_by_their_data_source(tmp_path: Path, artifacts_root: Path, chat_tokenizer: Path) -> None:
     rows = [row("openai/gsm8k", "18"), row("math_dapo", "\\frac{1}{2}", 1, extra_info={"index": "9a9b-uuid"})]
     data = settings(tmp_path, rows)
-    assert require_sound_rows(data, 1, artifacts_root, each_once=True) is None
+    assert validate_rows(data, 1, artifacts_root, each_once=True) is None
     dataset = build_dataset(data, seed=1, root=artifacts_root)
     filtered = filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=artifacts_root)
     problems = Problems.read(RunConfig(data=data), RunInputs(filtered.directory, chat_tokenizer))
@@ -87,11 +87,11 @@ def test_rows_of_an_unknown_source_are_refused(tmp_path: Path, artifacts_root: P
         "no scorer is known. Set data.scorer,"
     )
     with pytest.raises(DataError, match=f"^{re.escape(told)}"):
-        require_sound_rows(data, 1, artifacts_root, each_once=True)
+        validate_rows(data, 1, artifacts_root, each_once=True)
     with pytest.raises(DataError, match=r"for .*/test\.parquet: its rows have the data_source apps, taco, for"):
-        require_sound_rows(data, 1, artifacts_root, ("validation",), each_once=True)
+        validate_rows(data, 1, artifacts_root, ("validation",), each_once=True)
     own = data.model_copy(update={"scorer": "my.own:score"})
-    assert require_sound_rows(own, 1, artifacts_root, each_once=True) is None
+    assert validate_rows(own, 1, artifacts_root, each_once=True) is None
     with ScoringPool(data.scorer, RewardConfig(num_processes=0)) as pool:
         (score,) = pool.score(["1"], ['{"answer": "1"}'])
     assert "data.scorer: must be given, for none is known for the row's data_source" in score.failure

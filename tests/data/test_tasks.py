@@ -113,7 +113,7 @@ def test_the_filter_tokenizes_prompts_and_demonstrations(dataset, tokenizer, art
         solution = row["extra_info"]["solution"].replace("(", "( ").replace(")", " )").split()
         answer = (*(vocabulary[word] for word in solution), vocabulary["<eos>"])
         assert tuple(demonstration.token_ids) == (*prompt.token_ids, *answer)
-        assert list(demonstration.is_answer) == [False] * len(prompt.token_ids) + [True] * len(answer)
+        assert list(demonstration.is_target) == [False] * len(prompt.token_ids) + [True] * len(answer)
         assert bool(demonstration.misdirected) == bool(row["extra_info"]["distractor"])
         assert (prompt.prompt_id, prompt.data_source, prompt.difficulty) == (row["extra_info"]["index"], "countdown", 2)
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from data import tokenizer as tokenizers
 from data.tokenizer import (
     ChatFrame,
+    FrameError,
     PieceEncoder,
     PromptTokenizer,
-    ShortWayError,
     encode_whole,
     load_tokenizer,
     to_bytes,
@@ -44,7 +44,7 @@ def test_special_tokens_surround_plain_text(trained_bpe: Tokenizer, tmp_path: Pa
             expected = to_bytes(before) + plain + to_bytes(after)
             assert found.encode_prompts(["a b"]) == [expected]
             (answer,) = encode_whole(core, [" a b"])
-            assert found.encode_answers(asked("x", "x"), ["x", "x"], [" a b", ""]) == (
+            assert found.encode_responses(asked("x", "x"), ["x", "x"], [" a b", ""]) == (
                 [answer + to_bytes([2]), b""],
                 {},
             )
@@ -81,10 +81,10 @@ def test_the_short_way_is_checked_on_each_so_many_texts(chat_tokenizer: Path, mo
     assert PromptTokenizer(chat_tokenizer, chat=True, short_way=False).texts(asked("a", "b", "c")) == texts
     monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)  # 256 texts would be needed
     monkeypatch.setattr(ChatFrame, "text", lambda frame, content: f"{content}!")
-    with pytest.raises(ShortWayError, match="'a'"):
+    with pytest.raises(FrameError, match="'a'"):
         found.texts(asked("a", "b"))
     monkeypatch.setattr(PieceEncoder, "encode", lambda encoder, texts: [b"" for _ in texts])
-    with pytest.raises(ShortWayError, match=r"^x$"):
+    with pytest.raises(FrameError, match=r"^x$"):
         found.encode_prompts(["x", "y"])
 
 

@@ -67,7 +67,7 @@ def test_prompt_and_answer_are_the_tokens_of_the_whole_conversation(kind: tuple[
         own = PromptTokenizer(folder, chat=True, short_way=short_way)
         texts = own.texts(prompts)
         ids = own.encode_prompts(texts)
-        found, unwritten = own.encode_answers(prompts, texts, answers)
+        found, unwritten = own.encode_responses(prompts, texts, answers)
         for place, ((prompt, answer), text, before, learned) in enumerate(zip(rows, texts, ids, found, strict=True)):
             messages = list(prompt)
             goes_on = messages[-1]["role"] == "assistant"
@@ -95,7 +95,7 @@ def test_plain_prompts_and_answers_are_the_tokens_of_one_text(kind: tuple[str, P
     answers = [rng.choice(["", " ", "\n"]) + answer for answer in sentences(rng, NUM_ROWS)]
     own = PromptTokenizer(folder, chat=False)
     ids = own.encode_prompts(prompts)
-    found, unwritten = own.encode_answers(asked(*prompts), prompts, answers)
+    found, unwritten = own.encode_responses(asked(*prompts), prompts, answers)
     num_joint = 0
     for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         before, learned = listed(ids[place]), listed(found[place])
@@ -120,7 +120,7 @@ def test_the_scratch_tokenizer_writes_answers_and_their_end(tmp_path: Path) -> N
         answers = [f" {a + b} > {a}" for a in range(9) for b in range(9)]
         texts = own.texts(asked(*prompts))
         ids = own.encode_prompts(texts)
-        found, unwritten = own.encode_answers(asked(*prompts), texts, answers)
+        found, unwritten = own.encode_responses(asked(*prompts), texts, answers)
         assert unwritten == {}
         for prompt, answer, before, learned in zip(prompts, answers, ids, found, strict=True):
             assert listed(before) + listed(learned) == tokens_of(tokenizer, f"{prompt}{answer}<eos>")
@@ -143,11 +143,11 @@ def test_demonstrations_and_solutions_are_the_same_tokens(kind: tuple[str, Path]
     prompts, answers = [prompt for prompt, _ in rows], [answer for _, answer in rows]
     texts = own.texts(prompts)
     ids = own.encode_prompts(texts)
-    found, _ = own.encode_answers(prompts, texts, answers)
+    found, _ = own.encode_responses(prompts, texts, answers)
     expected = dict.fromkeys(zip(ids, found, strict=True))
     shown = read_demonstrations(made.directory / "train.parquet")
     assert len(shown) == len(expected)
     for demonstration, (before, learned) in zip(shown, expected, strict=True):
         together = listed(before) + listed(learned)
         assert list(demonstration.token_ids)[: len(together)] == together
-        assert [*np.flatnonzero(demonstration.is_answer)] == [*range(len(listed(before)), len(together))]
+        assert [*np.flatnonzero(demonstration.is_target)] == [*range(len(listed(before)), len(together))]

@@ -97,7 +97,7 @@ def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrained
     ids = ids_of(tokenizer, TURNS[:2], prompt=True)
     for written, reply in ((TURNS[2], TURNS[3]), (TURNS[4], {"role": "user", "content": "#### right"})):
         ids += tokenizer(written["content"])["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
-        told, appended = between.between(ids[-1], reply["content"])
+        told, appended = between.reply_tokens(ids[-1], reply["content"])
         assert told == reply["content"]
         ids += appended
     assert ids == ids_of(tokenizer, [*TURNS, {"role": "user", "content": "#### right"}], prompt=True)
@@ -105,5 +105,5 @@ def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrained
 
 def test_a_first_message_follows_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = ids_of(tokenizer, TURNS[:2], prompt=True)
-    told, kept, appended = TurnTokens(tokenizer, chat=True, max_reply_tokens=64).opening(prompt, "Go on.")
+    told, kept, appended = TurnTokens(tokenizer, chat=True, max_reply_tokens=64).first_message_tokens(prompt, "Go on.")
     assert [*kept, *appended] == ids_of(tokenizer, [*TURNS[:2], {"role": "user", "content": told}], prompt=True)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.demonstrations import tokenize_demonstrations, try_demonstrations
+from data.demonstrations import preview_demonstrations, tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset, dataset_fingerprint
 from rlcore.batching.prompts import read_demonstrations
@@ -92,7 +92,7 @@ def test_demonstrations_are_those_that_the_template_renders(
         for row, talk in zip(read_demonstrations(found.directory / "train.parquet"), talks, strict=True):
             assert tokenizer.decode(list(row.token_ids)) == rendered(tokenizer, talk, names, prompt=False)
     with pytest.raises(DataError, match="does not read voise"):
-        try_demonstrations(config, folder, 2, {"voise": "loud"})
+        preview_demonstrations(config, folder, 2, {"voise": "loud"})
 
 
 def test_later_turns_are_those_that_the_template_renders(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -101,7 +101,7 @@ def test_later_turns_are_those_that_the_template_renders(tokenizer: PreTrainedTo
     ids = list(tokenizer.encode(rendered(tokenizer, conversation, LOUD, prompt=True)))
     for said, reply in (("Five", "higher"), ("Eight", "lower")):
         ids += [*tokenizer.encode(said), tokenizer.eos_token_id]
-        ids += turns.between(ids[-1], reply)[1]
+        ids += turns.reply_tokens(ids[-1], reply)[1]
         conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
     assert tokenizer.decode(ids) == rendered(tokenizer, conversation, LOUD, prompt=True)
 

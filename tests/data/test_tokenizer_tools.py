@@ -13,9 +13,9 @@ from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig, RewardConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError
-from rlcore.rollout.environment import PLAY, Episode, turn_of
+from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.tools import Tools, calls_in, tool_schemas
+from rlcore.rollout.tools import Tools, parse_calls, tool_schemas
 from rlcore.rollout.turns import TurnTokens
 from tests.data.conftest import saved
 
@@ -105,12 +105,12 @@ def test_a_ground_truths_own_seed_reaches_the_scorer():
          f"episode.tools=[{CALCULATOR}]"]
     )  # fmt: skip
     tools = Tools([CALCULATOR], f"{__name__}:seed_of")
-    tools.reset(json.loads(Episode.begun("one", config, '{"seed": 3}', 7).truth)["row"])
+    tools.reset(json.loads(Episode.start("one", config, '{"seed": 3}', 7).truth)["row"])
     assert tools.step("done").reward == 3.0
 
 
 def test_many_unclosed_calls_are_found_in_linear_time():
-    assert len(calls_in("<tool_call>" * 100_000)) == 100_000
+    assert len(parse_calls("<tool_call>" * 100_000)) == 100_000
 
 
 def test_calls_are_repeated_after_a_lost_process_and_end_in_time():
@@ -118,29 +118,29 @@ def test_calls_are_repeated_after_a_lost_process_and_end_in_time():
         ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
          f"episode.tools=[{CALCULATOR},{WAITS}]"]
     )  # fmt: skip
-    episode = Episode.begun("one", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
+    episode = Episode.start("one", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
     with ScoringPool(PLAY, RewardConfig(num_processes=1, deadline_s=5.0), section="episode") as pool:
 
         def played(*texts):
             for text in texts:
                 episode.texts.append(text)
-                [score] = pool.score([episode.asked()], [episode.truth])
-                episode.replies.append("" if score.failure else turn_of(score).reply)
+                [score] = pool.score([episode.to_json()], [episode.truth])
+                episode.replies.append("" if score.failure else turn_from_score(score).reply)
             return score
 
-        pool.score([episode.asked()], [episode.truth])
+        pool.score([episode.to_json()], [episode.truth])
         episode.replies.append("")
         played(tagged("calculate", expression="2 + 3"), tagged("calculate", expression="5 * 4"))
         assert episode.replies[1:] == ["5", "20"]
-        lost = Episode.begun("two", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
+        lost = Episode.start("two", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
         lost.replies.append("")
         lost.texts.append(tagged("waits", seconds=600))
-        [score] = pool.score([lost.asked()], [lost.truth])
+        [score] = pool.score([lost.to_json()], [lost.truth])
         assert score.failure is not None
         assert "episode.deadline_s" in score.failure
         last = played("<answer> 2 + 3 * 4 </answer>")
         assert last.failure is None
-        assert turn_of(last).done
+        assert turn_from_score(last).done
         assert last.parts["tool_calls"] == 2
 
 
@@ -162,7 +162,7 @@ def test_prompts_and_turns_are_as_the_template_renders_tools(name, trained_bpe, 
         turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=50, role="tool")
         for said, reply in ((tagged("calculate", expression="1 + 2"), "3"), ("Let me see", "error: no"), ("So", "12")):
             ids += [*tokenizer.encode(said), tokenizer.eos_token_id]
-            ids += turns.between(ids[-1], reply)[1]
+            ids += turns.reply_tokens(ids[-1], reply)[1]
             conversation += [{"role": "assistant", "content": said}, {"role": "tool", "content": reply}]
         rendered = tokenizer.apply_chat_template(
             conversation, tools=[calculate], tokenize=False, add_generation_prompt=True

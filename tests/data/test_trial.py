@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from data.tasks import build_dataset, input_digests, inputs_of
-from data.trial import FirstRow, first_row, require_sound_rows
+from data.trial import FirstRow, first_row, validate_rows
 from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import DataError
 
 
 def test_a_repeated_prompt_of_local_files_is_refused_by_line(mapped: MappedData, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    assert require_sound_rows(mapped, 1, root, each_once=True) == 3
-    assert require_sound_rows(mapped, 1, root, ("validation",), each_once=True) == 2
+    assert validate_rows(mapped, 1, root, each_once=True) == 3
+    assert validate_rows(mapped, 1, root, ("validation",), each_once=True) == 2
     train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
     with train.open("a") as file:
         file.write('\n{"question": "train 1?", "answer": "7"}\n')
-    assert require_sound_rows(mapped, 1, root, each_once=False) == 4
+    assert validate_rows(mapped, 1, root, each_once=False) == 4
     with pytest.raises(DataError) as told:
-        require_sound_rows(mapped, 1, root, each_once=True)
+        validate_rows(mapped, 1, root, each_once=True)
     assert str(told.value) == (
         f"{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or set "
         "filter.duplicates to drop or keep"
@@ -28,13 +28,13 @@ def test_a_repeated_prompt_of_local_files_is_refused_by_line(mapped: MappedData,
     with test.open("a") as file:
         file.write('{"question": "train 0?", "answer": "7"}\n')
     with pytest.raises(DataError) as told:
-        require_sound_rows(mapped, 1, root, each_once=False)
+        validate_rows(mapped, 1, root, each_once=False)
     assert str(told.value) == (
         f"{test}: line 3: the same prompt as {train}: line 1, so validation would not measure what is new to the "
         "model. Remove it from one of the two files"
     )
-    assert require_sound_rows(CountdownData(), 1, root, each_once=True) is None
-    assert require_sound_rows(CustomData(), 1, root, each_once=True) is None
+    assert validate_rows(CountdownData(), 1, root, each_once=True) is None
+    assert validate_rows(CustomData(), 1, root, each_once=True) is None
 
 
 def test_rows_of_a_finished_dataset_are_not_made_again(mapped: MappedData, tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_rows_of_a_finished_dataset_are_not_made_again(mapped: MappedData, tmp_p
     dataset = build_dataset(mapped, seed=1, root=root)
     assert inputs_of(dataset.directory) == input_digests(mapped)
     assert first_row(mapped, 1, root) == made
-    assert require_sound_rows(mapped, 1, root, each_once=True) == 3
-    assert require_sound_rows(mapped, 1, root, ("validation", "train"), each_once=True) == 2
+    assert validate_rows(mapped, 1, root, each_once=True) == 3
+    assert validate_rows(mapped, 1, root, ("validation", "train"), each_once=True) == 2
 
 
 def test_the_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of
 from tests.share_of_digits import LEARNING
@@ -26,7 +26,7 @@ def test_an_alarm_that_stops_saves_its_step(tmp_path: Path) -> None:
     assert stopped["code"] == 1
     assert "step 2: the KL divergence from the reference is 0.00659" in said(run)
     assert stopped["checkpoints"] == ["step-000002"]
-    assert [str(fault.kind) for fault in read_faults(run.layout.run_dir)] == ["numbers"]
+    assert [str(fault.kind) for fault in read_failures(run.layout.run_dir)] == ["numbers"]
     told = small(tmp_path, *DRIFTS, "alarms.kl=tell", "alarms.kl_above=0.005", steps=4)
     assert disturb(told, None)[0]["code"] == 0, said(run)
     assert len(events(told, "alarm")) == 2, "told once as it stopped, and once for the steps after it"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flows.stack.control import states_of
+from flows.stack.control import service_states
 from flows.stack.state import read_stack
 from tests.flows.conftest import HELD, ended, forked, numbers, wait_until
 from tests.helpers.stack import ENDS, Stack, stack_up
@@ -219,7 +219,7 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
 
 
 def test_a_run_joins_the_ray_head_and_the_login_is_hidden(stack: Stack) -> None:
-    assert {state for _, state in states_of(stack.root)} == {"up"}
+    assert {state for _, state in service_states(stack.root)} == {"up"}
     head = read_stack(stack.root).service("ray")
     assert head is not None
     joins = ["name=on_head", *TINY, "runtime=ray", f"runtime.ray_address={head.url}"]

@@ -48,7 +48,12 @@ def test_a_start_model_is_planned_for(
     warm = config.warm_start.model_copy(update={"enabled": has_warm_start})
     config = config.model_copy(update={"model": model, "warm_start": warm})
     needs = disk_needs(
-        config, RunLayout.of(config), checkpoints_bytes=0, num_weights=10, steps_left=1, has_start_model=has_start_model
+        config,
+        RunLayout.of(config),
+        checkpoints_bytes=0,
+        num_weights=10,
+        steps_left=1,
+        has_initial_policy=has_start_model,
     )
     names = {need.what for need in needs}
     assert ("start model" in names) == (not has_start_model and (has_warm_start or not is_given))

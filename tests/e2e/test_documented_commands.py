@@ -178,7 +178,7 @@ def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys
     if "reward.judge.url" in line:  # an endpoint of the reader's own, which a dry run asks
         load_config(settings)
         return
-    if "data=code" in settings and sandbox._missing():  # a machine without bubblewrap refuses it
+    if "data=code" in settings and sandbox._missing_requirement():  # a machine without bubblewrap refuses it
         settings = [*settings, "sandbox.allow_weak=true"]
     code = exit_code(lambda: app(["train", *settings, "--dry-run"]))
     told = capsys.readouterr().err

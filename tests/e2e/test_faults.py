@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
@@ -25,11 +25,11 @@ def at(moment: str, *signals: str, to: str = "trainer", nth: int = 1, **more: An
 
 
 def kinds(run: SmallRun) -> list[tuple[str, str]]:
-    return [(str(fault.kind), fault.phase) for fault in read_faults(run.layout.run_dir)]
+    return [(str(fault.kind), fault.phase) for fault in read_failures(run.layout.run_dir)]
 
 
 def stacks(run: SmallRun) -> list[str]:
-    named = [fault.stacks for fault in read_faults(run.layout.run_dir)]
+    named = [fault.stacks for fault in read_failures(run.layout.run_dir)]
     return [Path(file).read_text() for file in named if file is not None]
 
 

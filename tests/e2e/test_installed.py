@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from flows.server.secret import login_of
+from flows.server.secret import root_login
 from tests.flows.conftest import REPOSITORY, WAIT_S, ended, start
 from tests.helpers.stack import Stack
 
@@ -135,7 +135,7 @@ def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
         lines = iter(process.stdout.readline, "")  # it may say first that its usual port is taken
         url = next((line.split()[1] for line in lines if line.startswith("Answers: ")), None)
         assert url is not None, ended(process)
-        login = tuple(login_of(folder / "artifacts").split(":", 1))
+        login = tuple(root_login(folder / "artifacts").split(":", 1))
         assert "<script" in httpx.get(url, auth=login).raise_for_status().text
         assert httpx.get(f"{url}runs", auth=login).raise_for_status().json() == [run_id]
         (server,) = psutil.Process(process.pid).children()

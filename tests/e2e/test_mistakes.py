@@ -193,7 +193,7 @@ def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """As if a command had been started there, without a network."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr("rlcore.models.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("rlcore.models.hub.is_hub_reachable", lambda: False)
     yield
     for name in ("mine", "broken"):
         sys.modules.pop(name, None)

@@ -37,7 +37,7 @@ def test_a_mixture_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     assert all(f"val-core/{source}/reward/mean@2" in step for step in expected.values() for source in sources)
     result = ValidationResult.read(whole.layout.validation / "after.json")
     assert (result.data_source, len(result.problems)) == ("all", 20)
-    summary = result.summary()
+    summary = result.metrics()
     easy, times, both = (summary[f"val-core/{name}/reward/greedy"] for name in ("easy", "multiplication", "all"))
     assert abs(both - (12 * easy + 8 * times) / 20) < 1e-12
     assert list(result.by_source()) == ["easy", "multiplication"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.fingerprint import run_id
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.tracking.delivery import sync_run
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.mlflow import client_of, main_run, points
@@ -63,7 +63,7 @@ def test_one_of_two_ranks_runs_out_of_memory(tmp_path: Path) -> None:
     failed, finished = disturb(short, None, None)
     assert (failed["code"], finished["code"]) == (1, 0), said(short)
 
-    (fault,) = read_faults(short.layout.run_dir)
+    (fault,) = read_failures(short.layout.run_dir)
     assert (fault.kind, fault.step) == ("rank out of memory", 0)
     assert "the policy's update ran out of memory in 1 micro-batches on one of 2 ranks" in fault.message
     names = [event.name for event in load_journal(short.layout.journal).events]

@@ -40,14 +40,14 @@ RUNS = """
 import os, sys
 from pathlib import Path
 from flows.cli import leave
-from flows.commands.run import flow_of_a_command
+from flows.commands.run import command_flow
 from flows.server.api import _servers, start_prefect
 
 def command():
     api = start_prefect(Path(sys.argv[1]))
     from prefect import flow
     from flows.server.watch import watched
-    from flows.tasks import kept, run_with, task_of
+    from flows.tasks import kept, call_flow, task_of
     from rlcore.errors import MillraceError
 
     def work():
@@ -64,8 +64,8 @@ def command():
     def chain():
         return kept(stages)
 
-    with flow_of_a_command(api, verbose=False):
-        print(run_with(None, chain), flush=True)
+    with command_flow(api, verbose=False):
+        print(call_flow(None, chain), flush=True)
 
 leave(command)
 """

@@ -137,7 +137,7 @@ def test_a_step_of_grpo_is_that_of_transformers(smollm2: Path, tmp_path: Path, m
     before = {name: tensor.clone() for name, tensor in plain(smollm2).state_dict().items()}
     now = group.each(Worker.full_weights)[0]
     assert all(not torch.equal(now[name], before[name]) for name in now if name.endswith("proj.weight"))
-    assert group.each(Worker.hand_over, 1)[0].difference < ROUNDING
+    assert group.each(Worker.sync_weights, 1)[0].difference < ROUNDING
     group.close()
 
 

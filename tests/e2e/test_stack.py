@@ -19,8 +19,8 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.types import SecretDict
 
 from flows.commands.runs import stop
-from flows.stack.control import states_of, up
-from flows.stack.deploy import notify
+from flows.stack.control import service_states, up
+from flows.stack.deploy import set_up_notifications
 from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
@@ -82,13 +82,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Pat
                 json_data={"title": "{{subject}}", "message": "{{body}}"},
                 secrets=SecretDict({"token": SECRET}),
             ).save("hook")
-            notify(client, "custom-webhook/hook")
+            set_up_notifications(client, "custom-webhook/hook")
         yield stack
 
 
 def test_a_block_that_is_not_there_is_refused_with_those_that_are(stack: Stack) -> None:
     with stack.client() as client, pytest.raises(MillraceError) as refused:
-        notify(client, "slack-webhook/nobody")
+        set_up_notifications(client, "slack-webhook/nobody")
     assert "as TYPE/NAME; got slack-webhook/nobody, and there is custom-webhook/hook" in str(refused.value)
 
 
@@ -112,7 +112,7 @@ def test_a_second_up_leaves_processes_and_what_people_have_changed(
     assert form["total_steps"]["type"] == "integer", "the form may be left empty"
     assert read_stack(stack.root) == before
     assert len([line for line in said if "is up already" in line]) == 3
-    assert [state for _, state in states_of(stack.root)] == ["up"] * 3
+    assert [state for _, state in service_states(stack.root)] == ["up"] * 3
     assert all(Path(service.log).stat().st_mode & 0o077 == 0 for service in before.services)
 
     # The one line for a shell says no secret, and gives Prefect's own commands address and login.
@@ -286,7 +286,7 @@ def test_the_next_up_resumes_a_run_without_worker_and_flow(stack: Stack) -> None
     for member in [*process.children(), process]:
         member.send_signal(signal.SIGKILL)
     psutil.wait_procs([process])
-    assert ("worker-1", "gone") in [(service.name, state) for service, state in states_of(stack.root)]
+    assert ("worker-1", "gone") in [(service.name, state) for service, state in service_states(stack.root)]
     up(stack.root)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
     assert sorted(numbers(stack.run_dir("lost"))) == list(range(61))

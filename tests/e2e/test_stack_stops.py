@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.stack.control import down, states_of, up
+from flows.stack.control import down, service_states, up
 from flows.stack.state import read_stack
 from tests.flows.conftest import HELD, WAIT_S, journal, numbers, wait_until
 from tests.helpers.stack import Stack, stack_up
@@ -46,7 +46,7 @@ def kill(stack: Stack, name: str) -> None:
     assert process is not None
     process.send_signal(signal.SIGKILL)
     psutil.wait_procs([process])
-    assert (name, "gone") in [(service.name, state) for service, state in states_of(stack.root)]
+    assert (name, "gone") in [(service.name, state) for service, state in service_states(stack.root)]
 
 
 @pytest.mark.needs_ray

@@ -82,7 +82,7 @@ def test_a_step_that_takes_too_long_is_given_up(undisturbed: SmallRun, tmp_path:
 WAITING = """
 import os, sys, time
 import rlcore.run.stop
-rlcore.run.stop.ONE_WISH_S = 0.0  # any later SIGTERM is a second wish
+rlcore.run.stop.SAME_REQUEST_S = 0.0  # any later SIGTERM is a second wish
 stop = rlcore.run.stop.StopFlag(lambda: os._exit(9))
 stop.install()
 parent = os.getppid()

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult, compare, pass_curve, vote
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult, compare, pass_curve, vote
 from rlcore.evaluation.stats import pass_at_k
 from rlcore.tracking.connection import mlflow_name
 from tests.helpers.validations import FAILED, answer, problem, random_result, result
@@ -16,7 +16,7 @@ from tests.helpers.validations import FAILED, answer, problem, random_result, re
 def test_summary_by_hand():
     found = result(
         [problem(1, [1.0, 0.1, 0.1, 0.0], greedy=1.0), problem(2, [0.0, 0.0, 0.0, 0.0], greedy=0.1)]
-    ).summary()
+    ).metrics()
     assert found["val-core/countdown/reward/mean@4"] == pytest.approx(0.15)
     assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.125)
     assert found["val-core/countdown/reward/pass@4"] == pytest.approx(0.5)
@@ -35,7 +35,7 @@ def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
             problem(4, [0.0, FAILED, 1.0, 1.0], greedy=0.0, difficulty=5),
         ]
     )
-    found = judged.summary()
+    found = judged.metrics()
     assert found["val-core/countdown/reward/mean@4"] == pytest.approx((0.5 + 2 / 3) / 2)
     assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.5)
     assert found["val-core/countdown/reward/pass@4"] == 1.0
@@ -54,12 +54,12 @@ def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
 
 def test_where_the_scorer_always_failed_there_is_no_figure():
     judged = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
-    assert judged.summary() == {"val-aux/countdown/num_unscored": 4.0}
+    assert judged.metrics() == {"val-aux/countdown/num_unscored": 4.0}
     assert (pass_curve(judged), judged.by_difficulty()) == ({}, {})
 
 
 def test_every_figure_has_an_interval_and_a_valid_name():
-    found = random_result(0, 0.5).summary()
+    found = random_result(0, 0.5).metrics()
     names = [name for name in found if not name.endswith(("/ci_low", "/ci_high"))]
     assert len(found) == 3 * len(names)
     for name in names:
@@ -69,24 +69,24 @@ def test_every_figure_has_an_interval_and_a_valid_name():
 
 def test_confidence_of_the_settings_is_used():
     name = "val-core/countdown/reward/mean@4"
-    wide, narrow = (random_result(0, 0.5, confidence=level).summary() for level in (0.99, 0.5))
+    wide, narrow = (random_result(0, 0.5, confidence=level).metrics() for level in (0.99, 0.5))
     assert wide[f"{name}/ci_high"] > narrow[f"{name}/ci_high"]
 
 
 def test_without_greedy_or_samples_the_rest_remains():
-    sampled = result([problem(1, [1.0, 0.0])]).summary()
+    sampled = result([problem(1, [1.0, 0.0])]).metrics()
     assert "val-core/countdown/reward/mean@2" in sampled
     assert "val-core/countdown/reward/greedy" not in sampled
-    greedy = result([problem(1, [], greedy=1.0)]).summary()
+    greedy = result([problem(1, [], greedy=1.0)]).metrics()
     assert set(greedy) == {
         f"val-core/countdown/{kind}/greedy{end}" for kind in ("reward", "acc") for end in ("", "/ci_low", "/ci_high")
     }
-    assert result([]).summary() == {}
+    assert result([]).metrics() == {}
 
 
 def test_problems_need_the_same_number_of_samples():
     with pytest.raises(DataError, match=r"same number of samples, got \[1, 2\]"):
-        result([problem(1, [1.0]), problem(2, [1.0, 0.0])]).summary()
+        result([problem(1, [1.0]), problem(2, [1.0, 0.0])]).metrics()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_problems_need_the_same_number_of_samples():
      (3.0, {"correct": 0.0}, False)],
 )  # fmt: skip
 def test_solved_is_the_part_correct_else_full_marks(score, parts, solved):
-    assert Answer("x", score, parts, 1, "stop").solved is solved
+    assert Response("x", score, parts, 1, "stop").solved is solved
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_a_vote_takes_time_in_proportion_to_the_text():
 
 
 def test_votes_are_counted_by_what_is_said():
-    said = [Answer(text, score, {}, 3, "stop") for text, score in (("3 + 4", 1.0), ("3+4", 1.0), ("9", 0.0))]
+    said = [Response(text, score, {}, 3, "stop") for text, score in (("3 + 4", 1.0), ("3+4", 1.0), ("9", 0.0))]
     one = ProblemResult(1, 0, "", "{}", None, tuple(said))
-    assert result([one]).summary()["val-core/countdown/reward/maj@3"] == 1.0
+    assert result([one]).metrics()["val-core/countdown/reward/maj@3"] == 1.0
 
 
 def test_what_the_scorer_found_is_the_vote(tmp_path):
     texts = (("#### 18", "18"), ("#### 18.", "18"), ("#### 7", "7"), ("#### 18", None))
-    answers = tuple(Answer(text, float(said == "18"), {}, 3, "stop", said=said) for text, said in texts)
+    answers = tuple(Response(text, float(said == "18"), {}, 3, "stop", said=said) for text, said in texts)
     assert [each.vote for each in answers] == ["18", "18", "7", "18"]
     kept = result([ProblemResult(1, 0, "", "{}", None, answers[:3])])
     kept.write(tmp_path / "after.json")
-    assert ValidationResult.read(tmp_path / "after.json").summary()["val-core/countdown/reward/maj@3"] == 1.0
+    assert ValidationResult.read(tmp_path / "after.json").metrics()["val-core/countdown/reward/maj@3"] == 1.0
 
 
 def test_files_give_back_what_was_written(tmp_path):
@@ -138,7 +138,7 @@ def test_files_give_back_what_was_written(tmp_path):
     original.write(file)
     again = ValidationResult.read(file)
     assert again == original
-    assert again.summary() == original.summary()
+    assert again.metrics() == original.metrics()
     assert [path.name for path in file.parent.iterdir()] == ["after.json"]
 
 
@@ -180,7 +180,7 @@ def test_a_score_that_is_no_number_cannot_be_kept(tmp_path):
 
 def test_results_cross_process_borders_after_use():
     original = random_result(3, 0.4)
-    original.summary()
+    original.metrics()
     assert pickle.loads(pickle.dumps(original)) == original
 
 

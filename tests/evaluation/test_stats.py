@@ -139,7 +139,7 @@ def test_statistics_of_the_same_problems_share_their_resamples():
 def test_resamples_in_several_parts_are_the_same(monkeypatch):
     values = np.random.default_rng(3).random((40, 2))
     whole = bootstrap_intervals(values)
-    monkeypatch.setattr("rlcore.evaluation.stats._COUNTS_AT_A_TIME", 400)
+    monkeypatch.setattr("rlcore.evaluation.stats._CHUNK_SIZE", 400)
     assert bootstrap_intervals(values) == whole
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import millrace
 from rlcore.errors import CheckpointError, ConfigError, DataError
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import Origin
@@ -65,11 +65,11 @@ def test_an_absent_validation_is_named_with_the_present_ones(tmp_path: Path) -> 
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = millrace.Run(config, RunLayout.of(config))
     with pytest.raises(DataError, match=r"has no validation of that name. It has none yet"):
-        run.answers()
+        run.responses()
     run.layout.validation.mkdir(parents=True)
     (run.layout.validation / "before.json").touch()
     with pytest.raises(DataError, match=r"foo.json: run debug-s1-\w+ has no validation of that name. There are before"):
-        run.answers("foo")
+        run.responses("foo")
 
 
 def written(run: millrace.Run) -> millrace.Run:
@@ -81,12 +81,12 @@ def written(run: millrace.Run) -> millrace.Run:
 def test_an_answer_without_a_score_has_none(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = millrace.Run(config, RunLayout.of(config))
-    failed = Answer("a", 0.0, {}, 1, "stop", failure="the judge was away")
-    problem = ProblemResult(3, 1, "p", "{}", None, (Answer("b", 1.0, {"correct": 1.0}, 1, "stop"), failed))
-    ValidationResult("after", 2, 2, "countdown", (problem,), config.validation.judging).write(
+    failed = Response("a", 0.0, {}, 1, "stop", failure="the judge was away")
+    problem = ProblemResult(3, 1, "p", "{}", None, (Response("b", 1.0, {"correct": 1.0}, 1, "stop"), failed))
+    ValidationResult("after", 2, 2, "countdown", (problem,), config.validation.evaluation).write(
         run.layout.validation / "after.json"
     )
-    answers = run.answers()
+    answers = run.responses()
     assert answers["score"].mean() == 1.0
     assert answers["failure"].isna().tolist() == [True, False]
 

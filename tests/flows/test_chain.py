@@ -7,33 +7,33 @@ from typing import Any, TypeVar
 import pytest
 
 from flows import chain
-from flows.chain import run_here
-from flows.progress import PlainDisplay, shown_on
-from flows.stages.export import Weights
+from flows.chain import run_on_console
+from flows.progress import PlainDisplay, use_display
+from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.train import Chunk, Train
 from flows.stages.validate import Validate
-from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
-from flows.work.recorded import Recorded
+from flows.work.recorded import MlflowContents
+from flows.work.validation_summary import ValidationSummary
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ModelError, WorkerLostError
-from rlcore.run.start_model import StartModel
+from rlcore.run.initial_policy import InitialPolicy
 
 R = TypeVar("R")
 
 HERE = Path("here")
 MADE: dict[str, Any] = {
-    "warm-start": StartModel(HERE, cached=False, steps=30, figures={"reward": 0.4}),
+    "warm-start": InitialPolicy(HERE, cached=False, steps=30, figures={"reward": 0.4}),
     "train": Chunk(0, 1, HERE, skipped=False, metrics={"critic/score/mean": 0.25}),
-    "export": Weights(HERE, 2, cached=True),
-    "validate": Judgement("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),
-    "export-best": Weights(HERE, 1, cached=False, is_best=True),
+    "export": ExportedWeights(HERE, 2, cached=True),
+    "validate": ValidationSummary("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),
+    "export-best": ExportedWeights(HERE, 1, cached=False, is_best=True),
     "report": ReportPage(HERE, cached=True),
 }
 
@@ -44,9 +44,9 @@ class Record:
     def start(self, *rows: object) -> None:
         self.rows = rows
 
-    def finish(self, report: ReportPage | None, last: Weights, best: Weights) -> Recorded:
+    def finish(self, report: ReportPage | None, last: ExportedWeights, best: ExportedWeights) -> MlflowContents:
         self.end = (report, last, best)
-        return Recorded()
+        return MlflowContents()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> 
     said = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
-        result = stage.result(run) if stage.name in ("dataset", "filter") else MADE[stage.name]
+        result = stage.find_or_make(run) if stage.name in ("dataset", "filter") else MADE[stage.name]
         said.append((stage.title(run), stage.describe(result).partition(" (")[0], stage.in_trainer))
         return result
 
@@ -91,7 +91,7 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
     said = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
-        result = stage.result(run)
+        result = stage.find_or_make(run)
         said.append(stage.describe(result))
         return result
 
@@ -126,7 +126,7 @@ def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> N
         )  # fmt: skip
         with CheckpointStore(run.layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
             (folder / "weights").write_text("x")
-        chunk = Train(1, 2, is_last=True).result(run)
+        chunk = Train(1, 2, is_last=True).find_or_make(run)
     assert (chunk.start, chunk.stop, chunk.skipped) == (1, 2, True)
     assert chunk.checkpoint == run.layout.checkpoints / "step-000002"
     assert str(chunk) == "step 1-2, skipped: done before"
@@ -158,8 +158,8 @@ def test_only_a_lost_trainer_is_retried_up_to_the_limit(config: RunConfig, capsy
     runtime = config.runtime.model_copy(update={"max_chunk_retries": 2})
     run = OpenRun(config.model_copy(update={"runtime": runtime}))
     lost = WorkerLostError("it is gone")
-    with shown_on(PlainDisplay()):
-        assert run_here(Failing((lost, lost)), run) == "done"
+    with use_display(PlainDisplay()):
+        assert run_on_console(Failing((lost, lost)), run) == "done"
         assert capsys.readouterr().out.splitlines() == [
             "it is gone",
             "trying again from the last checkpoint (1 of 2)",
@@ -169,9 +169,9 @@ def test_only_a_lost_trainer_is_retried_up_to_the_limit(config: RunConfig, capsy
         ]
         often = Failing((lost, lost, lost))
         with pytest.raises(WorkerLostError):
-            run_here(often, run)
+            run_on_console(often, run)
         assert len(often.calls) == 3
         wrong = Failing((ModelError("wrong"),))
         with pytest.raises(ModelError):
-            run_here(wrong, run)
+            run_on_console(wrong, run)
         assert len(wrong.calls) == 1

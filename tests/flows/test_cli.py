@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli import app, exit_code, look_here_too
+from flows.cli import app, exit_code, extend_module_path
 from flows.commands import complete, rollouts
-from flows.commands.settings import root_of
-from rlcore.answers import query
+from flows.commands.settings import root_path
 from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
 from rlcore.config.problems import override_value
 from rlcore.config.run import all_keys
 from rlcore.errors import DiskSpaceError
+from rlcore.responses import query
 from rlcore.storage.publish import write_text_atomically
 from tests.flows.conftest import REPOSITORY, Finished, Millrace, in_this_process
 
@@ -157,7 +157,7 @@ def test_a_root_of_any_name_comes_through_hydra() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
         word = f"paths.root={override_value(root)}"
         assert load_config([word], experiment="debug").paths.root == root
-        assert root_of(word) == Path(root)
+        assert root_path(word) == Path(root)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -239,7 +239,7 @@ def test_a_folder_in_which_nothing_can_begin(
         monkeypatch.chdir(tmp_path / name)
         if name == "gone":
             (tmp_path / name).rmdir()
-            look_here_too()
+            extend_module_path()
         found = told(capsys, "slots")
         assert (found[0], said in found[1]) == (code, True), found
     monkeypatch.chdir(tmp_path)
@@ -345,5 +345,5 @@ def test_tab_completes_words_without_heavy_imports(tmp_path: Path) -> None:
 
 def test_tab_completes_every_setting_group_and_sort_key() -> None:
     assert (rollouts.KINDS, rollouts.SORTS) == (query.KINDS, query.SORTS)
-    assert complete._words_by_key().keys() == all_keys().keys()
+    assert complete._values_by_key().keys() == all_keys().keys()
     assert set(complete._groups()) == {*GROUPS, "experiment"}

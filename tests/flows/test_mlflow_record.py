@@ -9,18 +9,18 @@ import pytest
 from data.stage import StageResult
 from flows.parameters import MLFLOW_PAGE
 from flows.stages.dataset import Dataset
-from flows.stages.export import Weights
+from flows.stages.export import ExportedWeights
 from flows.stages.filter import Filter
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.work import mlflow_record
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
-from flows.work.recorded import Recorded, models_digest, settings_digest
+from flows.work.recorded import MlflowContents, models_digest, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.mlflow_store import MlflowStore
-from rlcore.user_code import code_of
+from rlcore.user_code import code_for_run
 
 
 def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
@@ -35,11 +35,11 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         with suppress(type(error)), open_run(config, ()) as run, MlflowRecord(run, {}) as record:
             record.start(rows, filtered)
             raise error
-        known = Recorded.read(run.layout)
+        known = MlflowContents.read(run.layout)
         client = MlflowStore(config.tracking, artifacts_root).client
         page = client.get_run(known.mlflow_run_id)
         assert page.info.status == status
-        assert page.data.tags["code_fingerprint"] == code_of(config).fingerprint
+        assert page.data.tags["code_fingerprint"] == code_for_run(config).fingerprint
         kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/millrace-source/data")
         assert "lineage/code/millrace-source/data/countdown.py" in {file.path for file in kept}
         settings = Path(client.download_artifacts(known.mlflow_run_id, "config/settings.yaml")).read_text()
@@ -54,15 +54,17 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         }
         assert f"/runs/{known.mlflow_run_id}" in known.url
         assert known.ui_command == f"mlflow ui --backend-store-uri sqlite:///{artifacts_root}/mlflow.db"
-        assert run.shown.mlflow_page == known.url
+        assert run.prefect_view.mlflow_page == known.url
     monkeypatch.setenv(MLFLOW_PAGE, "http://stack")
-    found = mlflow_record.located(Recorded(settings="s"), ensure_mlflow_run(run.layout.run_dir, config, {}))
+    found = mlflow_record.with_page_address(
+        MlflowContents(settings="s"), ensure_mlflow_run(run.layout.run_dir, config, {})
+    )
     assert (found.url.partition("/#")[0], found.ui_command) == ("http://stack", "")
     assert (found.mlflow_run_id, found.settings) == (known.mlflow_run_id, "s")
 
 
 HERE = Path("here")
-LAST, BEST = Weights(HERE, 2, cached=True), Weights(HERE, 1, cached=True)
+LAST, BEST = ExportedWeights(HERE, 2, cached=True), ExportedWeights(HERE, 1, cached=True)
 ROWS = StageResult(HERE, "f", cached=True, counts={})
 AWAY = ("tracking.uri=oddsql://host/runs",)
 """A store of a kind that is not installed here: it fails at once."""
@@ -76,13 +78,13 @@ def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(
     silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
     with open_run(silent, ()) as run, MlflowRecord(run, {}) as record:
         record.start(ROWS, ROWS)
-        assert record.finish(None, LAST, BEST) == Recorded()
+        assert record.finish(None, LAST, BEST) == MlflowContents()
     config = load_config(["experiment=debug", paths, *AWAY])
     with open_run(config, ()) as run:
         digests = (settings_digest(config), report_fingerprint(run.layout), models_digest(config, LAST, BEST))
-        known = Recorded("1", "http://page", "", *digests).write(run.layout)
+        known = MlflowContents("1", "http://page", "", *digests).write(run.layout)
         with MlflowRecord(run, {}) as record:
-            assert run.shown.mlflow_page == "http://page"
+            assert run.prefect_view.mlflow_page == "http://page"
             record.start(ROWS, ROWS)
             assert record.finish(None, LAST, BEST) == known
     with suppress(ModelError), open_run(silent, ()) as run, MlflowRecord(run, {}):
@@ -101,7 +103,7 @@ def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
     rest = "The training is not touched by that; the same command again writes the rest"
     with open_run(config, ()) as run, MlflowRecord(run, {}) as record:
-        known = Recorded("", "", "", "other settings", "other report", "").write(run.layout)
+        known = MlflowContents("", "", "", "other settings", "other report", "").write(run.layout)
         record._known = known
         record.start(ROWS, ROWS)
         assert record.finish(None, LAST, BEST) == known
@@ -111,7 +113,7 @@ def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
         "MLflow did not take all of the run",
     ]
     assert all("oddsql://host/runs" in one and one.endswith(rest) for one in told)
-    assert Recorded.read(run.layout) == known
+    assert MlflowContents.read(run.layout) == known
 
 
 @pytest.mark.parametrize("given", [None, ReportPage(HERE / "report.html", cached=True)])
@@ -138,7 +140,7 @@ def test_the_end_of_a_run_is_sent_where_a_part_of_it_is_not_there(
     with open_run(config, ()) as run:
         has = report.format(report_fingerprint(run.layout))
         weights = models_digest(config, LAST, BEST) if models == "same" else models
-        Recorded("1", "u", "", settings_digest(config), has, weights).write(run.layout)
+        MlflowContents("1", "u", "", settings_digest(config), has, weights).write(run.layout)
         with MlflowRecord(run, {}) as record:
             record.start(ROWS, ROWS)
             record.finish(given, LAST, BEST)
@@ -150,7 +152,7 @@ def test_a_run_that_ends_before_mlflow_has_heard_of_it_asks_for_nothing(
 ) -> None:
     caplog.set_level(logging.INFO)
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
-    for known, number in ((Recorded(), 0), (Recorded("1"), 1)):
+    for known, number in ((MlflowContents(), 0), (MlflowContents("1"), 1)):
         with suppress(ModelError), open_run(config, ()) as run:
             known.write(run.layout)
             with MlflowRecord(run, {}):

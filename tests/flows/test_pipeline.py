@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
 from tests.helpers.harmful import HARM
@@ -234,7 +234,7 @@ def test_after_its_last_retry_a_run_fails_and_can_resume(
     done = command("train", *settings)
     assert done.code == 0, done.err
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
-    assert [str(fault.kind) for fault in read_faults(millrace.run_dir())] == ["lost worker", "lost worker"]
+    assert [str(fault.kind) for fault in read_failures(millrace.run_dir())] == ["lost worker", "lost worker"]
     assert {record["metrics"].get("fault/num_retries") for record in journal(millrace.run_dir()) if record["step"]} == {
         2.0
     }

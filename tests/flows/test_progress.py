@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from flows.cli import exit_code
-from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, figures, shown_on
+from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, metrics_text, use_display
 from flows.stages.rows import show_rows
-from flows.work.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
+from flows.work.protocol import CheckpointSaved, Note, Progress, RunEvent, parse_reply
 from rlcore.errors import MillraceError
 
 
@@ -21,22 +21,22 @@ def step(number: int, **more: float) -> Progress:
 
 
 def test_figures_leave_out_what_is_not_known() -> None:
-    assert figures(step(3)) == "reward 0.250"
-    assert figures(step(3, eta_s=95.0, tokens_per_s=9_000.4)) == "reward 0.250  9,000 tokens/s  ETA 1:35"
+    assert metrics_text(step(3)) == "reward 0.250"
+    assert metrics_text(step(3, eta_s=95.0, tokens_per_s=9_000.4)) == "reward 0.250  9,000 tokens/s  ETA 1:35"
     two = step(3, eta_s=95.0, tokens_per_s=9_000.4, num_devices=2, may_end_early=True)
-    assert figures(two) == "reward 0.250  9,000 tokens/s a GPU, 18,001 in all  ETA at most 1:35"
+    assert metrics_text(two) == "reward 0.250  9,000 tokens/s a GPU, 18,001 in all  ETA at most 1:35"
 
 
 def test_every_event_is_a_line() -> None:
     assert describe(step(3)) == "train: step 3/40  reward 0.250"
     assert describe(Note("hello")) == "hello"
     assert describe(CheckpointSaved(20, "/x/step-000020")) == "checkpoint after step 20: /x/step-000020"
-    assert describe(Happening("paused", {"missing_bytes": 3})) == "paused: missing_bytes 3"
+    assert describe(RunEvent("paused", {"missing_bytes": 3})) == "paused: missing_bytes 3"
 
 
 def test_lines_of_one_of_several_runs_say_which(capsys: pytest.CaptureFixture[str]) -> None:
     plain = PlainDisplay()
-    with shown_on(plain), shown_on(LabelledDisplay(display(), "point 2 seed 1")):
+    with use_display(plain), use_display(LabelledDisplay(display(), "point 2 seed 1")):
         display().event(step(20))
         display().event(CheckpointSaved(20, "/x"))
         display().line("done")
@@ -48,7 +48,7 @@ def test_lines_of_one_of_several_runs_say_which(capsys: pytest.CaptureFixture[st
 
 
 def test_a_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown_on(PlainDisplay(every_s=1e9)):
+    with use_display(PlainDisplay(every_s=1e9)):
         for number in range(1, 41):
             display().event(step(number))
     lines = capsys.readouterr().out.splitlines()
@@ -59,8 +59,8 @@ def test_a_log_that_takes_no_more_ends_no_run() -> None:
     code = (
         "import sys\n"
         "from flows.cli import leave\n"
-        "from flows.progress import PlainDisplay, display, shown_on\n"
-        "with shown_on(PlainDisplay()):\n"
+        "from flows.progress import PlainDisplay, display, use_display\n"
+        "with use_display(PlainDisplay()):\n"
         "    leave(lambda: [display().line('of a run'), print('going on', file=sys.stderr)])\n"
     )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -78,7 +78,7 @@ def test_what_a_model_has_written_does_nothing_to_a_terminal(capsys: pytest.Capt
 
     PlainDisplay().line("wrong: \x1b[2Jnothing")
     out, screen = capsys.readouterr().out, io.StringIO()
-    with shown_on(LiveDisplay(Console(file=screen, force_terminal=True))):
+    with use_display(LiveDisplay(Console(file=screen, force_terminal=True))):
         display().line("wrong: \x1b[2Jnothing")
     assert out == "wrong: \\x1b[2Jnothing\n"
     assert out in screen.getvalue()
@@ -89,7 +89,7 @@ def test_what_a_model_has_written_does_nothing_to_a_terminal(capsys: pytest.Capt
 def test_a_terminal_has_one_line_that_moves_and_lines_that_stay() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
-    with shown_on(LiveDisplay(console)):
+    with use_display(LiveDisplay(console)):
         display().event(step(3, eta_s=7.0))
         display().line("dataset: [4,767 rows]")
         display().event(Note("a note"))
@@ -112,7 +112,7 @@ def test_outside_the_block_nothing_is_shown(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_filters_progress_is_told_while_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown_on(PlainDisplay()):
+    with use_display(PlainDisplay()):
         show_rows("train", 2_000, 2_000)
         assert capsys.readouterr().out == "", "it was over at once"
         show_rows("train", 1_000, 2_000)

@@ -19,14 +19,14 @@ from prefect.settings import (
 from prefect.states import Cancelled, Completed, Failed, Scheduled, State
 
 from flows import pipeline
-from flows.chain import PipelineResult, RunStage
+from flows.chain import PipelineResult, StageRunner
 from flows.parameters import compose_settings
 from flows.server.api import LocalServer
-from flows.server.watch import TOLD_TO_END, FlowCancelledError, watched
-from flows.tasks import task_of
+from flows.server.watch import STOP_REQUESTED, FlowCancelledError, watch_flow_run
+from flows.tasks import run_task
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.recorded import Recorded
+from flows.work.recorded import MlflowContents
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import ConfigError
 from tests.flows.conftest import wait_until
@@ -51,7 +51,7 @@ def work() -> Made:
 
 @flow
 def chain() -> int:
-    return task_of("stage", "stage {of} a run", work, lambda made: f"made {made.data}").data
+    return run_task("stage", "stage {of} a run", work, lambda made: f"made {made.data}").data
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def mistaken(ours: bool) -> None:
     def fail() -> None:
         raise ConfigError("optim.lr: must be greater than 0; got -1") if ours else ValueError("unforeseen")
 
-    task_of("stage", "stage", fail, str)
+    run_task("stage", "stage", fail, str)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -115,10 +115,10 @@ def test_a_mistake_is_a_message_and_a_fault_a_traceback(
 @flow
 def stopped() -> None:
     def end() -> None:
-        raise FlowCancelledError(TOLD_TO_END)
+        raise FlowCancelledError(STOP_REQUESTED)
 
-    with watched():
-        task_of("stage", "stage", end, str)
+    with watch_flow_run():
+        run_task("stage", "stage", end, str)
 
 
 def test_a_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ def test_a_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.L
     state = client.read_flow_run(run.id).state
     assert state is not None
     assert state.is_cancelled()
-    assert [record.levelname for record in caplog.records if TOLD_TO_END in record.getMessage()] == ["INFO"]
+    assert [record.levelname for record in caplog.records if STOP_REQUESTED in record.getMessage()] == ["INFO"]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
@@ -151,9 +151,9 @@ def test_a_flow_takes_the_settings_of_its_command(
     for name in ("compose_settings", "check_run"):
         monkeypatch.setattr(pipeline, name, lambda *_, **__: pytest.fail("done again"))
 
-    def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
+    def run_chain(run: OpenRun, do: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
         assert run.config is settings.config
-        return PipelineResult(run.run_id, run.layout.run_dir, [], None, artifacts_root, Recorded())
+        return PipelineResult(run.run_id, run.layout.run_dir, [], None, artifacts_root, MlflowContents())
 
     monkeypatch.setattr(pipeline.chain, "run_chain", run_chain)
     assert pipeline.run_checked(settings).run_id == run_id(settings.config)

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rlcore.answers.table import answer_table
 from rlcore.batching.pack import pack
+from rlcore.responses.table import response_table
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 
 
@@ -42,9 +42,9 @@ class Made:
         self.batch = TrainBatch(packed, None, self.ref, None, advantages, None, packed.loss_mask.float())
 
     def of_step(self, step: int) -> pa.Table:
-        return answer_table(
+        return response_table(
             step, self.rollouts, self.scores, self.texts, decode, batch=self.batch, policy_logprobs=self.policy
         )
 
     def of_validation(self, step: int, name: str, *, greedy: bool = False) -> pa.Table:
-        return answer_table(step, self.rollouts, self.scores, self.texts, decode, validation=name, greedy=greedy)
+        return response_table(step, self.rollouts, self.scores, self.texts, decode, validation=name, greedy=greedy)

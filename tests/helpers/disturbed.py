@@ -111,13 +111,13 @@ def listen(disturbance: Disturbance) -> None:
         write(self)
 
     Journal._write_pending = write_pending  # type: ignore[method-assign]
-    asked_s = StopFlag.asked_s
+    asked_s = StopFlag.seconds_since_request
 
     def later(self: StopFlag) -> float | None:
         since = asked_s(self)
         return None if since is None else since + disturbance.late_s
 
-    StopFlag.asked_s = later  # type: ignore[method-assign]
+    StopFlag.seconds_since_request = later  # type: ignore[method-assign]
 
 
 def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.report.build import ReportFiles
 from rlcore.report.record import RunRecord
 from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_journal
@@ -44,7 +44,7 @@ def write_run(
             if validate and (step % config.validation.every_steps == 0 or step == num_steps):
                 result = validation(config, f"step-{step:06d}", step, gain, num_problems)
                 result.write(run_dir / "validation" / f"step-{step:06d}.json")
-                metrics |= result.summary()
+                metrics |= result.metrics()
                 if step in (0, num_steps):
                     name = "before" if step == 0 else "after"
                     replace(result, name=name).write(run_dir / "validation" / f"{name}.json")
@@ -160,9 +160,9 @@ def validation(
     return ValidationResult(name, step, step, "countdown", tuple(problems), config.validation)
 
 
-def _answer(right: bool, good: str, bad: str) -> Answer:
+def _answer(right: bool, good: str, bad: str) -> Response:
     parts = {"correct": float(right), "format": 1.0}
-    return Answer(good if right else bad, float(right), parts, 6, "stop", logprob=-1.5)
+    return Response(good if right else bad, float(right), parts, 6, "stop", logprob=-1.5)
 
 
 def with_stages(run_dir: Path, *stages: Stage) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
-from rlcore.answers.store import parts_of
+from rlcore.responses.store import parts_of
 from rlcore.tracking.journal import read_journal
 from tests.forked import fork_module, run_module
 from tests.repeatable import repeatable

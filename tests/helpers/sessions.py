@@ -36,7 +36,7 @@ def session_of(
     run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
 ) -> Session:
     write_record(run)
-    return Session(run.config, run.layout, report=report, stop=Asked(stop), give_up=give_up)
+    return Session(run.config, run.layout, report=report, stop=Asked(stop), abandon=give_up)
 
 
 def run_to_the_end(

@@ -21,7 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
-from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
+from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, root_login
 from flows.stack.control import down, up
 from flows.stack.state import read_stack
 from rlcore.storage.locks import read_holder
@@ -49,7 +49,7 @@ class Stack:
     @property
     def login(self) -> str:
         """Of its servers."""
-        return login_of(self.root)
+        return root_login(self.root)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from prefect.logging import disable_run_logger
 
 from flows import chain
 from flows.stages.train import Train
-from flows.sweep.drive import Drive
+from flows.sweep.drive import SweepWorker
 from flows.sweep.points import Member
 from flows.work.open_run import open_run
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -45,11 +45,11 @@ def main(root: Path, name: str) -> None:
     def train(member: Member, to_step: int, place: str, label: str) -> None:
         with open_run(member.config) as run:
             log("begun", run.run_id)
-            chain.run_stages(run, chain.run_here, Train.name, to_step)
+            chain.run_stages(run, chain.run_on_console, Train.name, to_step)
             log("ended", run.run_id)
 
     with disable_run_logger():
-        Drive(shared_sweep(root), train, name).run()
+        SweepWorker(shared_sweep(root), train, name).run()
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class RunWriter:
         with Journal(layout.journal) as journal:
             result = validation(config, f"step-{to_step:06d}", 40 * to_step, GAINS[config.optim.lr], 40)
             result.write(layout.validation / f"step-{to_step:06d}.json")
-            journal.append_step(to_step, result.summary())
+            journal.append_step(to_step, result.metrics())
         state = TrainerState(
             step=to_step, policy_version=to_step, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
             settings_fingerprint=settings_fingerprint(config),

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlcore.config import JudgingConfig
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.config import EvaluationConfig
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 
 FAILED = -1.0
 """In place of a score: the scorer failed."""
 
 
-def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Answer:
+def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Response:
     if score == FAILED:
-        return Answer(text, 0.0, {}, num_tokens, "stop", failure="RuntimeError: no")
-    return Answer(text, score, {"correct": float(score >= 1), "format": 1.0}, num_tokens, "stop")
+        return Response(text, 0.0, {}, num_tokens, "stop", failure="RuntimeError: no")
+    return Response(text, score, {"correct": float(score >= 1), "format": 1.0}, num_tokens, "stop")
 
 
 def problem(prompt_id: int, scores: Sequence[float], *, greedy: float | None = None, difficulty: int = 2):
@@ -26,7 +26,7 @@ def problem(prompt_id: int, scores: Sequence[float], *, greedy: float | None = N
 
 
 def result(problems: Sequence[ProblemResult], *, name: str = "after", step: int = 20, **settings: object):
-    chosen = JudgingConfig(**settings) if settings else JudgingConfig()
+    chosen = EvaluationConfig(**settings) if settings else EvaluationConfig()
     return ValidationResult(name, step, step, "countdown", tuple(problems), chosen)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rlcore.errors import EXIT_RESUMABLE
 from rlcore.run.process import run
 from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import end_at_once
+from rlcore.run.watchdog import exit_immediately
 from rlcore.tracking.lineage import read_origin
 
 
@@ -31,7 +31,7 @@ class WholeRun:
 
     def commands(self, stop: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
         yield {"command": "warm_start"}
-        if self._config.pass_rates.is_wanted:
+        if self._config.pass_rates.is_enabled:
             yield {"command": "measure_pass_rates"}
         yield {"command": "train", "to_step": self._config.trainer.total_steps}
         yield {"command": "validate", "checkpoint": "start", "name": "before"}
@@ -41,7 +41,7 @@ class WholeRun:
 
 def run_whole(run_dir: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> int:
     """Train to the end, or until a signal stops it; return the exit code."""
-    stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
+    stop = StopFlag(lambda: exit_immediately(EXIT_RESUMABLE))
     stop.install()
     return run(run_dir, WholeRun(run_dir, send), stop)
 

@@ -22,9 +22,9 @@ from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models import parallel
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors
-from rlcore.models.memory import HostedWeights, move_together
-from rlcore.models.optim import build_optimizer, clip_grad_norm, local_of
-from rlcore.models.parallel import full_state, gathered, reshard, shard
+from rlcore.models.memory import OffloadedWeights, compact
+from rlcore.models.optim import build_optimizer, clip_grad_norm, local_tensor
+from rlcore.models.parallel import full_state, gather_parameter, reshard, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
@@ -99,7 +99,7 @@ def run_case(
         found[f"loss.{step}"] = total
         for name, parameter in model.named_parameters():
             if step == 0 and parameter.grad is not None:
-                found[f"gradient.{name}"] = gathered(parameter.grad).clone()  # clipping is in place
+                found[f"gradient.{name}"] = gather_parameter(parameter.grad).clone()  # clipping is in place
         found[f"norm.{step}"] = clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
     return found | {f"weight.{name}": tensor.clone() for name, tensor in full_state(model)}
@@ -115,12 +115,12 @@ def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
     before = {name: tensor.clone() for name, tensor in full_state(policy)}
     frozen = [tensor for _, tensor in frozen_tensors(policy)]
     assert any(tensor.dtype == torch.uint8 for tensor in frozen) == (case == "lora-nf4")
-    weights = HostedWeights(frozen)
-    weights.put_away()
-    assert {local_of(tensor).untyped_storage().nbytes() for tensor in frozen} == {0}
-    move_together(parameter for parameter in policy.parameters() if parameter.requires_grad)
+    weights = OffloadedWeights(frozen)
+    weights.offload()
+    assert {local_tensor(tensor).untyped_storage().nbytes() for tensor in frozen} == {0}
+    compact(parameter for parameter in policy.parameters() if parameter.requires_grad)
     away = {name: tensor.clone() for name, tensor in full_state(policy, weights.value)}
-    weights.bring()
+    weights.reload()
     for found in (away, dict(full_state(policy))):
         assert found.keys() == before.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
@@ -129,7 +129,7 @@ def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
 
 def gather_in_buckets(policy: CausalPolicy) -> None:
     """The same bits as tensor by tensor, however many a collective takes; and fewer collectives."""
-    alone = {name: gathered(parameter) for name, parameter in policy.model.named_parameters()}
+    alone = {name: gather_parameter(parameter) for name, parameter in policy.model.named_parameters()}
     send, counts = dist.all_gather, []
     for size in (1, 20_000, parallel.BUCKET_BYTES):
         calls: list[int] = []

@@ -68,7 +68,7 @@ def test_every_layout_is_a_permutation_in_groups_of_whole_sequences(
     layout = build_layout(cumulated(lengths), backend="sdpa", device=CPU)
     num_tokens = sum(lengths)
     assert layout.token_order.sort().values.tolist() == list(range(num_tokens))
-    assert layout.token_order[layout.place].tolist() == list(range(num_tokens))
+    assert layout.token_order[layout.computed_index].tolist() == list(range(num_tokens))
     assert [group.start for group in layout.groups] == [0, *(group.stop for group in layout.groups)][:-1]
     assert sum(group.num_sequences for group in layout.groups) == sum(length > 0 for length in lengths)
     for group in layout.groups:
@@ -81,7 +81,7 @@ def test_every_layout_is_a_permutation_in_groups_of_whole_sequences(
     # A token keeps its distance from its neighbour: sequences are moved whole.
     bounds = cumulated(lengths).tolist()
     for first, last in pairwise(bounds):
-        assert (layout.place[first:last].diff() == 1).all()
+        assert (layout.computed_index[first:last].diff() == 1).all()
 
 
 def test_flash_layouts_keep_the_order_and_round_the_longest_length_up() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
-from rlcore.models.hub import hub_answers, require_reachable
+from rlcore.models.hub import is_hub_reachable, require_reachable
 from rlcore.models.load import load_policy
 from rlcore.runtime.cluster import unreachable
 from tests.hub_server import Repository, serving, use_hub
@@ -24,9 +24,9 @@ Reach = Callable[[int], None]
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    hub_answers.cache_clear()
+    is_hub_reachable.cache_clear()
     yield
-    hub_answers.cache_clear()
+    is_hub_reachable.cache_clear()
 
 
 @pytest.fixture
@@ -44,15 +44,15 @@ def reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reach:
 
 def test_the_hub_answers_or_does_not(reach: Reach, closed_port: int) -> None:
     reach(closed_port)
-    assert not hub_answers()
-    hub_answers.cache_clear()
+    assert not is_hub_reachable()
+    is_hub_reachable.cache_clear()
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         thread = Thread(target=server.handle_request)  # one answer
         thread.start()
         reach(server.server_port)
-        assert hub_answers()
+        assert is_hub_reachable()
         thread.join()
-        assert hub_answers()  # not asked again: nobody would answer
+        assert is_hub_reachable()  # not asked again: nobody would answer
 
 
 def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
         require_reachable("model.path", "somebody/tiny")
         fetched = weights("somebody/tiny")
         num_asked = len(hub.asked)
-    hub_answers.cache_clear()
+    is_hub_reachable.cache_clear()
     require_reachable("model.path", "somebody/tiny")
     again = weights("somebody/tiny")
     assert num_asked > 0

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig
 from rlcore.errors import ModelError
-from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, dithered, without_adapters, write_peft
+from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, stochastic_round, without_adapters, write_peft
 from rlcore.models.optim import build_optimizer
 from rlcore.models.parallel import adapter_state, full_state
 from tests.helpers.nf4 import nearest_levels
@@ -185,12 +185,12 @@ def test_dither_keeps_changes_below_half_a_step() -> None:
     """Of each weight as a share of them: twin by numpy's float32 of the two bfloat16 numbers around a value."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2_000, 3_000, generator=generator).bfloat16().float()  # more than the noise has numbers
-    assert torch.equal(dithered(weight.clone(), torch.bfloat16).float(), weight), "what has not changed stays"
+    assert torch.equal(stochastic_round(weight.clone(), torch.bfloat16).float(), weight), "what has not changed stays"
     change = 0.15 * 2**-8 * weight.abs()
     exact = weight + change
     assert (exact.bfloat16().float() == weight).float().mean() > 0.9, "to the nearest, most of it is lost"
-    found = dithered(exact.clone(), torch.bfloat16)
-    assert torch.equal(dithered(exact.clone(), torch.bfloat16), found)
+    found = stochastic_round(exact.clone(), torch.bfloat16)
+    assert torch.equal(stochastic_round(exact.clone(), torch.bfloat16), found)
     low = (exact.numpy().view(np.int32) & ~0xFFFF).view(np.float32)  # towards 0
     step = ((exact.numpy().view(np.int32) & ~0xFFFF) + 0x10000).view(np.float32) - low
     values = found.float().numpy()
@@ -198,7 +198,7 @@ def test_dither_keeps_changes_below_half_a_step() -> None:
     assert ((values - low) / step).mean() == pytest.approx(((exact.numpy() - low) / step).mean(), abs=1e-3)
     assert (found.float() - weight).double().sum() == pytest.approx(change.double().sum().item(), rel=0.02)
     exact = torch.randn(3, 5, generator=generator)
-    assert torch.equal(dithered(exact.clone(), torch.float32), exact)
+    assert torch.equal(stochastic_round(exact.clone(), torch.float32), exact)
 
 
 def test_the_digest_of_a_base_is_that_of_its_values_alone(tmp_path: Path) -> None:

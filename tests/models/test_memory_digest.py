@@ -11,7 +11,7 @@ def by_hand(tensor: torch.Tensor) -> int:
     """In Python's integers, over chunks of the real size."""
     flat = tensor.flatten()
     words = flat.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).tolist()
-    factors = memory._factors(tensor.device).tolist()
+    factors = memory._digest_factors(tensor.device).tolist()
     total = 0
     for place, (word, value) in enumerate(zip(words, flat.tolist(), strict=True)):
         chunk, inside = divmod(place, memory._CHUNK)
@@ -22,12 +22,12 @@ def by_hand(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_sum_over_all_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_CHUNK", 16)
-    memory._factors.cache_clear()
+    memory._digest_factors.cache_clear()
     tensor = torch.randn(7, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
     tensor[0, 0], tensor[1, 1] = 0.0, -0.0
     assert digest(tensor).item() == by_hand(tensor)
     assert digest(tensor.t().contiguous().t()).item() == by_hand(tensor), "the layout in memory does not count"
-    memory._factors.cache_clear()
+    memory._digest_factors.cache_clear()
 
 
 def test_one_bit_anywhere_changes_it_and_the_sign_of_zero_does_not() -> None:

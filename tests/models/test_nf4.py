@@ -12,7 +12,7 @@ from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.run import PathsConfig
 from rlcore.errors import ModelError
 from rlcore.models.load import load_policy
-from rlcore.models.nf4 import Nf4Linear, nf4_linear, quantized
+from rlcore.models.nf4 import Nf4Linear, nf4_linear, quantize_weight
 from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import CPU
 
@@ -30,8 +30,8 @@ def test_each_weight_is_the_nearest_level_of_its_block(shape: tuple[int, int], d
         layer.weight[0] = 0
         layer.weight[-1, 2] = -9
     found = Nf4Linear(layer, CPU)
-    assert found.whole(Tensor.detach).dtype == dtype
-    assert torch.equal(found.whole(Tensor.detach), nearest_levels(layer.weight.detach()))
+    assert found.dequantized(Tensor.detach).dtype == dtype
+    assert torch.equal(found.dequantized(Tensor.detach), nearest_levels(layer.weight.detach()))
     assert (len(found.packed), len(found.scales)) == (32 * len(found.scales), -(-shape[0] * shape[1] // 64))
     assert not found.state_dict()
 
@@ -41,7 +41,7 @@ def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
     """Adapters are used by others over a base that it quantized."""
     weight = drawn(96, 160, dtype).weight.detach()
     weight[0, :64] = 0
-    packed, scales = quantized(weight)
+    packed, scales = quantize_weight(weight)
     codes, largest = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
     assert torch.equal(packed, codes.view(-1))
     assert torch.equal(scales, largest)

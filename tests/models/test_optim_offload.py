@@ -8,7 +8,7 @@ from torch import nn
 
 from rlcore.checkpoint.shards import load_shards
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
-from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, pieces
+from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, split_by_moments
 from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
 from tests.models.tiny import CPU
 
@@ -86,4 +86,4 @@ def test_a_checkpoint_does_not_know_where_the_moments_were(first: bool, second: 
 def test_the_plan_counts_the_piece_that_the_optimizer_takes() -> None:
     assert OffloadedAdamW.piece_bytes == OFFLOAD_PIECE_BYTES
     one = nn.Parameter(torch.zeros(10))
-    assert [len(piece) for piece in pieces([one] * 5, 160)] == [2, 2, 1]
+    assert [len(piece) for piece in split_by_moments([one] * 5, 160)] == [2, 2, 1]

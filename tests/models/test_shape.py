@@ -36,7 +36,7 @@ from rlcore.models.shape import (
     require_same_tokens,
     require_trainable,
     shape_of,
-    tokens_of,
+    token_counts,
 )
 from rlcore.models.tokenizer import build_scratch_tokenizer
 
@@ -182,14 +182,14 @@ def test_a_critic_knows_every_token_of_the_policy_by_the_same_id(tmp_path: Path)
         tokenizer.add_special_tokens(["<image>"])
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-        assert tokens_of(str(tmp_path / name)) == tokenizer.get_vocab(with_added_tokens=False)
+        assert token_counts(str(tmp_path / name)) == tokenizer.get_vocab(with_added_tokens=False)
     policy, more, turned, other = (str(tmp_path / name) for name in (*models, "other"))
-    tokens = tokens_of(policy)
+    tokens = token_counts(policy)
     for same in (policy, more, other):
         require_same_tokens("critic.path", same, tokens)
     with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*2 of 2 tokens.*'a'"):
         require_same_tokens("critic.path", turned, tokens)
-    require_same_tokens("critic.path", policy, tokens_of(more))
+    require_same_tokens("critic.path", policy, token_counts(more))
     Path(other).mkdir()
     for folder, size in ((policy, 2), (other, 1)):
         (Path(folder) / "config.json").write_text(json.dumps({"vocab_size": size}))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlcore.batching.balance import Dealer, Sizes, micro_batches
+from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
 from rlcore.models.load import load_policy, load_value_model
@@ -20,7 +20,7 @@ from rlcore.models.shared_prompts import SharedOrder
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import token_logprobs
-from rlcore.workers.passes import Micro
+from rlcore.workers.passes import MicroBatch
 from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
 from tests.small_run import prepare, train
 
@@ -36,7 +36,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def found(directory: Path, batch: PackedBatch, *, share: bool, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities, and gradients of a loss on them and on the entropy."""
     policy = load_policy(directory, model=ModelConfig(share_prompts=share, **settings), device=CPU)
-    out = token_logprobs(policy, Micro(batch, batch), temperature=0.8, entropy="grad")
+    out = token_logprobs(policy, MicroBatch(batch, batch), temperature=0.8, entropy="grad")
     weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
     ((out.logprobs + 0.1 * out.entropy) * weights).sum().backward()
     return out.logprobs.detach(), gradients(policy)
@@ -48,7 +48,7 @@ def test_log_probabilities_and_gradients_are_those_without_it(
     directory: Path, checkpointing: bool, unscored: frozenset[int]
 ) -> None:
     batch = answers(GROUPS, unscored=unscored)
-    assert Sizes.of(batch, share_prompts=True).num_computed() < batch.num_tokens
+    assert Sizes.from_batch(batch, share_prompts=True).num_computed() < batch.num_tokens
     shared = found(directory, batch, share=True, gradient_checkpointing=checkpointing)
     alone = found(directory, batch, share=False)
     torch.testing.assert_close(shared[0], alone[0], rtol=0, atol=1e-5)
@@ -70,10 +70,10 @@ def test_the_layers_see_a_prompt_once(directory: Path) -> None:
     policy = load_policy(directory, model=ModelConfig(share_prompts=True), device=CPU)
     seen: list[Tensor] = []
     policy.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-    token_logprobs(policy, Micro(batch, batch), temperature=1.0, entropy="none")
+    token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
     # all but the last token of each prompt, and of each answer its own tokens after that last one
     expected = sum(length - 1 + sum(1 + count for count in lengths) for length, lengths in GROUPS)
-    assert seen[0].shape[1] == expected == Sizes.of(batch, share_prompts=True).num_computed()
+    assert seen[0].shape[1] == expected == Sizes.from_batch(batch, share_prompts=True).num_computed()
 
 
 def test_values_and_their_gradients_are_those_without_it(directory: Path) -> None:
@@ -99,7 +99,7 @@ def test_adapters_learn_the_same(directory: Path) -> None:
             for name, parameter in policy.named_parameters():
                 if parameter.requires_grad and not parameter.any():
                     parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-        out = token_logprobs(policy, Micro(batch, batch), temperature=1.0, entropy="none")
+        out = token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
         out.logprobs.sum().backward()
         outcomes.append(gradients(policy))
     assert_close_gradients(outcomes[0], outcomes[1], 1e-5)
@@ -135,7 +135,7 @@ def test_rows_are_handed_out_and_their_gradients_summed(groups: list[tuple[int, 
         expected = expected if order is None else expected[order]
         weights = torch.randn(expected.shape, dtype=torch.float64)
         (wanted,) = torch.autograd.grad((expected * weights).sum(), computed)
-        spread = sent.spread(computed)
+        spread = sent.expand(computed)
         assert torch.equal(spread, expected)
         (got,) = torch.autograd.grad((spread * weights).sum(), computed)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)  # sums are made in float32
@@ -149,21 +149,21 @@ def test_micro_batches_hold_each_sequence_once_within_the_budget(
     groups: list[tuple[int, list[int]]], max_tokens: int
 ) -> None:
     batch = answers(groups)
-    dealer = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True)
-    shares = dealer.deal(batch, batch.num_sequences).whole
+    dealer = Balancer(num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True)
+    shares = dealer.assign(batch, batch.num_sequences).whole
     parts = micro_batches(batch, shares.num_micro, share_prompts=True)
     assert len(parts) == shares.num_micro
     assert all(parts)
     assert sorted(i for part in parts for i in part) == list(range(batch.num_sequences))
     for part in parts:
-        assert len(part) == 1 or Sizes.of(select(batch, part), share_prompts=True).num_computed() <= max_tokens
+        assert len(part) == 1 or Sizes.from_batch(select(batch, part), share_prompts=True).num_computed() <= max_tokens
 
 
 def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
     batch = answers([(20, (3,) * 4)] * 6)
     for part in micro_batches(batch, 3, share_prompts=True):
         assert np.bincount(batch.group_ids[part], minlength=6).tolist().count(4) == 2
-    dealt = Dealer(num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True).deal(batch, 24).whole
+    dealt = Balancer(num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True).assign(batch, 24).whole
     for mine in dealt.sequences:
         assert np.bincount(batch.group_ids[list(mine)], minlength=6).tolist().count(4) == 3
 
@@ -176,12 +176,15 @@ def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
         [(int(drawn.integers(40, 400)), (3_000 * drawn.pareto(2, size=4) + 1).astype(int)) for _ in range(12)]
     )
     for budget in (18_000, 24_000, 34_000):  # where tokens alone would allow one micro-batch less
-        dealt = Dealer(num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True).deal(batch, 48).whole
+        dealt = Balancer(num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True).assign(batch, 48).whole
         for mine in dealt.sequences:
             own = select(batch, mine)
             for cut_by in (shape, None):
                 for part in micro_batches(own, dealt.num_micro, cut_by, share_prompts=True):
-                    assert len(part) == 1 or Sizes.of(select(own, part), share_prompts=True).num_computed() <= budget
+                    assert (
+                        len(part) == 1
+                        or Sizes.from_batch(select(own, part), share_prompts=True).num_computed() <= budget
+                    )
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -210,6 +213,6 @@ def test_operations_of_a_shared_prompt_count_once_but_for_attention() -> None:
             if place >= shared:
                 counted += shape.layers * shape.layer_weights
             counted += shape.layers * shape.query_width * (2 * place + 1)
-    num_shared = batch.num_tokens - Sizes.of(batch, share_prompts=True).num_computed()
+    num_shared = batch.num_tokens - Sizes.from_batch(batch, share_prompts=True).num_computed()
     lengths = batch.sequence_lengths().tolist()
     assert shape.update_flops(lengths, num_targets=batch.num_loss_tokens, num_shared=num_shared) == 6.0 * counted

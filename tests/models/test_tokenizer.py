@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.models.tokenizer import answer_tags, load_tokenizer, text_decoder
+from rlcore.models.tokenizer import load_tokenizer, response_tags, text_decoder
 from tests.helpers.tagged_tokenizer import MARKERS, PLAIN, TAGS, tagged
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_tags_stay_and_role_markers_ends_and_padding_go(tmp_path: Path, byte_level: bool) -> None:
     tokenizer = load_tokenizer(tagged(tmp_path, byte_level=byte_level))
-    assert set(tokenizer.convert_ids_to_tokens(sorted(answer_tags(tokenizer)))) == set(TAGS)
+    assert set(tokenizer.convert_ids_to_tokens(sorted(response_tags(tokenizer)))) == set(TAGS)
     parts = [*MARKERS, "a", *TAGS, "b", *PLAIN, "a", *MARKERS]
     ids = tokenizer.encode("".join(parts))
     assert tokenizer.convert_ids_to_tokens(ids) == parts
@@ -23,7 +23,7 @@ def test_tags_stay_and_role_markers_ends_and_padding_go(tmp_path: Path, byte_lev
 
 def test_without_such_tags_the_text_is_that_of_transformers(smollm2: Path) -> None:
     tokenizer = load_tokenizer(smollm2)
-    assert answer_tags(tokenizer) == frozenset()
+    assert response_tags(tokenizer) == frozenset()
     ids = tokenizer.encode("<|im_start|>user\nIt 's <think>4</think> </s>.<|im_end|>\n")
     assert text_decoder(tokenizer)([ids]) == [tokenizer.decode(ids, skip_special_tokens=True)]
     assert text_decoder(tokenizer, skip_special_tokens=False)([ids]) == [tokenizer.decode(ids)]

@@ -14,7 +14,7 @@ from rlcore.batching.pack import pack, shared_prompts
 from rlcore.config.model import ModelConfig
 from rlcore.models.attention import PackedLayout, packed_attention
 from rlcore.models.load import load_policy
-from rlcore.models.parallel import gathered
+from rlcore.models.parallel import gather_parameter
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
@@ -166,7 +166,7 @@ def outcome(policy: CausalPolicy, batch: Batch | PackedBatch) -> tuple[Tensor, d
     out = policy(*inputs, shared, temperature=0.8, entropy="grad")
     ((out.logprobs + 0.1 * out.entropy) * weights.to(policy.device)).sum().backward()
     return out.logprobs.detach().cpu(), {
-        name: gathered(p.grad).float().cpu() for name, p in policy.model.named_parameters()
+        name: gather_parameter(p.grad).float().cpu() for name, p in policy.model.named_parameters()
     }
 
 
@@ -182,4 +182,4 @@ def attend(qkv: list[Tensor], layout: PackedLayout, **options: object) -> Tensor
     """Float[T, Hq, D] in the order of the batch."""
     ordered = [x[layout.token_order].transpose(0, 1)[None] for x in qkv]
     out, _ = packed_attention(nn.Identity(), *ordered, None, packed_layout=layout, **options)
-    return out[0][layout.place]
+    return out[0][layout.computed_index]

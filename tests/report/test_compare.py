@@ -14,8 +14,8 @@ from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.report.build import build_report, compare_runs
 from rlcore.report.compare import differing_settings, groups_of, spread_of
 from rlcore.report.record import read_run
-from rlcore.report.series import against, band_of, series_of
-from rlcore.report.settings import meaning
+from rlcore.report.series import band_of, series_of, series_over
+from rlcore.report.settings import describe_setting
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Stage
@@ -83,9 +83,9 @@ def test_a_free_name_has_the_meaning_of_its_mapping(run_dirs, tmp_path):
         options = (f"reward.weights={{style.length: {width}}}", *STEPS)
         write_run(tmp_path / "runs" / name, overrides=options, num_steps=2, num_problems=4, only=FEW)
     (row,) = table(compare_runs([tmp_path / "runs" / name for name in ("a", "b")]), "settings")
-    assert (row["Setting"], row["Meaning"]) == ("reward.weights.style.length", meaning("reward.weights"))
-    assert meaning("reward.weights")
-    assert meaning("nothing.of.this") == ""
+    assert (row["Setting"], row["Meaning"]) == ("reward.weights.style.length", describe_setting("reward.weights"))
+    assert describe_setting("reward.weights")
+    assert describe_setting("nothing.of.this") == ""
 
 
 def test_seeds_are_put_together(run_dirs):
@@ -192,10 +192,10 @@ def test_last_values_are_those_of_the_journals(run_dirs, comparison):
 def test_other_axes_are_running_totals():
     series = series_of([(1, 0.1), (3, 0.3), (4, 0.4)])
     totals = series_of([(1, 10.0), (2, 25.0), (3, 45.0), (4, 70.0)])
-    assert against(series, totals).index.tolist() == [10.0, 45.0, 70.0]
-    assert against(series, None).index.tolist() == [1.0, 3.0, 4.0]
+    assert series_over(series, totals).index.tolist() == [10.0, 45.0, 70.0]
+    assert series_over(series, None).index.tolist() == [1.0, 3.0, 4.0]
     held_out = series_of([(0, 0.2), (2, 0.5)])
-    assert against(held_out, totals).index.tolist() == [0.0, 25.0]
+    assert series_over(held_out, totals).index.tolist() == [0.0, 25.0]
 
 
 def test_bands_are_over_what_all_runs_have():
@@ -226,7 +226,7 @@ def test_gpu_time_is_shown_by_run_and_by_point_gained(run_dirs, tmp_path):
             journal.append_step(40, {GPU_SECONDS: 1_200.0 * (place + 1)})
     files = compare_runs(copies, target=tmp_path / "out")
     rows = {row["Measure"]: row for row in table(files, "performance")}
-    gains = [100 * read_run(copy).gained for copy in copies]
+    gains = [100 * read_run(copy).reward_gain for copy in copies]
     names = [copy.name for copy in copies]
     assert [rows["GPU time, all attempts"][name] for name in names] == [1_200, 2_400]
     points = [rows["GPU time a point gained"][name] for name in names]

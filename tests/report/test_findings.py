@@ -7,7 +7,14 @@ import pytest
 from scipy.stats import t as student
 
 from rlcore.config import PassRatesConfig, RunConfig
-from rlcore.report.findings import converged, learned, learning_limit, speed_limit, stability_checks, stable
+from rlcore.report.findings import (
+    convergence_finding,
+    learning_finding,
+    learning_limit,
+    speed_limit,
+    stability_checks,
+    stability_finding,
+)
 from rlcore.report.performance import mean_phases
 from rlcore.report.series import series_of, trend_of
 from tests.helpers.reports import record_of
@@ -38,7 +45,7 @@ def test_learned_is_what_the_paired_interval_says(first, second, verdict):
     validations = results(first, second)
     if first == second:
         validations["after"] = replace(validations["before"], name="after")
-    found = learned(record_of({}, validations=validations))
+    found = learning_finding(record_of({}, validations=validations))
     assert found.verdict == verdict
     gains = [
         b.mean_score - a.mean_score
@@ -49,8 +56,8 @@ def test_learned_is_what_the_paired_interval_says(first, second, verdict):
 
 
 def test_learned_is_not_known_without_two_validations():
-    assert learned(record_of(CALM)).verdict == "not known"
-    assert learned(record_of(CALM, validations={"before": random_result(1, 0.3)})).verdict == "not known"
+    assert learning_finding(record_of(CALM)).verdict == "not known"
+    assert learning_finding(record_of(CALM, validations={"before": random_result(1, 0.3)})).verdict == "not known"
 
 
 def test_validations_of_other_problems_are_not_compared():
@@ -59,26 +66,29 @@ def test_validations_of_other_problems_are_not_compared():
         problem.__class__(**{**vars(problem), "prompt_id": 900 + problem.prompt_id}) for problem in other.problems
     ]
     after = other.__class__(**{**vars(other), "problems": tuple(shifted)})
-    assert learned(record_of({}, validations={"before": random_result(1, 0.3), "after": after})).verdict == "not known"
+    assert (
+        learning_finding(record_of({}, validations={"before": random_result(1, 0.3), "after": after})).verdict
+        == "not known"
+    )
 
 
 @pytest.mark.parametrize(("slope", "verdict"), [(0.0, "yes"), (0.004, "still rising"), (-0.004, "falling")])
 def test_converged_is_what_the_trend_says(slope, verdict):
     rewards = 0.3 + slope * np.arange(STEPS) + NOISE
-    assert converged(record_of({"critic/score/mean": rewards, **SCORES})).verdict == verdict
+    assert convergence_finding(record_of({"critic/score/mean": rewards, **SCORES})).verdict == verdict
 
 
 def test_a_rise_too_small_to_matter_is_convergence():
     rewards = 0.3 + 0.0002 * np.arange(STEPS)  # certain, but 0.008 over the last third
-    found = converged(record_of({"critic/score/mean": rewards, **SCORES}))
+    found = convergence_finding(record_of({"critic/score/mean": rewards, **SCORES}))
     assert found.verdict == "yes"
     assert found.numbers["change"]["low"] > 0
 
 
 def test_a_short_run_is_not_judged():
-    assert converged(record_of({"critic/score/mean": NOISE[:28]})).verdict == "not known"
-    assert converged(record_of({})).verdict == "not known"
-    assert stable(record_of({"critic/score/mean": [0.5]})).verdict == "not known"
+    assert convergence_finding(record_of({"critic/score/mean": NOISE[:28]})).verdict == "not known"
+    assert convergence_finding(record_of({})).verdict == "not known"
+    assert stability_finding(record_of({"critic/score/mean": [0.5]})).verdict == "not known"
 
 
 def test_the_trend_is_that_of_least_squares():
@@ -103,7 +113,7 @@ def test_the_trend_covers_the_truth_as_often_as_it_says(num_steps):
 
 
 def test_a_calm_run_is_stable():
-    found = stable(record_of(CALM))
+    found = stability_finding(record_of(CALM))
     assert found.verdict == "yes"
     assert found.numbers == {"num_checks": 7, "failed": []}
 
@@ -125,7 +135,7 @@ def spiked(base: np.ndarray, at: int, value: float) -> np.ndarray:
     ],
 )
 def test_each_check_fails_alone(metric, values, check):
-    found = stable(record_of({**CALM, metric: values}))
+    found = stability_finding(record_of({**CALM, metric: values}))
     assert found.verdict == "no"
     assert found.numbers["failed"] == [check]
     assert check.lower() in found.statement.lower()
@@ -135,9 +145,9 @@ def test_a_critic_that_explains_nothing_fails_where_there_is_one():
     from rlcore.config.compose import load_config
 
     curves = {**CALM, "critic/vf_explained_var": np.full(STEPS, -0.1)}
-    assert stable(record_of(curves)).verdict == "yes"
+    assert stability_finding(record_of(curves)).verdict == "yes"
     config = load_config([], experiment="countdown_ppo_demo")
-    assert stable(record_of(curves, config=config)).numbers["failed"] == ["Critic explains returns"]
+    assert stability_finding(record_of(curves, config=config)).numbers["failed"] == ["Critic explains returns"]
 
 
 def test_numbers_that_are_not_finite_are_told():
@@ -221,4 +231,4 @@ def test_a_few_problems_that_all_got_better_say_nothing(num_problems, verdict):
         for score, name, step in ((0.0, "before", 0), (1.0, "after", 20))
     )
     record = record_of({}, validations={"before": before, "after": after})
-    assert learned(record).verdict == verdict
+    assert learning_finding(record).verdict == verdict

@@ -22,7 +22,7 @@ def test_held_out_figures_are_those_of_the_validation_files(grpo_run, grpo_repor
     for row, cells, found in zip(rows, shown, compare(before, after), strict=True):
         name = f"val-core/countdown/{found.statistic}"
         for column, result in (("Before", before), ("After", after)):
-            summary = result.summary()
+            summary = result.metrics()
             value = {"value": summary[name], "low": summary[f"{name}/ci_low"], "high": summary[f"{name}/ci_high"]}
             assert row[column] == value
             assert document.interval(Interval(**value)) in cells
@@ -34,13 +34,13 @@ def test_pass_at_k_and_difficulty_are_there_before_and_after(grpo_run, grpo_repo
     after = ValidationResult.read(grpo_run / "validation" / "after.json")
     curve = table(grpo_report, "pass_at_k")
     assert [row["k"] for row in curve] == [1, 2, 4]
-    assert curve[-1]["pass@k, after"]["value"] == after.summary()["val-core/countdown/reward/pass@4"]
+    assert curve[-1]["pass@k, after"]["value"] == after.metrics()["val-core/countdown/reward/pass@4"]
     levels = table(grpo_report, "difficulty")
     assert [row["Difficulty"] for row in levels] == [2, 3]
     assert "By difficulty" in page_of(grpo_report).words
     assert sum(row["Problems"] for row in levels) == len(after.problems)
     means = sum(row["mean@4, after"]["value"] * row["Problems"] for row in levels) / len(after.problems)
-    assert means == pytest.approx(after.summary()["val-core/countdown/reward/mean@4"])
+    assert means == pytest.approx(after.metrics()["val-core/countdown/reward/mean@4"])
 
 
 def test_answers_without_a_score_are_neither_right_nor_wrong(tmp_path):

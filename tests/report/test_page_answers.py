@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.evaluation.result import Answer, ValidationResult
-from rlcore.report.page import at_each_step, build_sample_browser, sample_table
+from rlcore.evaluation.result import Response, ValidationResult
+from rlcore.report.page import build_sample_browser, sample_table, validations_by_step
 from rlcore.report.record import read_run
 from tests.helpers.chromium import open_tab
 from tests.helpers.reports import parse, validation, write_run
@@ -28,9 +28,9 @@ def run_dir(tmp_path_factory):
         result = validation(config, f"step-{step:06d}", step, 0.5, NUM_PROBLEMS)
         problems = list(result.problems)
         problems[3] = dataclasses.replace(
-            problems[3], prompt_text=HOSTILE, greedy=Answer(HOSTILE, 0.1, {}, 9, "length")
+            problems[3], prompt_text=HOSTILE, greedy=Response(HOSTILE, 0.1, {}, 9, "length")
         )
-        problems[7] = dataclasses.replace(problems[7], greedy=Answer(EPISODE, 1.0, {"turns": 2.0}, 9, "stop"))
+        problems[7] = dataclasses.replace(problems[7], greedy=Response(EPISODE, 1.0, {"turns": 2.0}, 9, "stop"))
         if step == 20:
             del problems[5]
         dataclasses.replace(result, problems=tuple(problems)).write(folder / "validation" / f"step-{step:06d}.json")
@@ -85,8 +85,8 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(page):
 def test_of_two_validations_of_a_step_the_larger_is_shown(run_dir):
     small = result_at(run_dir, 20)
     large = dataclasses.replace(result_at(run_dir, 40), step=20, name="after")
-    assert at_each_step({"a": small, "b": large}) == [large]
-    assert [result.step for result in at_each_step({"z": result_at(run_dir, 40), "y": small})] == [20, 40]
+    assert validations_by_step({"a": small, "b": large}) == [large]
+    assert [result.step for result in validations_by_step({"z": result_at(run_dir, 40), "y": small})] == [20, 40]
 
 
 def test_too_many_problems_leave_out_those_that_changed_least(run_dir, tmp_path):

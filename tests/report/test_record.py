@@ -50,7 +50,7 @@ def test_the_newest_number_of_samples_is_reported(tmp_path, with_files):
             changed = [f"validation.samples_per_problem={samples}"]
             config = load_config(changed, experiment="countdown_demo")
             result = validation(config, f"step-{step:06d}", step, 0.3, 6)
-            journal.append_step(step, result.summary())
+            journal.append_step(step, result.metrics())
             if with_files:
                 result.write(tmp_path / "validation" / f"{result.name}.json")
     record = read_run(tmp_path)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlcore.report.series import series_of, smooth, thinned, window_of
+from rlcore.report.series import series_of, smooth, thin, window_of
 
 
 def test_smoothing_is_a_centred_mean():
@@ -17,10 +17,10 @@ def test_smoothing_is_a_centred_mean():
 
 def test_thinning_keeps_the_mean():
     values = np.random.default_rng(0).random(1_000)
-    thin = thinned(series_of(enumerate(values)), 100)
-    assert thin.index.tolist() == [10 * place + 4 for place in range(100)]
-    assert thin.tolist() == pytest.approx(values.reshape(100, 10).mean(axis=1))
-    assert len(thinned(series_of(enumerate(values[:950])), 400)) == 400
+    points = thin(series_of(enumerate(values)), 100)
+    assert points.index.tolist() == [10 * place + 4 for place in range(100)]
+    assert points.tolist() == pytest.approx(values.reshape(100, 10).mean(axis=1))
+    assert len(thin(series_of(enumerate(values[:950])), 400)) == 400
 
 
 def test_series_are_in_order_of_steps():

@@ -14,11 +14,11 @@ from rlcore.rollout.engine import (
     NoEngine,
     RolloutEngine,
     SamplingRequest,
-    TakenWeights,
-    answer_seed,
-    complete,
+    WeightSyncResult,
     engine_dtype,
-    requests_for,
+    make_requests,
+    require_all_weights,
+    response_seed,
     turn_seed,
 )
 from rlcore.types import Prompt, Rollout
@@ -37,24 +37,26 @@ def test_a_request_has_no_limit_of_its_own_unless_it_is_given() -> None:
 
 
 def test_answers_to_a_prompt_share_their_environments_seed() -> None:
-    found = requests_for(PROMPTS, 2, run_seed=5, stream=2, step=7, first_group=3)
+    found = make_requests(PROMPTS, 2, run_seed=5, stream=2, step=7, first_group=3)
     assert [(one.prompt.prompt_id, one.sample_index) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [one.seed for one in found] == [answer_seed(5, 2, 7, group, sample) for group in (3, 4) for sample in (0, 1)]
-    shared = [answer_seed(5, 2, 7, group, 2**32 - 1) for group in (3, 3, 4, 4)]
+    assert [one.seed for one in found] == [
+        response_seed(5, 2, 7, group, sample) for group in (3, 4) for sample in (0, 1)
+    ]
+    shared = [response_seed(5, 2, 7, group, 2**32 - 1) for group in (3, 3, 4, 4)]
     assert [one.environment_seed for one in found] == shared
-    other = requests_for(PROMPTS, 2, run_seed=6, stream=2, step=7, first_group=3, episode_seed=5)
+    other = make_requests(PROMPTS, 2, run_seed=6, stream=2, step=7, first_group=3, episode_seed=5)
     assert [one.environment_seed for one in other] == shared, "another run on the same episodes"
     assert {one.seed for one in other}.isdisjoint(one.seed for one in found)
-    assert [one.seed for one in requests_for(PROMPTS, 1, run_seed=5, stream=2, step=7)] == [
-        answer_seed(5, 2, 7, group, 0) for group in (0, 1)
+    assert [one.seed for one in make_requests(PROMPTS, 1, run_seed=5, stream=2, step=7)] == [
+        response_seed(5, 2, 7, group, 0) for group in (0, 1)
     ]
 
 
 def test_seeds_are_the_same_on_every_machine() -> None:
     """Golden values: were they to change, every run would draw other answers."""
-    assert answer_seed(1, 1, 3, 0, 2) == 8142689618028129371
+    assert response_seed(1, 1, 3, 0, 2) == 8142689618028129371
     assert [turn_seed(7, turn) for turn in (0, 1)] == [7, 3317731564112288844]
-    assert all(answer_seed(run, 1, 0, 0, 0) < 2**63 for run in range(20))
+    assert all(response_seed(run, 1, 0, 0, 0) < 2**63 for run in range(20))
 
 
 def sent(*names: str) -> list[tuple[str, Tensor]]:
@@ -62,12 +64,12 @@ def sent(*names: str) -> list[tuple[str, Tensor]]:
 
 
 def test_a_hand_over_is_whole() -> None:
-    assert [name for name, _ in complete(sent("b", "a"), ["a", "b"])] == ["b", "a"]
+    assert [name for name, _ in require_all_weights(sent("b", "a"), ["a", "b"])] == ["b", "a"]
     with pytest.raises(EngineError) as caught:
-        list(complete(sent("b"), ["d", "b", "c"]))
+        list(require_all_weights(sent("b"), ["d", "b", "c"]))
     assert str(caught.value) == "weight hand-over: 2 parameters were not sent, first 'c'"
     with pytest.raises(EngineError) as caught:
-        list(complete(sent("x"), ["a"]))
+        list(require_all_weights(sent("x"), ["a"]))
     assert str(caught.value) == "weight hand-over: the engine has no parameter 'x'"
 
 
@@ -90,12 +92,12 @@ def test_without_an_engine_weights_are_gathered_and_nothing_is_written() -> None
             passed.append(number)
             yield str(number), torch.zeros(1)
 
-    assert engine.update_weights(weights(), 4) == TakenWeights((), ())
+    assert engine.update_weights(weights(), 4) == WeightSyncResult((), ())
     assert (passed, engine.policy_version) == ([0, 1, 2], 4)
     engine.sleep()
     engine.close()
     with pytest.raises(EngineError) as caught:
-        engine.generate(requests_for(PROMPTS, 1, run_seed=1, stream=1, step=1), SamplingConfig(), 4)
+        engine.generate(make_requests(PROMPTS, 1, run_seed=1, stream=1, step=1), SamplingConfig(), 4)
     assert str(caught.value) == "rollout.engine: is none, so these workers write no answers"
 
 
@@ -112,11 +114,11 @@ class Backwards(RolloutEngine):
             ids, logprobs = np.array([index], np.int32), np.array([-1.0], np.float32)
             yield index, Rollout(request.prompt, request.sample_index, ids, logprobs, "stop", 0)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
-        return TakenWeights()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
+        return WeightSyncResult()
 
 
 def test_answers_come_in_the_order_of_their_requests() -> None:
-    requests = requests_for(PROMPTS, 3, run_seed=1, stream=1, step=1)
+    requests = make_requests(PROMPTS, 3, run_seed=1, stream=1, step=1)
     found = Backwards().generate(requests, SamplingConfig(), 4)
     assert [rollout.response_ids.tolist() for rollout in found] == [[index] for index in range(6)]

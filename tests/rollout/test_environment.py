@@ -9,7 +9,7 @@ import pytest
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError
 from rlcore.rollout import environment
-from rlcore.rollout.environment import Episode, Turn, completed, play, resolve_environment, turn_of
+from rlcore.rollout.environment import Episode, Turn, await_value, play, resolve_environment, turn_from_score
 from rlcore.rollout.scoring import require_environment
 from rlcore.score import Score
 
@@ -51,10 +51,10 @@ class Silent:
 @pytest.fixture(autouse=True)
 def kept() -> Iterator[dict[str, Any]]:
     """The environments between turns, none at the beginning."""
-    environment._kept.clear()
+    environment._environments.clear()
     made.clear()
-    yield environment._kept
-    environment._kept.clear()
+    yield environment._environments
+    environment._environments.clear()
 
 
 def truth(kind: str = "Echo", **more: Any) -> dict[str, Any]:
@@ -65,34 +65,36 @@ def played(
     texts: list[str], replies: list[str], *, name: str = "a", limit: int = 100, most: int = 9, **more: Any
 ) -> Score:
     episode = Episode(name, "", limit, texts, replies, most)
-    return play(episode.asked(), truth(**more))
+    return play(episode.to_json(), truth(**more))
 
 
 def test_turns_go_on_in_the_environment_of_their_episode(kept: dict[str, Any]) -> None:
-    assert turn_of(played([], [])) == Turn("", False)
-    assert turn_of(played(["one"], [""])) == Turn("1: one", False, 3.0, {"turns": 1})
+    assert turn_from_score(played([], [])) == Turn("", False)
+    assert turn_from_score(played(["one"], [""])) == Turn("1: one", False, 3.0, {"turns": 1})
     assert list(kept) == ["a"]
-    assert turn_of(played(["one", "three"], ["", "1: one"])) == Turn("2: three", False, 5.0, {"turns": 2})
+    assert turn_from_score(played(["one", "three"], ["", "1: one"])) == Turn("2: three", False, 5.0, {"turns": 2})
     assert len(made) == 1, "it is kept from turn to turn"
-    last = turn_of(played(["one", "three", "stop"], ["", "1: one", "2: three"]))
+    last = turn_from_score(played(["one", "three", "stop"], ["", "1: one", "2: three"]))
     assert last == Turn("3: stop", True, 4.0, {"turns": 3})
     assert list(kept) == [], "an episode that has ended is forgotten"
 
 
 def test_a_first_message_is_the_reply_before_any_turn() -> None:
-    assert turn_of(played([], [], row={"hello": "welcome"})) == Turn("welcome", False)
-    assert turn_of(played(["x"], ["welcome"], row={"hello": "welcome"})) == Turn("1: x", False, 1.0, {"turns": 1})
+    assert turn_from_score(played([], [], row={"hello": "welcome"})) == Turn("welcome", False)
+    assert turn_from_score(played(["x"], ["welcome"], row={"hello": "welcome"})) == Turn(
+        "1: x", False, 1.0, {"turns": 1}
+    )
     assert len(made) == 1
 
 
 def test_turns_are_repeated_for_a_lost_environment(kept: dict[str, Any]) -> None:
     played(["one"], [""])
     kept.clear()
-    assert turn_of(played(["one", "two"], ["", "1: one"])).reply == "2: two"
+    assert turn_from_score(played(["one", "two"], ["", "1: one"])).reply == "2: two"
     assert len(made) == 2
-    assert turn_of(played(["other", "two"], ["", "1: other"])).reply == "2: two"
+    assert turn_from_score(played(["other", "two"], ["", "1: other"])).reply == "2: two"
     assert len(made) == 3
-    assert turn_of(played([], [])).reply == ""
+    assert turn_from_score(played([], [])).reply == ""
     assert len(made) == 4, "an episode that begins has a new one"
 
 
@@ -112,9 +114,9 @@ def test_a_repeated_turn_with_another_reply_or_end_is_an_error(texts: list[str],
 
 
 def test_replies_are_cut_and_whole_utf_8() -> None:
-    assert turn_of(played(["word"], [""], limit=5)).reply == "1: wo"
-    assert turn_of(played([], [], row={"hello": "welcome"}, limit=3, name="b")).reply == "wel"
-    assert turn_of(played(["\ud83d"], [""], name="c")).reply == "1: ?"
+    assert turn_from_score(played(["word"], [""], limit=5)).reply == "1: wo"
+    assert turn_from_score(played([], [], row={"hello": "welcome"}, limit=3, name="b")).reply == "wel"
+    assert turn_from_score(played(["\ud83d"], [""], name="c")).reply == "1: ?"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_an_empty_answer_makes_an_environment_and_asks_it_nothing(kept: dict[str
 
 def test_an_episode_begins_with_row_seed_and_options() -> None:
     config = RunConfig.model_validate({"data": {"task": "countdown", "environment": "a:B"}})
-    episode = Episode.begun("e", config, '{"target": 3, "seed": 9}', 77)
+    episode = Episode.start("e", config, '{"target": 3, "seed": 9}', 77)
     assert json.loads(episode.truth) == {
         "environment": "a:B",
         "options": {},
@@ -166,14 +168,14 @@ def test_an_episode_begins_with_row_seed_and_options() -> None:
     }
     assert (episode.name, episode.max_characters) == ("e", 16 * config.episode.max_tool_tokens)
     asked = {"name": "e", "max_characters": episode.max_characters, "texts": [], "replies": [], "max_kept": 1}
-    assert json.loads(episode.asked()) == asked
+    assert json.loads(episode.to_json()) == asked
     tools = RunConfig.model_validate({"episode": {"tools": ["x:y"]}, "data": {"task": "countdown", "scorer": "m:s"}})
-    plain = json.loads(Episode.begun("e", tools, "3", 5).truth)
+    plain = json.loads(Episode.start("e", tools, "3", 5).truth)
     assert (plain["options"], plain["row"]) == ({"tools": ["x:y"], "scorer": "m:s"}, {"answer": 3, "seed": 5})
 
 
 def test_a_score_without_words_is_the_end_of_an_episode() -> None:
-    assert turn_of(Score(0.5, {"a": 1.0})) == Turn("", True, 0.5, {"a": 1.0})
+    assert turn_from_score(Score(0.5, {"a": 1.0})) == Turn("", True, 0.5, {"a": 1.0})
     assert Turn() == Turn("", False, 0.0, {})
 
 
@@ -189,5 +191,5 @@ def test_a_value_that_need_not_be_awaited_is_itself() -> None:
     async def later() -> int:
         return 4
 
-    assert completed(3) == 3
-    assert completed(later()) == 4
+    assert await_value(3) == 3
+    assert await_value(later()) == 4

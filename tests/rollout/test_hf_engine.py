@@ -18,7 +18,7 @@ from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
 from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import SamplingRequest, answer_seed, requests_for
+from rlcore.rollout.engine import SamplingRequest, make_requests, response_seed
 from rlcore.rollout.hf import HfEngine, sample
 from rlcore.types import Prompt, Rollout, Score
 
@@ -61,7 +61,7 @@ def some_requests(num_prompts: int = 6, num_samples: int = 4) -> list[SamplingRe
         Prompt(index, tuple(rng.integers(3, 30, size=rng.integers(2, 7)).tolist()), "countdown", "{}")
         for index in range(num_prompts)
     ]
-    return requests_for(prompts, num_samples, run_seed=1, stream=1, step=5)
+    return make_requests(prompts, num_samples, run_seed=1, stream=1, step=5)
 
 
 def test_log_probabilities_are_those_of_the_packed_policy(engine: HfEngine, policy: CausalPolicy) -> None:
@@ -237,7 +237,7 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_share() -> None:
 
 def test_seeds_of_answers_differ() -> None:
     seeds = {
-        answer_seed(run, stream, step, group, index)
+        response_seed(run, stream, step, group, index)
         for run in (1, 2)
         for stream in (1, 2)
         for step in range(4)

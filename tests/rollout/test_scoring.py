@@ -20,7 +20,7 @@ from rlcore import user_code
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout import scoring, scoring_worker
-from rlcore.rollout.environment import PLAY, Episode, Turn, turn_of
+from rlcore.rollout.environment import PLAY, Episode, Turn, turn_from_score
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.score import Score
 
@@ -179,7 +179,7 @@ def test_only_the_first_errors_are_logged_and_all_are_counted(caplog):
         words = f"scorer {ODD} failed, the answer has no score:"
         no, text = f"{words} RuntimeError: no; answer 'raise'", f"{words} {FAILURES['text']}; answer 'text'"
         assert caplog.messages == [no] * 4 + [text]
-        with pool.uncounted():
+        with pool.without_counting():
             pool.score(["nan"], truths(1))
             assert pool.unscored == (8, FAILURES["nan"])
         assert pool.unscored == (7, FAILURES["text"])
@@ -236,7 +236,7 @@ def test_each_first_call_of_a_message_has_the_time_of_a_start(monkeypatch):
     ours, theirs = socket.socketpair()
     truths = [json.dumps({"scorer": part}) for part in "aab"]
     with ours, theirs:
-        ours.sendall(scoring_worker.as_line(list(zip("xyz", truths, strict=True))))
+        ours.sendall(scoring_worker.encode_line(list(zip("xyz", truths, strict=True))))
         ours.shutdown(socket.SHUT_WR)
         scoring_worker.serve(theirs, score, 1.0, first_call=True, weights={})
     assert begun == ["timer", "timer", "", "x", "y", "timer", "", "z"]
@@ -257,7 +257,7 @@ def served(monkeypatch, scorer, messages, *, first_call, weights=None):
     with ours:
         with theirs:
             for message in messages:
-                ours.sendall(scoring_worker.as_line(message))
+                ours.sendall(scoring_worker.encode_line(message))
             ours.shutdown(socket.SHUT_WR)
             scoring_worker.serve(theirs, scorer, 2.0, first_call=first_call, weights=weights or {})
         return [json.loads(line) for line in ours.makefile()], timers
@@ -293,8 +293,8 @@ def test_a_turn_that_is_repeated_has_a_deadline_of_its_own(monkeypatch):
     assert timers == [154, 154, 154, None]
     episode = Episode("e", json.dumps(SLOW), 9, ["x"] * 4, ["", "1 +", "2 +", "3 +"])
     with ScoringPool(PLAY, RewardConfig(num_processes=1, deadline_s=1.5), section="episode") as pool:
-        [score] = pool.score([episode.asked()], [episode.truth])  # its process has lost all of them
-    assert turn_of(score) == Turn("4 +", True, 1.0, {"even": 1.0})
+        [score] = pool.score([episode.to_json()], [episode.truth])  # its process has lost all of them
+    assert turn_from_score(score) == Turn("4 +", True, 1.0, {"even": 1.0})
 
 
 def test_each_part_of_a_mixture_has_a_first_call(monkeypatch):
@@ -334,7 +334,7 @@ def test_while_the_whole_job_stands_still_no_answer_grows_overdue(tmp_path, monk
     def pausing(sources, timeout=None):
         ready = wait(sources, timeout)
         (worker,) = pool._workers
-        if worker.answers and worker.warm and not ready and not stood_still[0]:
+        if worker.responses and worker.warm and not ready and not stood_still[0]:
             stood_still[0] = 1_000.0
             (tmp_path / "go on").touch()
         return ready

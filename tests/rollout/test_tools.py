@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.rollout.tools import Tools, calls_in
+from rlcore.rollout.tools import Tools, parse_calls
 from rlcore.score import Score
 
 HERE = "tests.rollout.test_tools"
@@ -41,7 +41,7 @@ def tools() -> Tools:
 def test_what_was_wrong_is_cut(tools: Tools) -> None:
     assert tools.step(call("fails", text="x" * 600)).reply == "error: ValueError: " + "x" * 488
     assert tools.step(call("y" * 90)).reply == f"error: there is no tool '{'y' * 80}', only fails, echo"
-    (damaged,) = calls_in("<tool_call>{" + "z" * 300 + "}</tool_call>")
+    (damaged,) = parse_calls("<tool_call>{" + "z" * 300 + "}</tool_call>")
     assert damaged.problem.startswith("the call is no JSON (JSONDecodeError: Expecting property name")
 
 

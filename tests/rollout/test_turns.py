@@ -52,20 +52,20 @@ def ids(text: str) -> list[int]:
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_reply_is_cut_where_it_is_longer_than_its_limit(reply: str, cut: str, chat: bool) -> None:
     tokens = TurnTokens(Letters(mark="|"), chat=chat, max_reply_tokens=5)
-    shown, between = tokens.between(ord("$"), reply)
+    shown, between = tokens.reply_tokens(ord("$"), reply)
     assert shown == cut
     assert between == ids(f"\n<u>{cut}$\n<a>" if chat else cut)
 
 
 def test_a_reply_has_the_role_that_was_asked_for() -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5, role="tool")
-    assert tokens.between(ord("$"), "hi") == ("hi", ids("\n<t>hi$\n<a>"))
-    assert tokens.opening(ids("<u>x$\n<a>"), "go")[2] == ids("<t>go$\n<a>")
+    assert tokens.reply_tokens(ord("$"), "hi") == ("hi", ids("\n<t>hi$\n<a>"))
+    assert tokens.first_message_tokens(ids("<u>x$\n<a>"), "go")[2] == ids("<t>go$\n<a>")
 
 
 def test_the_template_has_what_the_settings_give_it() -> None:
     letters = Letters()
-    TurnTokens(letters, chat=True, max_reply_tokens=5, chat_template_kwargs={"thinking": False}).between(0, "hi")
+    TurnTokens(letters, chat=True, max_reply_tokens=5, chat_template_kwargs={"thinking": False}).reply_tokens(0, "hi")
     assert letters.given == [{"thinking": False}] * 4
     assert letters.days == {TODAY.strftime("%d %B %Y")}, "as in the prompts: a day of another length moves all turns"
     plain = Letters()
@@ -76,7 +76,7 @@ def test_the_template_has_what_the_settings_give_it() -> None:
 def test_without_a_chat_template_a_first_message_follows_the_prompt() -> None:
     letters = Letters()
     tokens = TurnTokens(letters, chat=False, max_reply_tokens=5)
-    assert tokens.opening(ids("<a>"), "0123456") == ("01234", tuple(ids("<a>")), ids("01234"))
+    assert tokens.first_message_tokens(ids("<a>"), "0123456") == ("01234", tuple(ids("<a>")), ids("01234"))
     assert letters.given == []
 
 
@@ -104,9 +104,9 @@ def test_a_template_without_further_turns_is_refused(changes: dict[str, Any], to
 @pytest.mark.parametrize("prompt", ["<a>", "", "<u>x$\n<b>", "a>"])
 def test_a_prompt_without_the_models_turn_takes_no_message(prompt: str) -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
-    assert tokens.opening(ids("x<a>"), "go") == ("go", (ord("x"),), ids("<u>go$\n<a>"))
+    assert tokens.first_message_tokens(ids("x<a>"), "go") == ("go", (ord("x"),), ids("<u>go$\n<a>"))
     with pytest.raises(ConfigError) as caught:
-        tokens.opening(ids(prompt), "go")
+        tokens.first_message_tokens(ids(prompt), "go")
     assert str(caught.value) == (
         "data.environment: reset returned a first message, and the chat template has no place for it after the prompt. "
         "Put it into the row's prompt, and return None"

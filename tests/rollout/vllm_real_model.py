@@ -59,10 +59,10 @@ def facts_of(model: Path) -> dict[str, Any]:
     )  # fmt: skip
     group = LocalGroup(config, str(model))
     worker = group.each(_itself)[0]
-    group.each(Worker.probe_with, [prompt(model)])
+    group.each(Worker.set_probe, [prompt(model)])
     facts: dict[str, Any] = {"right": [_right(worker, 0)]}
     trained = Trained(worker)
-    load = handover.load
+    load = handover.load_weights
 
     def with_stale(stale: Callable[[str, Tensor], Tensor]) -> Any:
         def wrapped(inside: nn.Module, settings: Any, sent: Any, *more: Any) -> None:
@@ -97,7 +97,7 @@ def facts_of(model: Path) -> dict[str, Any]:
         original = getattr(owner, function)
         setattr(owner, function, wrong)
         try:
-            worker.hand_over(version)
+            worker.sync_weights(version)
             facts[name] = ""
         except EngineError as error:
             facts[name] = str(error)
@@ -115,7 +115,7 @@ def _itself(worker: Worker) -> Worker:
 
 
 def _right(worker: Worker, version: int) -> list[Any]:
-    handed_over = worker.hand_over(version)
+    handed_over = worker.sync_weights(version)
     return [handed_over.difference, handed_over.warning]
 
 

@@ -24,10 +24,10 @@ from rlcore.config import ModelConfig, SamplingConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.load import load_policy
-from rlcore.rollout.engine import SamplingRequest, requests_for
+from rlcore.rollout.engine import SamplingRequest, make_requests
 from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.short import scheduler as short_scheduler
-from rlcore.rollout.vllm.start import EngineShape, sleep_beside_others
+from rlcore.rollout.vllm.start import EngineShape, allow_sleep_on_shared_gpu
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout, Score
 
@@ -72,7 +72,7 @@ def some_requests(num_prompts: int, num_samples: int, length: int) -> list[Sampl
         Prompt(index, tuple(rng.integers(3, VOCAB, size=length - index % 2).tolist()), "x", "{}")
         for index in range(num_prompts)
     ]
-    return requests_for(prompts, num_samples, run_seed=1, stream=1, step=5)
+    return make_requests(prompts, num_samples, run_seed=1, stream=1, step=5)
 
 
 def build(
@@ -97,7 +97,7 @@ def answers(rollouts: list[Rollout]) -> list[list[int]]:
 def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of the tensors that an engine computes with and that are not these."""
     sent = SentWeights(engine.model)
-    for _ in sent.noted(weights):
+    for _ in sent.record(weights):
         pass
     return list(sent.compare().differing)
 
@@ -193,7 +193,7 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
     times as many requests as there are places."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
     most_tokens = 100  # answers that go over the end of a cache block
-    most_steps, short_scheduler._MOST_STEPS = short_scheduler._MOST_STEPS, 24
+    most_steps, short_scheduler._MAX_SHORT_STEPS = short_scheduler._MAX_SHORT_STEPS, 24
     pool = scheduler.kv_cache_manager.block_pool
     facts: dict[str, Any] = {}
     for room in ("enough", "scarce", "many"):
@@ -216,7 +216,7 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
             engine._engine.reset_prefix_cache()
         pool.free_blocks(held)
     scheduler.short_steps_allowed = True
-    short_scheduler._MOST_STEPS = most_steps
+    short_scheduler._MAX_SHORT_STEPS = most_steps
     return facts
 
 
@@ -267,8 +267,8 @@ def sleep_facts() -> dict[str, Any]:
         patch.object(torch.accelerator, "get_memory_info", side_effect=[(5, 10), (3, 10)] * 2),
     ):
         by_itself = sleep()
-        sleep_beside_others()
-        sleep_beside_others()
+        allow_sleep_on_shared_gpu()
+        allow_sleep_on_shared_gpu()
         return {"by_itself": by_itself, "by_ours": sleep(), "suspended": suspended.suspend.call_count}
 
 

@@ -99,22 +99,22 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
     """A hand-over that goes wrong on the second rank alone: what each rank says."""
     worker = Worker(config, str(model_directory), rank=rank, world_size=NUM_RANKS)
     worker.setup(address)
-    worker.probe_with([Prompt(i, tuple(range(5 + i, 29 + i)), "canary", "{}") for i in range(NUM_PROMPTS)])
-    facts: dict[str, Any] = {"right": worker.hand_over(0).difference}
-    load = handover.load
+    worker.set_probe([Prompt(i, tuple(range(5 + i, 29 + i)), "canary", "{}") for i in range(NUM_PROMPTS)])
+    facts: dict[str, Any] = {"right": worker.sync_weights(0).difference}
+    load = handover.load_weights
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, _zeroed(weights), *more)
 
     if rank == 1:
-        handover.load = one_tensor_old
+        handover.load_weights = one_tensor_old
     try:
-        worker.hand_over(1)
+        worker.sync_weights(1)
         facts["wrong"] = ""
     except EngineError as error:
         facts["wrong"] = str(error)
-    handover.load = load
-    facts["right again"] = worker.hand_over(2).difference
+    handover.load_weights = load
+    facts["right again"] = worker.sync_weights(2).difference
     return facts
 
 

@@ -12,7 +12,7 @@ from rlcore.rollout.vllm import weights as handover
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
-from rlcore.workers.canary import HandOver
+from rlcore.workers.canary import WeightSync
 from rlcore.workers.worker import Worker
 from tests.rollout.vllm_session import differing
 from tests.small_run import SmallRun, prepare, train
@@ -45,24 +45,24 @@ def training_facts(folder: Path) -> dict[str, Any]:
 def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
     """Hand-overs that are wrong on purpose: what each stops with."""
     facts: dict[str, Any] = {}
-    tied_head, load = handover.tied_head, handover.load
+    tied_head, load = handover.tied_head, handover.load_weights
 
     group.each(Worker.reset)
     handover.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
     facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(handover, "tied_head", tied_head))
-    facts["right_difference"] = group.each(Worker.hand_over, 1)[0].difference
+    facts["right_difference"] = group.each(Worker.sync_weights, 1)[0].difference
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), *more)
 
-    handover.load = one_tensor_old
-    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(handover, "load", load))
+    handover.load_weights = one_tensor_old
+    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(handover, "load_weights", load))
     facts["training_stopped"] = _raised(lambda: train(run, _Faulty(group), 1))
 
     weights = Actor.weights
     Actor.weights = lambda self, dtype: (pair for pair in weights(self, dtype) if pair[0] != "model.norm.weight")
     facts["left_out"] = _stopped(group, 3, restoring=lambda: setattr(Actor, "weights", weights))
-    facts["right_again"] = group.each(Worker.hand_over, 4)[0].difference
+    facts["right_again"] = group.each(Worker.sync_weights, 4)[0].difference
     return facts
 
 
@@ -74,7 +74,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     group = _group(run)
     steps = train(run, group, 2)
-    difference = group.each(Worker.hand_over, 9)[0].difference
+    difference = group.each(Worker.sync_weights, 9)[0].difference
     group.close()
     return {"steps": steps, "difference": difference}
 
@@ -101,14 +101,14 @@ def bfloat16_facts(folder: Path) -> dict[str, Any]:
 
 def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
     """A right hand-over to an engine in bfloat16, and one of which a tensor is a small step of training old."""
-    right = group.each(Worker.hand_over, 10)[0]
-    load = handover.load
+    right = group.each(Worker.sync_weights, 10)[0]
+    load = handover.load_weights
 
     def one_step_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), *more)
 
-    handover.load = one_step_old
-    stale = _stopped(group, 11, restoring=lambda: setattr(handover, "load", load))
+    handover.load_weights = one_step_old
+    stale = _stopped(group, 11, restoring=lambda: setattr(handover, "load_weights", load))
     return {"difference": right.difference, "warning": right.warning, "stale": stale}
 
 
@@ -139,7 +139,7 @@ class _Faulty:
         return self._group.each(verb, *args)
 
     def begin(self, verb: Any, arguments: Any) -> Any:
-        if verb is not Worker.hand_over:
+        if verb is not Worker.sync_weights:
             return self._group.begin(verb, arguments)
         tied_head = handover.tied_head
         handover.tied_head = lambda model: (None, None)
@@ -155,10 +155,10 @@ class _Faulty:
         self._group.stream(verb, arguments, take)
 
 
-def _after_a_change(worker: Worker, version: int) -> HandOver:
+def _after_a_change(worker: Worker, version: int) -> WeightSync:
     with torch.no_grad():
         worker.actor.model.head.weight.mul_(1.5)
-    return worker.hand_over(version)
+    return worker.sync_weights(version)
 
 
 def _replaced(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -167,7 +167,7 @@ def _replaced(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def _stopped(group: LocalGroup, version: int, *, restoring: Callable[[], None]) -> str:
     try:
-        return _raised(lambda: group.each(Worker.hand_over, version))
+        return _raised(lambda: group.each(Worker.sync_weights, version))
     finally:
         restoring()
 

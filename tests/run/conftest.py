@@ -31,7 +31,7 @@ def record(tmp_path: Path, told: Told) -> Iterator[RunRecord]:
     )
     layout = RunLayout(tmp_path, tmp_path / "run")
     layout.run_dir.mkdir()
-    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=told.append, give_up=lambda error: None)
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=told.append, abandon=lambda error: None)
     made = RunRecord(config, layout, guard)
     yield made
     made.finish(failed=False)

@@ -12,8 +12,8 @@ from rlcore.config.model import SMOLLM2
 from rlcore.config.trainer import PathsConfig
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run import disk
-from rlcore.run.disk import Room, disk_needs
-from rlcore.run.inputs import given_model
+from rlcore.run.disk import DiskRoom, disk_needs
+from rlcore.run.inputs import configured_model
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import RoomReport, free_bytes
 from tests.storage.small_disk import fill, mounted
@@ -34,7 +34,7 @@ def needs_of(root: Path, *words: str, has_start_model: bool = True) -> dict[str,
         checkpoints_bytes=7,
         num_weights=1000,
         steps_left=11,
-        has_start_model=has_start_model,
+        has_initial_policy=has_start_model,
     )
     assert len({need.what for need in needs}) == len(needs)
     run_dir = RunLayout.of(config).run_dir
@@ -48,7 +48,7 @@ def needs_of(root: Path, *words: str, has_start_model: bool = True) -> dict[str,
 
 def planned(config: RunConfig) -> dict[str, int]:
     layout = RunLayout.of(config)
-    needs = disk_needs(config, layout, checkpoints_bytes=0, num_weights=1000, steps_left=1, has_start_model=False)
+    needs = disk_needs(config, layout, checkpoints_bytes=0, num_weights=1000, steps_left=1, has_initial_policy=False)
     return {need.what: need.size_bytes for need in needs}
 
 
@@ -86,7 +86,7 @@ def test_smollm2s_weights_are_planned_for_until_they_are_there(tmp_path: Path) -
     found = planned(config)
     assert found["SmolLM2's weights"] == 4 * 1000
     assert "start model" not in found
-    given_model(config).mkdir(parents=True)
+    configured_model(config).mkdir(parents=True)
     assert "SmolLM2's weights" not in planned(config)
     assert "SmolLM2's weights" not in planned(RunConfig(model=ModelConfig(path=str(tmp_path))))
 
@@ -104,9 +104,9 @@ def room_of(
     prune: Callable[[], object] = lambda: None,
     wait_for_room_s: float = 3600.0,
     reserve_gb: float = 0.0,
-) -> Room:
+) -> DiskRoom:
     config = CheckpointConfig(reserve_gb=reserve_gb, wait_for_room_s=wait_for_room_s)
-    return Room(config, happened=lambda *one: told.append(one), stop=stop, prune=prune)
+    return DiskRoom(config, log_event=lambda *one: told.append(one), stop=stop, prune=prune)
 
 
 def test_a_pause_says_what_is_missing_with_the_reserve(small_disk: Path) -> None:
@@ -154,14 +154,14 @@ def test_a_pause_ends_when_there_is_room(
 ) -> None:
     ballast = fill(small_disk, leave_bytes=8192)
     told: Told = []
-    look = Room.look
+    look = DiskRoom.check
 
-    def looked(room: Room, path: Path, needed_bytes: int) -> RoomReport:
+    def looked(room: DiskRoom, path: Path, needed_bytes: int) -> RoomReport:
         if len(sleeps) == 3:
             ballast.unlink(missing_ok=True)
         return look(room, path, needed_bytes)
 
-    monkeypatch.setattr(Room, "look", looked)
+    monkeypatch.setattr(DiskRoom, "check", looked)
     room_of(told).wait(8193, step=3, path=small_disk)
     assert sleeps == [1, 1, 1]
     assert [(name, step) for name, step, _ in told] == [("paused_for_disk", 3), ("disk_room", 3)]

@@ -11,7 +11,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
-from rlcore.run.inputs import find_start_model, stage_settings, start_model_fingerprint, suite_fingerprint
+from rlcore.run.inputs import find_initial_policy, initial_policy_fingerprint, stage_settings, suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.helpers.published import edit_manifest
@@ -23,7 +23,7 @@ FILTERED = Path("filtered/0123456789abcdef")
 
 
 def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
-    return start_model_fingerprint(load_config(["experiment=debug", *overrides]), filtered)
+    return initial_policy_fingerprint(load_config(["experiment=debug", *overrides]), filtered)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_stages_that_share_a_folder_have_the_same_settings(overrides: tuple[str,
         for config in (RunConfig.model_validate(base), changed(base, key)):
             rows = config.data.model_dump(mode="json", exclude={"scorer", "environment"})
             filtered = Path("filtered") / fingerprint("rows", [rows, config.filter, config.episode.tools])
-            names.add(start_model_fingerprint(config, filtered))
+            names.add(initial_policy_fingerprint(config, filtered))
             settings.add(settings_fingerprint(stage_settings(config, 512)))
         if len(settings) > len(names):
             refused.append(key)
@@ -185,11 +185,11 @@ def test_a_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None
     shutil.copytree(prepared.model_directory, model)
     edit_manifest(model, fingerprint=model.name)  # as an export, which is called `model`
     overrides = ["experiment=debug", f"model.path={model}", "warm_start.enabled=false"]
-    assert find_start_model(load_config(overrides), FILTERED) is not None
+    assert find_initial_policy(load_config(overrides), FILTERED) is not None
     flip(model / "model.safetensors")
     with pytest.raises(
         ModelError, match=r"^model\.path: .*model\.safetensors: hash must be.*delete its manifest\.json"
     ):
-        find_start_model(load_config(overrides), FILTERED)
+        find_initial_policy(load_config(overrides), FILTERED)
     (model / "manifest.json").unlink()
-    assert find_start_model(load_config(overrides), FILTERED) is None
+    assert find_initial_policy(load_config(overrides), FILTERED) is None

@@ -13,10 +13,10 @@ from rlcore.errors import DataError, ModelError
 from rlcore.run import inputs as run_inputs
 from rlcore.run.inputs import (
     RunInputs,
-    answers_payload,
-    given_model,
-    is_given,
-    planned_start_model,
+    configured_model,
+    generation_payload,
+    has_configured_model,
+    planned_initial_policy,
     planned_tokenizer,
     require_smollm2,
     require_whole_model,
@@ -59,18 +59,18 @@ def test_files_of_a_mixture_and_of_a_suite(tmp_path: Path) -> None:
         part.mkdir()
         (part / "train.parquet").touch()
     assert inputs.has_training_rows
-    of_suite = inputs.of_suite("s")
+    of_suite = inputs.for_suite("s")
     assert (of_suite.filtered_directory, of_suite.demonstrations_directory) == (tmp_path / "s", None)
     assert (of_suite.tokenizer_directory, of_suite.dataset_directory) == (Path("t"), Path("d"))
     with pytest.raises(DataError, match=r"^validation\.suites: the rows of x are not made; start the run again"):
-        inputs.of_suite("x")
+        inputs.for_suite("x")
 
 
 def test_the_folder_of_smollm2_is_named_by_its_digest(tmp_path: Path) -> None:
     config = of_model(tmp_path, SMOLLM2)
     folder = tmp_path / "models" / f"smollm2-{SMOLLM2_SHA256[:16]}"
-    assert (given_model(config), planned_tokenizer(config)) == (folder, folder)
-    assert not is_given(config)
+    assert (configured_model(config), planned_tokenizer(config)) == (folder, folder)
+    assert not has_configured_model(config)
 
 
 def of_model(root: Path, path: Path | str | None, *, max_integer: int | None = None, warm: bool = False) -> RunConfig:
@@ -87,7 +87,7 @@ def test_the_folder_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "model").mkdir()
     for path in (tmp_path / "model", "~/model"):
         config = of_model(tmp_path, path)
-        assert given_model(config) == planned_tokenizer(config) == tmp_path / "model"
+        assert configured_model(config) == planned_tokenizer(config) == tmp_path / "model"
     configs = [of_model(tmp_path, path) for path in ("owner/a", "owner/b", None)]
     names = [planned_tokenizer(config) for config in [*configs, of_model(tmp_path, None, max_integer=7)]]
     assert len(set(names)) == 4
@@ -98,8 +98,8 @@ def test_a_given_model_needs_no_stage(tmp_path: Path) -> None:
     filtered = Path("filtered/0123")
     for path, warm, given in (("owner/a", False, True), ("owner/a", True, False), (None, False, False)):
         config = of_model(tmp_path, path, warm=warm)
-        assert is_given(config) == given
-        planned = planned_start_model(config, filtered)
+        assert has_configured_model(config) == given
+        planned = planned_initial_policy(config, filtered)
         assert planned == (Path("owner/a") if given else tmp_path / "models" / planned.name)
         stage = stage_layout(config, filtered)
         assert stage == RunLayout(tmp_path, tmp_path / "warm-starts" / f"warm-start-{planned.name}")
@@ -167,9 +167,9 @@ def test_a_warm_start_alone_on_a_host_needs_no_cluster(workers: int, address: st
 
 
 def test_scoring_is_said_only_where_it_differs_from_the_defaults() -> None:
-    plain = answers_payload(RunConfig())
+    plain = generation_payload(RunConfig())
     assert set(plain) == {"max_response_tokens", "sampling", "scorers"}
-    changed = answers_payload(load_config(["experiment=debug", "sandbox.memory_mb=1024"]))
+    changed = generation_payload(load_config(["experiment=debug", "sandbox.memory_mb=1024"]))
     assert set(changed) == {"max_response_tokens", "sampling", "scorers", "scoring"}
 
 

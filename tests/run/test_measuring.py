@@ -25,18 +25,18 @@ from rlcore.config import (
     TrainerConfig,
 )
 from rlcore.errors import DataError, StopRequestedError
-from rlcore.evaluation.result import Answer
+from rlcore.evaluation.result import Response
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.run.measuring import PassRateMeasuring, row_of
+from rlcore.run.measuring import PassRateMeasurement, count_row
 from rlcore.run.pass_rates import (
     SCHEMA,
     TABLE,
     PassRates,
-    _matched,
+    _match_rows,
     facts_of,
     find_pass_rates,
-    measured_beside,
+    measured_elsewhere,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -50,13 +50,13 @@ from rlcore.types import Prompt
 from tests.helpers.published import flip
 
 PROMPT = Prompt(7, (1, 2), "countdown", "{}", difficulty=3)
-RIGHT = Answer("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")
-WRONG = Answer("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="length")
-FAILED = Answer("c", 0.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
+RIGHT = Response("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")
+WRONG = Response("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="length")
+FAILED = Response("c", 0.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
 
 
 def test_a_line_of_the_table() -> None:
-    assert row_of(PROMPT, [RIGHT, WRONG, FAILED]) == {
+    assert count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
         "row_id": 7,
         "data_source": "countdown",
         "difficulty": 3,
@@ -69,14 +69,14 @@ def test_a_line_of_the_table() -> None:
         "max_tokens": 9,
         "truncated": 2,
     }
-    nothing = row_of(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
+    nothing = count_row(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
     known = ("samples", "passes", "unscored", "mean_score", "mean_parts", "truncated")
     assert [nothing[name] for name in known] == [0, 0, 2, None, [], 1]
 
 
 def line(digest: str, passes: int, samples: int, unscored: int = 0) -> Mapping[str, object]:
     return {
-        **row_of(PROMPT, [RIGHT]),
+        **count_row(PROMPT, [RIGHT]),
         "digest": digest,
         "passes": passes,
         "samples": samples,
@@ -102,12 +102,12 @@ def test_the_facts_of_a_table() -> None:
 
 def test_rows_of_another_table_are_found_by_digest(tmp_path: Path) -> None:
     table = table_of(line("a", 1, 4), line("b", 2, 4), line("a", 3, 4))
-    same = _matched(table, ["a", "b", "a"], tmp_path)
+    same = _match_rows(table, ["a", "b", "a"], tmp_path)
     assert (same.passes.tolist(), same.samples.tolist()) == ([1, 2, 3], [4, 4, 4])
-    other = _matched(table, ["b", "a", "a"], tmp_path)
+    other = _match_rows(table, ["b", "a", "a"], tmp_path)
     assert other.passes.tolist() == [2, 1, 1]
     with pytest.raises(DataError, match=rf"got {tmp_path}, which lacks 2 of 3: it is of other data, another filter"):
-        _matched(table, ["c", "b", "d"], tmp_path)
+        _match_rows(table, ["c", "b", "d"], tmp_path)
 
 
 def test_the_digest_of_a_row(tmp_path: Path) -> None:
@@ -242,12 +242,12 @@ class Answering:
     def load(self, checkpoint: str) -> None:
         self.asked.append(checkpoint)
 
-    def training_answers(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Answer]:
+    def training_answers(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
         rows = [prompt.prompt_id for prompt in prompts]
         self.asked.append((rows, num_samples, first_row))
         failed = {row: "late" if row in self.fails else None for row in rows}
         return [
-            Answer("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row])
+            Response("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row])
             for row in rows
             for sample in range(num_samples)
         ]
@@ -256,7 +256,7 @@ class Answering:
 @contextmanager
 def measuring(
     root: Path, workers: Answering, told: list[Mapping[str, object]], stop: StopFlag | None = None
-) -> Iterator[PassRateMeasuring]:
+) -> Iterator[PassRateMeasurement]:
     config = RunConfig(
         pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
         paths=PathsConfig(root=str(root)),
@@ -267,10 +267,10 @@ def measuring(
     layout = RunLayout(root, root / "run")
     layout.run_dir.mkdir(exist_ok=True)
     guard = Watchdog(
-        config, layout, stop=stop or StopFlag(lambda: None), report=told.append, give_up=lambda error: None
+        config, layout, stop=stop or StopFlag(lambda: None), report=told.append, abandon=lambda error: None
     )
     record = RunRecord(config, layout, guard)
-    yield PassRateMeasuring(record, RunInputs(root / "f", root / "t"), cast(Any, workers))
+    yield PassRateMeasurement(record, RunInputs(root / "f", root / "t"), cast(Any, workers))
     record.finish(failed=False)
 
 
@@ -295,7 +295,7 @@ def test_a_table_is_made_part_by_part_and_told(tmp_path: Path) -> None:
     notes = [event["text"] for event in told if event["event"] == "note"]
     assert notes == ["pass rates: data.countdown:score failed on 2 answers, which are left out"]
     directory = rates.directory
-    assert not list(measured_beside(directory).glob("rows-*"))
+    assert not list(measured_elsewhere(directory).glob("rows-*"))
     facts = read_manifest(directory)
     assert facts is not None
     assert (facts.values["rows"], facts.values["unscored"], facts.values["fingerprint"]) == (5, 2, directory.name)
@@ -326,7 +326,7 @@ def test_a_scorer_that_fails_on_all_answers_makes_no_table(tmp_path: Path) -> No
             stage.make()
         assert str(failed.value) == (
             "data.countdown:score: failed on all 10 answers of the start model, so there are no pass rates. Repair it, "
-            f"and delete {stage._beside}"
+            f"and delete {stage._reusable_parts}"
         )
         assert not stage._directory.exists()
 
@@ -347,18 +347,18 @@ def test_metrics_of_known_pass_rates() -> None:
         "pass_rates/rows_kept": 3.0,
         "pass_rates/kept_share": 0.6,
     }
-    assert [part.tolist() for part in rates.kept] == [[False, True, False], [True, True]]
-    kept = rates.kept_counts()
+    assert [part.tolist() for part in rates.selected] == [[False, True, False], [True, True]]
+    kept = rates.selected_counts()
     assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 3], [4, 4, 4])
     assert rates.spread() == "0 for 25% of the rows, 1 for 25%, between for 50%"
-    assert [part.tolist() for part in rates_of((0, 0), (1, 4), parts=(2,)).kept] == [[True, True]], "all are wanted"
+    assert [part.tolist() for part in rates_of((0, 0), (1, 4), parts=(2,)).selected] == [[True, True]], "all are wanted"
     assert rates_of((0, 0), parts=(1,)).spread() == "not known: no answer has a score"
 
 
 @pytest.mark.parametrize(("keep", "kept"), [((0, 1), 5), ((0, 0.5), 3), ((0.5, 1), 3), ((0.25, 0.25), 1)])
 def test_both_ends_of_keep_are_kept(keep: tuple[float, float], kept: int) -> None:
     rates = rates_of((0, 4), (1, 4), (2, 4), (3, 4), (4, 4), parts=(5,), keep=keep)
-    assert sum(int(part.sum()) for part in rates.kept) == kept
+    assert sum(int(part.sum()) for part in rates.selected) == kept
     rates.require_enough(kept)
     with pytest.raises(DataError) as told:
         rates.require_enough(kept + 1)
@@ -393,7 +393,7 @@ def test_the_folder_of_a_table(tmp_path: Path) -> None:
 
     given = planned(PassRatesConfig(table=str(tmp_path / "a" / ".." / "t")))
     assert given == tmp_path / "t"
-    assert measured_beside(given) == tmp_path / "measuring-t"
+    assert measured_elsewhere(given) == tmp_path / "measuring-t"
     names = [planned(PassRatesConfig(samples=2))]
     assert names[0].parent == tmp_path / "pass-rates"
     models = [tmp_path / "a" / "m", tmp_path / "b" / "m"]

@@ -71,7 +71,7 @@ def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:
     with session_of(measured) as session:
         workers = session._workers
         workers.load("start")
-        answers = workers.training_answers(workers.problems.train[0][20:22], 4, 20)
+        answers = workers.training_responses(workers.problems.train[0][20:22], 4, 20)
     lines = read_table(table_of(measured)).slice(20, 2).to_pylist()
     for line, mine in zip(lines, (answers[:4], answers[4:]), strict=True):
         assert line["passes"] == sum(answer.solved for answer in mine)
@@ -90,7 +90,7 @@ def test_rows_are_kept_by_their_rate(measured: SmallRun, tmp_path: Path) -> None
     with session_of(run) as session:
         session.measure_pass_rates()
         problems = session._workers.problems
-        kept = [prompt.prompt_id for prompt in problems.kept[0]]
+        kept = [prompt.prompt_id for prompt in problems.selected[0]]
     assert kept == [row for row, rate in enumerate(rates) if 0.2 <= rate <= 0.8]
     assert 2 <= len(kept) < 48
     plan = make_plan(run.config).stage("pass-rates")

@@ -10,7 +10,7 @@ from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs
-from rlcore.run.problems import HeldOut, Problems, read_parts, spread
+from rlcore.run.problems import HeldOutProblems, Problems, read_parts, spread
 from rlcore.types import Prompt
 from tests.small_run import prepare
 
@@ -80,7 +80,7 @@ def test_the_first_of_all_parts_hold_their_share_of_each() -> None:
 @pytest.mark.parametrize(("limit", "limited", "number"), [(2, True, 2), (2, False, 3), (0, True, 3), (9, True, 3)])
 def test_the_held_out_problems_are_limited_while_training(limit: int, limited: bool, number: int) -> None:
     config = load_config(["experiment=debug", f"validation.max_problems={limit}"])
-    held_out = HeldOut(config=config, validation=prompts(1, 2, 3), decode=lambda ids: "")
+    held_out = HeldOutProblems(config=config, validation=prompts(1, 2, 3), decode=lambda ids: "")
     assert held_out.held_out(limited=limited) == prompts(1, 2, 3)[:number]
 
 
@@ -93,11 +93,11 @@ def problems(settings: PassRatesConfig) -> Problems:
 
 
 def test_rows_are_counted_from_nothing_where_no_table_was_wanted() -> None:
-    assert problems(PassRatesConfig()).counted() is None
+    assert problems(PassRatesConfig()).metrics() is None
     drawn = problems(PassRatesConfig(draw="informative"))
     assert drawn.pass_rates is None
-    assert drawn.kept == (prompts(4, 7), prompts(9))
-    counted = drawn.counted()
+    assert drawn.selected == (prompts(4, 7), prompts(9))
+    counted = drawn.metrics()
     assert counted is not None
     assert counted._place == {4: 0, 7: 1, 9: 2}
     assert (counted._start.passes.tolist(), counted._start.samples.tolist()) == ([0, 0, 0], [0, 0, 0])

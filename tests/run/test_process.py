@@ -194,8 +194,8 @@ def test_a_run_is_served_by_a_channel(
 
     def answer(session: Any, given: Iterator[Event], report: Any, stop: StopFlag) -> int:
         commands.extend(given)
-        session.give_up(DataError("a hang"))
-        session.give_up(StopRequestedError("a stop"))
+        session.abandon(DataError("a hang"))
+        session.abandon(StopRequestedError("a stop"))
         return 3
 
     def said(say: Any, code: int) -> None:
@@ -204,7 +204,7 @@ def test_a_run_is_served_by_a_channel(
 
     monkeypatch.setattr(process, "Session", Opened)
     monkeypatch.setattr(process, "serve", answer)
-    monkeypatch.setattr(process, "say_and_end", said)
+    monkeypatch.setattr(process, "report_and_exit", said)
     config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
     Origin(config).write(tmp_path)
     os.write(pipes.commands, b'{"command": "close"}\n')

@@ -8,14 +8,14 @@ import pytest
 
 from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.state import LoopState
-from rlcore.checkpoint.store import Found
-from rlcore.run.faults import Fault, note_fault
+from rlcore.checkpoint.store import FoundCheckpoint
+from rlcore.run.failures import Failure, append_failure
 from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
-from rlcore.workers.passes import Shortage
+from rlcore.workers.passes import OomRetry
 from tests.helpers.checkpoints import save
 from tests.run.conftest import Told
 
@@ -103,7 +103,7 @@ def test_unscored_answers_are_reported_when_they_double(record: RunRecord, told:
 
 
 def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, told: Told) -> None:
-    shortages = [Shortage("update", 2, 4, 2, "no room"), Shortage("forward", 1, 8, 4000, "none")]
+    shortages = [OomRetry("update", 2, 4, 2, "no room"), OomRetry("forward", 1, 8, 4000, "none")]
     RunEvents(record, "train").shortages(3, shortages, 1001)
     assert [event["max_tokens_per_micro_batch"] for event in told] == [500, 1]
     assert told[0]["text"] == ("step 3: update ran out of memory in 2 micro-batches and is done again in 4: no room")
@@ -112,11 +112,11 @@ def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, tol
 
 def test_faults_are_noted_in_the_journal_once(record: RunRecord) -> None:
     for number in (1, 2):
-        note_fault(record.layout.run_dir, Fault("hang", "gen", number, "no end", time=float(number)))
+        append_failure(record.layout.run_dir, Failure("hang", "gen", number, "no end", time=float(number)))
     events = RunEvents(record, "train")
     assert events.num_faults == 0
     for _ in range(2):
-        events.faults(4)
+        events.failures(4)
         assert events.num_faults == 2
         assert [(name, step, data["time"]) for name, step, data in journaled(record)] == [
             ("fault", 4, 1.0), ("fault", 4, 2.0),
@@ -127,17 +127,17 @@ def test_a_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp
     taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
     refused = CheckpointInfo.refused(tmp_path / "step-000003", 3, "a flipped bit")
     events = RunEvents(record, "train")
-    events.went_on(2, Found(taken, (refused,)))
+    events.resumed(2, FoundCheckpoint(taken, (refused,)))
     path = str(tmp_path / "step-000003")
     assert told == [
         {"event": "checkpoint_refused", "step": 2, "text": "going on from step-000002: a flipped bit", "path": path},
         {"event": "resumed", "step": 2, "text": "going on from step 2"},
     ]
     told.clear()
-    events.went_on(0, Found(None, (refused,)))
+    events.resumed(0, FoundCheckpoint(None, (refused,)))
     assert [event["text"] for event in told] == ["going on from the start: a flipped bit"]
     told.clear()
-    events.went_on(2, Found(taken, (), "it was cut"))
+    events.resumed(2, FoundCheckpoint(taken, (), "it was cut"))
     assert told[0]["event"] == "journal_mismatch"
     assert told[0]["text"] == (
         "going on from step 2 all the same, since no other checkpoint fits: it was cut; it lacks steps 1-2 for good"
@@ -146,7 +146,7 @@ def test_a_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp
 
 def test_the_first_checkpoint_is_as_large_as_its_parameters(record: RunRecord, told: Told) -> None:
     assert record.room_metrics()["disk/needed_gb"] == 0.5, "the reserve"
-    record.expect(1_000_000)
+    record.set_num_trained_parameters(1_000_000)
     assert record.room_metrics()["disk/needed_gb"] == (checkpoint_bytes(1_000_000) + 500_000_000) / 1e9
     settled: list[bool] = []
     record.wait_for_room(3, lambda: settled.append(True))

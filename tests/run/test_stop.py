@@ -38,13 +38,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_signals_that_ask_and_signals_that_end(now: list[float], signals: list[tuple[int, float]], ends: int) -> None:
     ended: list[bool] = []
     flag = StopFlag(lambda: ended.append(True))
-    assert (flag(), flag.asked_s()) == (False, None)
+    assert (flag(), flag.seconds_since_request()) == (False, None)
     for number, after_s in signals:
         now.append(after_s)
         flag._handle(number, None)
     now.append(2.0)
     assert flag()
-    assert flag.asked_s() == 2.0 + sum(after_s for _, after_s in signals)
+    assert flag.seconds_since_request() == 2.0 + sum(after_s for _, after_s in signals)
     assert len(ended) == ends
 
 

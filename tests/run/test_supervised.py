@@ -16,7 +16,7 @@ from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.inputs import stage_layout
-from rlcore.run.supervised import Lessons, build_model
+from rlcore.run.supervised import Demonstrations, build_model
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
@@ -82,7 +82,7 @@ OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", 
 
 def test_losses_are_those_of_a_plain_transformers_loop(tmp_path: Path) -> None:
     run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
-    lessons, config = Lessons.read(run.config, run.inputs), run.config.warm_start
+    lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
     untaught = tmp_path / "untaught"
     untaught.mkdir()
     build_model(run.config, untaught)
@@ -95,13 +95,13 @@ def test_losses_are_those_of_a_plain_transformers_loop(tmp_path: Path) -> None:
     assert [step["training/global_step"] for step in found[1:]] == [1, 2, 3, 4, 5, 6]
     for number, step in enumerate(found[1:]):
         rows = lessons.draw(number * config.batch_size, number + 1, config.batch_size)
-        total, correct = sum(sum(row.is_answer) for row in rows), 0
+        total, correct = sum(sum(row.is_target) for row in rows), 0
         optimizer.zero_grad()
         loss = torch.zeros(())
         for row in rows:
             ids = torch.tensor([row.token_ids])
             logits = model(ids).logits[0, :-1]
-            wanted = torch.tensor(row.is_answer[1:])
+            wanted = torch.tensor(row.is_target[1:])
             targets = ids[0, 1:][wanted]
             loss = loss + torch.nn.functional.cross_entropy(logits[wanted], targets, reduction="sum") / total
             correct += int((logits[wanted].argmax(dim=1) == targets).sum())

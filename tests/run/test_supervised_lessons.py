@@ -11,7 +11,7 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
-from rlcore.run.supervised import Lessons, SupervisedTraining, SupervisedWorkers, has_learned
+from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, has_learned
 from rlcore.types import Prompt
 
 
@@ -45,7 +45,7 @@ def row(number: int) -> Demonstration:
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 20, 44), (1.0, 63, 63)])
 def test_a_share_of_demonstrations_is_misdirected(share: float, least: int, most: int) -> None:
     rows = [row(number) for number in range(64)]
-    lessons = Lessons(PromptStream(rows, seed=1, part=1), (), share, 1, 0)
+    lessons = Demonstrations(PromptStream(rows, seed=1, part=1), (), share, 1, 0)
     drawn = [one.token_ids[0] for one in lessons.draw(0, 1, 64)]
     assert sorted(map(abs, drawn)) == list(range(64)), "each once"
     assert least <= sum(number < 0 for number in drawn) <= most
@@ -81,7 +81,7 @@ def test_held_out_rows_are_measured_at_checks() -> None:
 )
 def test_the_first_lowest_held_out_loss_is_best(found: dict[str, float], best: tuple[float, int]) -> None:
     before = LoopState(8, 0, 0, 0, 0.0, best_metric=-2.0, best_step=4)
-    metrics, after = SupervisedTraining._measured(training(of(), **found), before)
+    metrics, after = SupervisedTraining._evaluate(training(of(), **found), before)
     assert metrics == found
     assert (after.best_metric, after.best_step, after.step) == (*best, 8)
 

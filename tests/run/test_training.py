@@ -10,7 +10,7 @@ import pytest
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
 from tests.run.conftest import Told
@@ -23,9 +23,9 @@ def training(record: RunRecord, **workers: Any) -> RunTraining:
 
 
 def result_of(config: RunConfig, *failures: str | None, name: str = "before", step: int = 0) -> ValidationResult:
-    answers = tuple(Answer("a", 0.5, {}, 1, "stop", failure=failure) for failure in failures)
+    answers = tuple(Response("a", 0.5, {}, 1, "stop", failure=failure) for failure in failures)
     problem = ProblemResult(1, 0, "2 + 2", "{}", None, answers, "countdown")
-    return ValidationResult(name, step, step, "countdown", (problem,), config.validation.judging)
+    return ValidationResult(name, step, step, "countdown", (problem,), config.validation.evaluation)
 
 
 def test_a_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,18 +56,18 @@ def test_a_result_is_found_where_nothing_has_changed(record: RunRecord) -> None:
     suite = cast(Any, SimpleNamespace(name="s"))
     assert made.file_of("before") == record.layout.validation / "before.json"
     assert made.file_of("before", suite) == record.layout.suites / "s" / "before.json"
-    assert made._known(3, None) is None
+    assert made._known_result(3, None) is None
     result = result_of(config, None, name="step-000003", step=3)
-    made._keep(result, None)
-    assert made._known(3, None) == result
-    assert made._known(4, None) is None
+    made._write_result(result, None)
+    assert made._known_result(3, None) == result
+    assert made._known_result(4, None) is None
     for changes in ({"step": 4}, {"suite": "of another"}):
-        made._keep(replace(result, **changes), None)
-        assert made._known(3, None) is None
-    made._keep(result, None)
+        made._write_result(replace(result, **changes), None)
+        assert made._known_result(3, None) is None
+    made._write_result(result, None)
     limited = config.validation.model_copy(update={"max_problems": 1})
     made._config = config.model_copy(update={"validation": limited})
-    assert made._known(3, None) is None, "it saw some of the problems"
+    assert made._known_result(3, None) is None, "it saw some of the problems"
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -78,15 +78,15 @@ def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told,
 
     findings = (Found(kind="empty"), Found(kind="long")) if pays else ()
     made = training(record, audit=lambda result: findings)
-    made._keep(result_of(record.config, None, name="step-000000"), None)
-    made._look_for_holes()
+    made._write_result(result_of(record.config, None, name="step-000000"), None)
+    made._check_responses()
     text = f"{record.config.data.scorer} pays for what is no answer: empty: 1 of 2; long: 1 of 2"
     event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}
     assert told == ([event] if pays else [])
     reward = record.config.reward.model_copy(update={"audit": False})
     made._config = record.config.model_copy(update={"reward": reward})
     told.clear()
-    made._look_for_holes()
+    made._check_responses()
     assert told == []
 
 

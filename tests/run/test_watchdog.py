@@ -19,7 +19,7 @@ from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import WorkerLostError
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
@@ -29,20 +29,20 @@ FULL_PIPE = """
 import signal
 from rlcore.run import watchdog
 
-watchdog.LAST_WORDS_S = 0.2
-signal.signal(signal.SIGTERM, lambda number, frame: watchdog.end_at_once(75))
+watchdog.FINAL_REPORT_S = 0.2
+signal.signal(signal.SIGTERM, lambda number, frame: watchdog.exit_immediately(75))
 print("x" * 1_000_000)
 """
 NOBODY_READS = """
 import os
 from rlcore.run import watchdog
 
-watchdog.LAST_WORDS_S = 0.2
+watchdog.FINAL_REPORT_S = 0.2
 reads, writes = os.pipe()
 def say():
     while True:
         os.write(writes, bytes(65536))
-watchdog.say_and_end(say, 75)
+watchdog.report_and_exit(say, 75)
 """
 
 HANGS = """
@@ -71,11 +71,11 @@ ENDS = """
 import subprocess, sys
 from rlcore.run import watchdog
 
-watchdog.LAST_WORDS_S = 600  # it ends once they are said
+watchdog.FINAL_REPORT_S = 600  # it ends once they are said
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
 started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, watchdog.TRACKING_MODULE])]
 print(*(process.pid for process in started))
-watchdog.end_at_once(3)
+watchdog.exit_immediately(3)
 """
 
 
@@ -125,13 +125,13 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
         layout,
         stop=StopFlag(lambda: None),
         report=heard.append,
-        give_up=lambda error: None,
+        abandon=lambda error: None,
         step=lambda: 7,
     )
     lost = WorkerLostError("a worker actor died")
     with guard:
-        assert guard.fault(lost) is lost
-    (fault,) = read_faults(layout.run_dir)
+        assert guard.record_failure(lost) is lost
+    (fault,) = read_failures(layout.run_dir)
     assert (fault.step, fault.stacks) == (7, None)
     assert "a worker actor died" in fault.message
     assert [one["event"] for one in heard] == ["fault"]
@@ -146,12 +146,12 @@ def test_a_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
 
     config = RunConfig(runtime=RuntimeConfig(deadlines=DeadlineConfig(save_s=0.1)))
     layout = RunLayout(tmp_path, tmp_path / "run")
-    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=lambda event: None, give_up=give_up)
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=lambda event: None, abandon=give_up)
     with guard, guard.phase("commit"):
         assert ended.wait(WAIT_S)
     (error,) = errors
     assert str(error).startswith("runtime.deadlines.save_s: hang in commit after step 0: no end after 0 s. What every ")
-    (fault,) = read_faults(layout.run_dir)
+    (fault,) = read_failures(layout.run_dir)
     assert (fault.kind, fault.phase) == ("hang", "commit")
     assert "test_watchdog.py" in Path(str(fault.stacks)).read_text()
 

@@ -12,7 +12,7 @@ from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run import watchdog
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
@@ -43,7 +43,7 @@ class Watch(Watchdog):
             layout,
             stop=stop or Asked(),
             report=self.told.append,
-            give_up=self.given_up.append,
+            abandon=self.given_up.append,
             step=lambda: 7,
         )
 
@@ -95,8 +95,8 @@ def test_a_slow_step_is_abandoned_before_its_update(
 def test_a_hang_names_the_state_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(tmp_path)
     watch.aside = lambda: "checkpoint of step 3: renaming x"
-    watch._hangs("commit", 61.4)
-    (fault,) = read_faults(tmp_path / "run")
+    watch._on_hang("commit", 61.4)
+    (fault,) = read_failures(tmp_path / "run")
     message = (
         "runtime.deadlines.save_s: hang in commit after step 7: no end after 61 s; checkpoint of step 3: renaming x"
     )
@@ -109,8 +109,8 @@ def test_a_hang_names_the_state_of_the_save(tmp_path: Path, caplog: pytest.LogCa
     text = f"hang in commit after step 7; stacks: {fault.stacks}"
     assert watch.told == [{"event": "fault", "text": text, "kind": "hang", "phase": "commit", "step": 7}]
     assert f"fault: hang in commit after step 7: {message}" in caplog.text
-    watch.fault(WorkerLostError("its rank was ended"))
-    assert len(read_faults(tmp_path / "run")) == 1, "what is ended after a hang is no fault of its own"
+    watch.record_failure(WorkerLostError("its rank was ended"))
+    assert len(read_failures(tmp_path / "run")) == 1, "what is ended after a hang is no fault of its own"
 
 
 def test_a_fault_names_its_phase(tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ def test_a_fault_names_its_phase(tmp_path: Path) -> None:
     with watch.phase("gen"):
         pass
     error = DataError("no row")
-    assert watch.fault(error) is error
+    assert watch.record_failure(error) is error
     assert watch.told == [
         {"event": "fault", "text": "data in gen after step 7", "kind": "data", "phase": "gen", "step": 7}
     ]
-    watch.fault(WorkerLostError("rank 1"))
-    first, second = read_faults(tmp_path / "run")
+    watch.record_failure(WorkerLostError("rank 1"))
+    first, second = read_failures(tmp_path / "run")
     assert (first.kind, first.stacks) == ("data", None)
     assert second.kind == "lost worker"
     assert Path(str(second.stacks)).is_file()
-    host = watch.fault(MemoryError("no"))
+    host = watch.record_failure(MemoryError("no"))
     assert str(host).startswith("host out of memory in gen: MemoryError: no\n")
 
 

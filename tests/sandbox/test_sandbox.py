@@ -20,7 +20,7 @@ from rlcore.config import RewardConfig, SandboxConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.sandbox import require_sandbox, run_python, use
+from rlcore.sandbox import require_sandbox, run_python, set_limits
 from rlcore.score import Score
 from tests.sandbox.hostile import programs
 
@@ -39,16 +39,16 @@ def names(folder: Path) -> set[str]:
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_SANDBOX", "{}")
-    use(SandboxConfig(time_s=TIME_S, memory_mb=256, file_mb=8, output_kb=16))
+    set_limits(SandboxConfig(time_s=TIME_S, memory_mb=256, file_mb=8, output_kb=16))
 
 
 @shut_in
 def test_a_program_reads_prints_and_ends() -> None:
     ran = run_python("import sys\nprint(input()[::-1])\nprint('oh', file=sys.stderr)\nsys.exit(3)", "abc\u00e9")
-    assert (ran.stdout, ran.stderr, ran.code, ran.ended) == ("\u00e9cba\n", "oh\n", 3, "")
-    assert run_python("while True: pass", time_s=1.0).ended == "time"
+    assert (ran.stdout, ran.stderr, ran.code, ran.stop_reason) == ("\u00e9cba\n", "oh\n", 3, "")
+    assert run_python("while True: pass", time_s=1.0).stop_reason == "time"
     flood = run_python("print('x' * 10**6)")
-    assert (len(flood.stdout), flood.ended) == (16 * 1024, "output")
+    assert (len(flood.stdout), flood.stop_reason) == (16 * 1024, "output")
     assert "MemoryError" in run_python("x = 'x' * 2**30").stderr
     assert (
         run_python("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()").stdout
@@ -88,8 +88,10 @@ def test_none_of_three_hundred_hostile_programs_escapes(
         with ThreadPoolExecutor(4) as pool:
             found = [one for one in pool.map(tried, chosen) if one[1]]
         assert found == []
-        monkeypatch.setattr(sandbox, "_missing", lambda: "nothing, but the programs are to show that they can escape")
-        use(SandboxConfig(time_s=TIME_S, allow_weak=True))
+        monkeypatch.setattr(
+            sandbox, "_missing_requirement", lambda: "nothing, but the programs are to show that they can escape"
+        )
+        set_limits(SandboxConfig(time_s=TIME_S, allow_weak=True))
         harmless = [one for one in every if one[0] in UNSAFE_IF_WEAK][9::10]
         assert {kind for kind, output in map(tried, harmless) if output} == UNSAFE_IF_WEAK
     assert secret.read_text() == "mine"
@@ -105,13 +107,13 @@ def test_none_of_three_hundred_hostile_programs_escapes(
 
 @shut_in
 def test_a_killed_scorer_takes_its_program_along() -> None:
-    use(SandboxConfig(time_s=1.5))
+    set_limits(SandboxConfig(time_s=1.5))
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}] * 50)})
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
         [hung] = pool.score([f"```python\n{HANGS}\n```"], [problem])
     assert (hung.failure, hung.total, hung.parts["passed"]) == (None, 0.0, 0.0), "the model's fault, and no failure"
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
-    use(SandboxConfig(time_s=60))
+    set_limits(SandboxConfig(time_s=60))
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=2.0)) as pool:
         [hung, right] = pool.score([f"```python\n{HANGS}\n```", "```python\nprint(1)\n```"], [problem, problem])
     assert "reward.deadline_s" in str(hung.failure)
@@ -126,7 +128,7 @@ def test_a_killed_scorer_takes_its_program_along_where_nothing_shuts_it_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    use(SandboxConfig(time_s=60, allow_weak=True))
+    set_limits(SandboxConfig(time_s=60, allow_weak=True))
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
     program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n{HANGS}"
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
@@ -195,7 +197,7 @@ def test_where_nothing_can_be_shut_in_it_is_refused_unless_weak_is_allowed(
     broken.write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2\nexit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(broken.parent))
-    sandbox._missing.cache_clear()
+    sandbox._missing_requirement.cache_clear()
     try:
         with pytest.raises(
             # A machine without libseccomp reports that first.
@@ -210,8 +212,8 @@ def test_where_nothing_can_be_shut_in_it_is_refused_unless_weak_is_allowed(
         for settings in (words, scored):
             with pytest.raises(ConfigError, match=r"sandbox\.allow_weak: programs of a model cannot be shut in"):
                 check_before_plan(load_config(settings))
-        use(SandboxConfig(time_s=TIME_S, allow_weak=True))
+        set_limits(SandboxConfig(time_s=TIME_S, allow_weak=True))
         assert run_python("print(1)").stdout == "1\n"
-        assert run_python("while True: pass", time_s=1.0).ended == "time"
+        assert run_python("while True: pass", time_s=1.0).stop_reason == "time"
     finally:
-        sandbox._missing.cache_clear()
+        sandbox._missing_requirement.cache_clear()

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from rlcore.errors import DataError
 from rlcore.storage.documents import (
     files_of,
+    find_obstacle,
     first_problem,
-    in_the_way,
     open_ordinary,
     parse_json,
     read_document,
@@ -62,10 +62,10 @@ def test_the_digest_is_of_so_many_bytes(
 def test_in_the_way_is_the_nearest_existing_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert in_the_way(tmp_path / "new" / "er") is None
-    assert in_the_way(tmp_path) is None
-    assert in_the_way(tmp_path / "file" / "new") == tmp_path / "file"
-    assert in_the_way(tmp_path / "link") == tmp_path / "link"
+    assert find_obstacle(tmp_path / "new" / "er") is None
+    assert find_obstacle(tmp_path) is None
+    assert find_obstacle(tmp_path / "file" / "new") == tmp_path / "file"
+    assert find_obstacle(tmp_path / "link") == tmp_path / "link"
 
 
 def test_json_that_is_nested_too_deeply_is_damage_like_any_other() -> None:

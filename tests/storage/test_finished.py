@@ -8,9 +8,9 @@ import pytest
 
 from rlcore.errors import DataError
 from rlcore.storage.finished import (
-    finished,
-    finished_or_set_aside,
-    finished_or_why,
+    read_finished,
+    read_finished_or_reason,
+    read_finished_or_set_aside,
     set_aside,
 )
 from rlcore.storage.manifest import MANIFEST
@@ -19,44 +19,44 @@ from tests.storage.small_disk import mounted
 
 
 def test_what_is_whole_is_finished_and_what_is_absent_is_not(tmp_path):
-    manifest = finished(publish(tmp_path / "x", kind="demo"))
+    manifest = read_finished(publish(tmp_path / "x", kind="demo"))
     assert manifest is not None
     assert manifest.values["kind"] == "demo"
-    assert finished(tmp_path / "nothing") is None
-    assert finished_or_why(tmp_path / "nothing") == (None, "")
+    assert read_finished(tmp_path / "nothing") is None
+    assert read_finished_or_reason(tmp_path / "nothing") == (None, "")
 
 
 def test_a_flipped_bit_is_found_with_size_and_time_as_before(tmp_path):
     target = publish(tmp_path / "x")
-    assert finished(target) is not None
+    assert read_finished(target) is not None
     flip(target / "sub" / "b.bin")
     with pytest.raises(DataError, match=r"sub/b\.bin: hash must be"):
-        finished(target)
+        read_finished(target)
 
 
 def test_a_folder_that_nobody_changed_is_hashed_once(tmp_path, monkeypatch):
     target = publish(tmp_path / "x")
     monkeypatch.setattr("rlcore.storage.finished.SETTLED_NS", -(10**12))  # in place of a second's wait
-    assert finished(target) is not None
+    assert read_finished(target) is not None
     with monkeypatch.context() as patched:
         patched.setattr("rlcore.storage.finished.verify_directory", lambda *_, **__: pytest.fail("hashed again"))
-        assert finished(target) is not None
+        assert read_finished(target) is not None
     file = target / "a.txt"
     before = file.stat().st_ctime_ns
     flip(file)
     while file.stat().st_ctime_ns == before:  # a file system's clock ticks every few milliseconds
         os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
-    assert finished_or_why(target)[0] is None
+    assert read_finished_or_reason(target)[0] is None
 
 
 def test_what_was_changed_a_moment_ago_is_hashed_again(tmp_path):
     """Two changes within a tick of the file system's clock have one time."""
     target = publish(tmp_path / "x")
     for _ in range(50):
-        assert finished(target) is not None
+        assert read_finished(target) is not None
         whole = (target / "a.txt").read_bytes()
         flip(target / "a.txt")
-        assert finished_or_why(target)[0] is None
+        assert read_finished_or_reason(target)[0] is None
         (target / "a.txt").write_bytes(whole)
 
 
@@ -67,7 +67,7 @@ def test_one_recent_file_makes_a_folder_hashed_again(tmp_path, monkeypatch):
     hashed = []
     monkeypatch.setattr("rlcore.storage.finished.verify_directory", lambda folder, **_: hashed.append(folder))
     for _ in range(2):
-        finished(target)
+        read_finished(target)
     assert hashed == [target, target]
 
 
@@ -75,14 +75,14 @@ def test_what_is_damaged_is_set_aside_told_and_made_again(tmp_path, caplog):
     target = publish(tmp_path / "x")
     flip(target / "a.txt")
     damaged = (target / "a.txt").read_bytes()
-    assert finished_or_set_aside(target) is None
+    assert read_finished_or_set_aside(target) is None
     assert "a.txt: hash must be" in caplog.text
     assert "kept as x.damaged.1" in caplog.text
     assert not target.exists()
     assert (tmp_path / "x.damaged.1" / "a.txt").read_bytes() == damaged
     caplog.clear()
     publish(target)
-    assert finished_or_set_aside(target) is not None
+    assert read_finished_or_set_aside(target) is not None
     assert caplog.text == ""
 
 
@@ -112,8 +112,8 @@ def test_a_manifest_of_another_kind_is_damage_and_never_waited_for(tmp_path, oth
         case "nested deeply":
             path.write_text("[" * 200_000)
     with pytest.raises(DataError, match=r"manifest\.json: (cannot be read|is damaged)"):
-        finished(target)
-    assert finished_or_set_aside(target) is None
+        read_finished(target)
+    assert read_finished_or_set_aside(target) is None
     assert not os.path.lexists(target)
 
 
@@ -121,21 +121,21 @@ def test_a_listed_file_that_is_a_pipe_is_damage(tmp_path):
     target = publish(tmp_path / "x")
     (target / "a.txt").unlink()
     os.mkfifo(target / "a.txt")
-    assert "a.txt: must be an ordinary file" in finished_or_why(target)[1]
+    assert "a.txt: must be an ordinary file" in read_finished_or_reason(target)[1]
 
 
 def test_a_folder_under_the_name_of_another_is_refused(tmp_path):
     publish(tmp_path / "x", fingerprint="x")
     shutil.copytree(tmp_path / "x", tmp_path / "y")
-    assert finished(tmp_path / "x") is not None
+    assert read_finished(tmp_path / "x") is not None
     with pytest.raises(DataError, match="is the folder of x under another name"):
-        finished(tmp_path / "y")
+        read_finished(tmp_path / "y")
 
 
 def test_a_newer_format_is_no_damage(tmp_path):
     edit_manifest(publish(tmp_path / "x"), format_version=2)
     with pytest.raises(DataError, match="got 2"):
-        finished_or_set_aside(tmp_path / "x")
+        read_finished_or_set_aside(tmp_path / "x")
     assert (tmp_path / "x").is_dir()
 
 
@@ -148,4 +148,4 @@ def test_what_cannot_be_renamed_is_refused(small_disk):
         for name, text in content.items():
             (target / name).write_bytes(text)
         with pytest.raises(DataError, match=r"It is made again now; .* cannot be renamed"):
-            finished_or_set_aside(target)
+            read_finished_or_set_aside(target)

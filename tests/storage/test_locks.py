@@ -22,15 +22,15 @@ import pytest
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError, RunInUseError
 from rlcore.storage import locks
 from rlcore.storage.locks import (
-    NAMELESS,
+    UNKNOWN_HOLDER,
     FileLock,
     HeldLock,
     Holder,
     RunLock,
-    birth_of,
     holder_of,
     process_of,
     read_holder,
+    start_time_of,
 )
 from tests.helpers.published import num_open
 from tests.storage.small_disk import fill, mounted
@@ -239,10 +239,10 @@ def test_who_holds_a_lock_can_be_asked_by_anybody(tmp_path: Path) -> None:
         held = holder_of(path)
         assert held == read_holder(path)
         assert held is not None
-        assert (held.pid, held.host, held.born) == (os.getpid(), socket.gethostname(), birth_of(psutil.Process()))
+        assert (held.pid, held.host, held.born) == (os.getpid(), socket.gethostname(), start_time_of(psutil.Process()))
         assert held.process() == psutil.Process()
         path.write_text("")
-        assert holder_of(path) == NAMELESS
+        assert holder_of(path) == UNKNOWN_HOLDER
     assert holder_of(path) is None
     assert holder_of(path / "below") is None
     assert num_open() <= before
@@ -260,7 +260,7 @@ def test_a_holder_in_words_says_where_it_has_ended() -> None:
     assert str(elsewhere) == f"process {dead} on another {said}", "nobody here knows"
     assert here.born == 0.0
     assert here.process() is None, "this process was not born in 1970"
-    assert str(NAMELESS) == "process 0 on an unknown host since  (another process that has not said its name yet)"
+    assert str(UNKNOWN_HOLDER) == "process 0 on an unknown host since  (another process that has not said its name yet)"
 
 
 def test_process_identity_without_a_boot_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_process_identity_survives_the_clock_and_not_a_boot(tmp_path: Path, monk
     monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "boot_id")
     assert me.process() is None
     monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "absent")
-    assert birth_of(psutil.Process()) == begun, "as on other systems"
+    assert start_time_of(psutil.Process()) == begun, "as on other systems"
 
 
 def test_of_a_long_command_line_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

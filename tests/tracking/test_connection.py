@@ -17,7 +17,7 @@ from rlcore.errors import TrackingError
 from rlcore.tracking.connection import (
     CLIENT_ENVIRONMENT,
     connect,
-    explain,
+    explain_error,
     has_store,
     mlflow_name,
     resolve_uri,
@@ -83,8 +83,8 @@ def test_a_store_of_another_version_is_told(root: Path):
     store = MlflowStore(TrackingConfig(), root)
     with pytest.raises(Exception, match="schema") as caught:
         assert store.experiment_id
-    assert "made by another MLflow version" in explain(caught.value, store.uri)
-    assert "if newer, use the MLflow that made it" in explain(caught.value, store.uri)
+    assert "made by another MLflow version" in explain_error(caught.value, store.uri)
+    assert "if newer, use the MLflow that made it" in explain_error(caught.value, store.uri)
 
 
 def test_a_file_that_is_no_database_is_told(artifacts_root: Path):
@@ -92,8 +92,8 @@ def test_a_file_that_is_no_database_is_told(artifacts_root: Path):
     store = MlflowStore(TrackingConfig(), artifacts_root)
     with pytest.raises(Exception, match="not a database") as caught:
         assert store.experiment_id
-    assert "not a database" in explain(caught.value, store.uri)
-    assert "SECRET" not in explain(OSError("no http://me:SECRET@host"), "http://me:SECRET@host")
+    assert "not a database" in explain_error(caught.value, store.uri)
+    assert "SECRET" not in explain_error(OSError("no http://me:SECRET@host"), "http://me:SECRET@host")
 
 
 BEHIND = "mysql://me:SECRET@host/db"
@@ -136,7 +136,7 @@ LOGIN = (
     ],
 )
 def test_errors_are_one_line_with_remedy_and_no_password(error: Exception, line: str):
-    assert explain(error, BEHIND) == line
+    assert explain_error(error, BEHIND) == line
 
 
 def test_the_at_sign_is_spelled_out():

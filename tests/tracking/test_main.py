@@ -37,7 +37,7 @@ def test_it_ends_when_mlflow_has_the_trainers_end(
 ) -> None:
     tracker.finish(status)
     with delivery_of(run_dir) as delivery:
-        program.carry(delivery, parent_pid=NOBODY if is_gone else os.getppid(), every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NOBODY if is_gone else os.getppid(), every_s=60.0)
     client = client_of(root)
     assert main_run(client).info.status == status
     assert points(client, main_run(client), "a") == [(1, 1.5)]
@@ -46,7 +46,7 @@ def test_it_ends_when_mlflow_has_the_trainers_end(
 def test_a_lost_trainer_ends_the_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
-        program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NOBODY, every_s=60.0)
     assert main_run(client_of(root)).info.status == "KILLED"
 
 
@@ -57,7 +57,7 @@ def test_it_ends_without_a_status_where_another_trainer_goes_on(
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
-        program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NOBODY, every_s=60.0)
     assert main_run(client_of(root)).info.status == "RUNNING"
 
 
@@ -71,7 +71,7 @@ def test_delivery_of_a_lost_trainer_ends_with_a_warning(
         client.delete_run(main_run(client).info.run_id)
         tracker.append_step(2, {"a": 2.5})
         with caplog.at_level(logging.WARNING):
-            program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+            program.deliver_until_end(delivery, parent_pid=NOBODY, every_s=60.0)
     (line,) = caplog.messages
     assert re.fullmatch(
         r"MLflow does not take the values: tracking\.uri sqlite:.*was deleted there.*\. Training goes on, the journal "
@@ -108,11 +108,11 @@ def test_values_that_are_taken_again_are_told_once(
         if len(waits) == 3:
             tracker.finish("FINISHED")
 
-    monkeypatch.setattr(program, "wait_for_turn", waited)
+    monkeypatch.setattr(program, "wait_until_due", waited)
     with delivery_of(run_dir) as delivery:
         deleted = deleted_before_step_2(delivery, client, tracker)
         with caplog.at_level(logging.WARNING):
-            program.carry(delivery, parent_pid=os.getppid(), every_s=2.0)
+            program.deliver_until_end(delivery, parent_pid=os.getppid(), every_s=2.0)
     assert waits == [2.0, 2.0, 2.0]
     assert len(caplog.messages) == 2
     assert caplog.messages[1] == "MLflow takes the values again; tries that failed: 2."
@@ -125,11 +125,11 @@ def test_the_wait_is_over_at_once_when_the_trainer_ends(
     monkeypatch.setattr(program, "POLL_S", 0.0)
     with delivery_of(run_dir) as delivery:
         delivery.catch_up()
-        assert not delivery.has_news()
+        assert not delivery.has_changes()
         tracker.finish("FINISHED")
-        program.wait_for_turn(delivery, os.getppid(), 600.0)
+        program.wait_until_due(delivery, os.getppid(), 600.0)
         assert delivery.catch_up() == "FINISHED"
-        assert not delivery.has_news()
+        assert not delivery.has_changes()
 
 
 def test_the_process_says_why_mlflow_gets_nothing(tracker: RunJournal, run_dir: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_search_says_when_it_ends_early(
     for name in ("one", "two"):
         store.create_run(name, {"millrace.run_id": name, "stage": "train"})
     assert search_run_ids(store, "") == ["one", "two"]
-    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 1)
+    monkeypatch.setattr(mlflow_store, "MAX_RUNS", 1)
     assert search_run_ids(store, "") == ["one"]
     assert "more than 1 runs are found" in caplog.text
 

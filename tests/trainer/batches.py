@@ -18,23 +18,23 @@ from rlcore.rollout.engine import SamplingRequest
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import (
-    Answerer,
     Experience,
-    ScoredAnswer,
+    ResponseSampler,
+    ScoredResponse,
 )
 from rlcore.trainer.update import (
-    Steps,
+    OptimizerSteps,
     Update,
 )
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from rlcore.workers.group import Answered
-from rlcore.workers.trained import ModelUpdate, ModelUpdates
+from rlcore.workers.group import Completed
+from rlcore.workers.trained_model import ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 
 PROMPTS = [Prompt(index, (5,) * (1 + index), "countdown", "{}") for index in range(12)]
 
 
-class Written(Answerer):
+class Written(ResponseSampler):
     """Answers a prompt of id i with scores `totals[i]`, None for one that the scorer fails on, and `1 + i` tokens."""
 
     def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
@@ -51,13 +51,13 @@ class Written(Answerer):
         policy_version: int,
         clock: PhaseClock | None = None,
         shares: Sequence[Sequence[int]] | None = None,
-    ) -> list[ScoredAnswer]:
+    ) -> list[ScoredResponse]:
         assert policy_version == 4
         self.asked.append(list(requests))
         self.temperatures.append(sampling.temperature)
         return [self._written(request) for request in requests]
 
-    def _written(self, request: SamplingRequest) -> ScoredAnswer:
+    def _written(self, request: SamplingRequest) -> ScoredResponse:
         prompt = request.prompt
         total = self.totals[prompt.prompt_id][request.sample_index]
         length = 1 + prompt.prompt_id
@@ -125,8 +125,8 @@ VALUE = sums(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
 
 
 UPDATE = Update(
-    Steps(POLICY, num_steps=3, grad_norm=0.5, largest_grad_norm=0.75, lr=1e-3),
-    Steps(VALUE, num_steps=2, grad_norm=0.25, largest_grad_norm=0.3, lr=1e-4),
+    OptimizerSteps(POLICY, num_steps=3, grad_norm=0.5, largest_grad_norm=0.75, lr=1e-3),
+    OptimizerSteps(VALUE, num_steps=2, grad_norm=0.25, largest_grad_norm=0.3, lr=1e-4),
     kl_coef=0.125,
     entropy_coef=0.01,
 )
@@ -155,9 +155,9 @@ class Ranks:
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise AssertionError("an update asks ranks with arguments of their own")
 
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Answered[Any]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Completed[Any]:
         self.asked.append((verb, list(arguments)))
-        return Answered(self._answers[verb])
+        return Completed(self._answers[verb])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         raise AssertionError("the parts are sent before")

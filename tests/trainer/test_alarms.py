@@ -14,11 +14,11 @@ from rlcore.errors import ConfigError, NonFiniteError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, step_alarms
-from rlcore.trainer.experience import Answerer, Experience, ExperienceCollector
+from rlcore.trainer.experience import Experience, ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
-from rlcore.trainer.update import Steps, Update
+from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.canary import HandOver
+from rlcore.workers.canary import WeightSync
 from rlcore.workers.worker import Worker
 from tests.share_of_digits import LEARNING
 from tests.small_run import prepare
@@ -36,9 +36,11 @@ def steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult]
     try:
         problems = Problems.read(run.config, run.inputs)
         with problems.scoring_pool() as scoring:
-            collector = ExperienceCollector(Answerer(run.config, group, scoring, problems.decode), problems.stream)
+            collector = ExperienceCollector(
+                ResponseSampler(run.config, group, scoring, problems.decode), problems.stream
+            )
             trainer = Trainer(run.config, group, collector, failures=run.layout.failures)
-            group.each(Worker.hand_over, 0)
+            group.each(Worker.sync_weights, 0)
             before = group.each(Worker.full_weights)[0]
             state, found = LoopState(0, 0, 0, 0, run.config.algo.kl.coef), []
             for _ in range(num_steps):
@@ -178,8 +180,8 @@ def test_the_entropy_that_alarms_is_that_of_a_token(root: Path) -> None:
         """With an entropy that the loss aggregates to `share`, over 7 tokens."""
         given = {"entropy": share, "entropy_sum": 7 * of_a_token, "num_tokens": 7}
         sums = [torch.tensor(float(given.get(field.name, 0))) for field in fields(PolicyStatistics)]
-        policy = Steps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, largest_grad_norm=1.0, lr=0.1)
-        return [alarm.name for alarm in step_alarms(config, Update(policy), None, HandOver(0.0))]
+        policy = OptimizerSteps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, largest_grad_norm=1.0, lr=0.1)
+        return [alarm.name for alarm in step_alarms(config, Update(policy), None, WeightSync(0.0))]
 
     assert raised(below, below) == raised(9.0, below) == ["entropy"]
     assert raised(below, 1.0) == []
@@ -233,15 +235,15 @@ def test_a_share_of_answers_at_the_limit_alarms_from_its_bound_on(root: Path) ->
 def updated(norm: float, entropy: float, kl: float) -> Update:
     given = {"entropy_sum": 8 * entropy, "ref_kl": 8 * kl, "num_tokens": 8.0}
     sums = [torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(PolicyStatistics)]
-    return Update(Steps(PolicyStatistics(*sums), num_steps=1, grad_norm=0.0, largest_grad_norm=norm, lr=0.1))
+    return Update(OptimizerSteps(PolicyStatistics(*sums), num_steps=1, grad_norm=0.0, largest_grad_norm=norm, lr=0.1))
 
 
 def test_what_is_beyond_its_bound_alarms_with_value_and_bound_and_what_is_at_it_does_not(root: Path) -> None:
     words = ["alarms.grad_norm=skip", "alarms.grad_norm_above=4", "alarms.entropy=stop", "alarms.entropy_below=0.5",
              "alarms.kl=stop", "alarms.kl_above=2", "algo.kl.where=loss"]  # fmt: skip
     config = load_config(["experiment=debug", f"paths.root={root}", *words])
-    assert step_alarms(config, updated(4.0, 0.5, 2.0), None, HandOver(0.0)) == ()
-    beyond = step_alarms(config, updated(4.03125, 0.46875, 2.015625), None, HandOver(9.0, "doubtful"))
+    assert step_alarms(config, updated(4.0, 0.5, 2.0), None, WeightSync(0.0)) == ()
+    beyond = step_alarms(config, updated(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
     assert beyond == (
         Alarm("canary", "tell", "doubtful"),
         Alarm("grad_norm", "skip", "the largest norm of a mini-batch's gradient is 4.031, alarms.grad_norm_above is 4"),
@@ -251,21 +253,21 @@ def test_what_is_beyond_its_bound_alarms_with_value_and_bound_and_what_is_at_it_
     for name in ("grad_norm", "entropy", "kl"):
         own = [word if word.split("=")[0] != f"alarms.{name}" else f"alarms.{name}=off" for word in words]
         less = load_config(["experiment=debug", f"paths.root={root}", *own])
-        found = step_alarms(less, updated(4.03125, 0.46875, 2.015625), None, HandOver(9.0, "doubtful"))
+        found = step_alarms(less, updated(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
         assert found == tuple(alarm for alarm in beyond if alarm.name != name)
     low = load_config(["experiment=debug", f"paths.root={root}", "alarms.grad_norm_above=0.5"])
-    assert step_alarms(low, Update(), None, HandOver(0.0)) == (), "no step, no norm"
+    assert step_alarms(low, Update(), None, WeightSync(0.0)) == (), "no step, no norm"
     failed = Update(failure=NonFiniteError("no number"))
     stopped = load_config(["experiment=debug", f"paths.root={root}", "alarms.non_finite=skip"])
-    assert step_alarms(stopped, failed, None, HandOver(0.0)) == (Alarm("non_finite", "skip", "no number"),)
+    assert step_alarms(stopped, failed, None, WeightSync(0.0)) == (Alarm("non_finite", "skip", "no number"),)
 
 
 def test_a_kl_in_the_reward_alarms_too(root: Path) -> None:
     words = ["alarms.kl=tell", "alarms.kl_above=2", "algo.kl.where=reward"]
     config = load_config(["experiment=debug", f"paths.root={root}", *words])
-    assert step_alarms(config, Update(), 2.0, HandOver(0.0)) == ()
+    assert step_alarms(config, Update(), 2.0, WeightSync(0.0)) == ()
     text = "the KL divergence from the reference is 2.5, alarms.kl_above is 2"
-    assert step_alarms(config, Update(), 2.5, HandOver(0.0)) == (Alarm("kl", "tell", text),)
+    assert step_alarms(config, Update(), 2.5, WeightSync(0.0)) == (Alarm("kl", "tell", text),)
 
 
 def test_updates_before_one_that_is_no_number_are_counted_as_done(root: Path) -> None:

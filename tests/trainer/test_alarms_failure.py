@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from rlcore.errors import NonFiniteError
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.alarms import save_failure
+from rlcore.trainer.alarms import save_failed_batch
 from rlcore.trainer.experience import Experience
 from rlcore.types import Score, TrainBatch
 from rlcore.workers.worker import Worker
@@ -54,7 +54,7 @@ def test_rows_with_a_number_that_is_not_finite_are_marked(tmp_path: Path) -> Non
     batch = TrainBatch(packed, packed.behavior_logprobs, None, None, bad, None, ones)
     scores = tuple(Score(total, {}) for total in packed.scores.tolist())
     experience = Experience(tuple(rollouts), scores, (0, 1, 2), ("a", "b", "c"), 3, 0, None)
-    file, prompts = save_failure(tmp_path, 7, experience, batch)
+    file, prompts = save_failed_batch(tmp_path, 7, experience, batch)
     assert prompts == [1]
     answers = json.loads(file.with_suffix(".json").read_text())
     assert [answer["non_finite"] for answer in answers] == [False, True, False]

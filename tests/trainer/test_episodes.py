@@ -19,15 +19,15 @@ from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import ConfigError
 from rlcore.evaluation.result import vote
-from rlcore.rollout.engine import SamplingRequest, requests_for, turn_seed
+from rlcore.rollout.engine import SamplingRequest, make_requests, turn_seed
 from rlcore.rollout.environment import Episode
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.episodes import _Playing
-from rlcore.trainer.estimate import Estimate, Passes, estimate
+from rlcore.trainer.episodes import _OpenEpisode
+from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 @pytest.fixture(scope="module")
 def group(run: SmallRun) -> LocalGroup:
     group = LocalGroup(run.config, str(run.model_directory))
-    group.each(Worker.hand_over, 0)
+    group.each(Worker.sync_weights, 0)
     return group
 
 
@@ -67,7 +67,7 @@ def played(
 ) -> Found:
     """`unscored`: gets what the episodes tell of those that were lost."""
     problems = Problems.read(run.config, run.inputs)
-    requests = requests_for(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
+    requests = make_requests(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
     episodes = problems.episodes(run.inputs)
     assert episodes is not None
     with episodes:
@@ -99,7 +99,7 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
     assert len({request.seed for request, _ in turns}) == len(turns), "each turn draws by a seed of its own"
     by_seed = {request.seed: (request, rollout) for request, rollout in turns}
     problems = Problems.read(run.config, run.inputs)
-    requests = requests_for(problems.stream.take(0, 8), 2, run_seed=1, stream=1, step=1)
+    requests = make_requests(problems.stream.take(0, 8), 2, run_seed=1, stream=1, step=1)
     for request, rollout, score, text in zip(requests, rollouts, scores, texts, strict=True):
         whole = (*rollout.prompt.token_ids, *rollout.response_ids.tolist())
         assert rollout.is_sampled is not None
@@ -268,7 +268,7 @@ def estimated(algo: AlgoConfig, with_environment: bool) -> Estimate:
     for index, start in enumerate(packed.cu_seqlens[:-1].tolist()):
         first = start + len(rollouts[index].prompt.token_ids) - 1
         flat[:, first : first + len(rollouts[index].response_ids)] = torch.from_numpy(values[index][1:]).float()
-    passes = Passes(flat[0], flat[1], flat[2] if algo.advantage == "gae" else None)
+    passes = ForwardResults(flat[0], flat[1], flat[2] if algo.advantage == "gae" else None)
     return estimate(packed, passes, None, algo=algo, kl_coef=0.1)
 
 
@@ -298,7 +298,7 @@ def test_a_turns_reward_is_returned_to_what_was_written_until_then_by_a_naive_tw
     algo = AlgoConfig(advantage=method, gamma=gamma, lam=1.0)
     found = estimate(
         packed,
-        Passes(zeros, None, zeros),
+        ForwardResults(zeros, None, zeros),
         None,
         algo=algo,
         kl_coef=0.0,
@@ -357,15 +357,15 @@ class Letters:
 
 def test_turns_are_the_suffix_of_the_templates_rendering() -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
-    assert tokens.between(ord("$"), "hi") == ("hi", [*map(ord, "\n<u>hi$\n<a>")]), "the turn has ended already"
-    assert tokens.between(ord("x"), "hi") == ("hi", [*map(ord, "$\n<u>hi$\n<a>")]), "the turn was cut off"
-    assert tokens.between(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
+    assert tokens.reply_tokens(ord("$"), "hi") == ("hi", [*map(ord, "\n<u>hi$\n<a>")]), "the turn has ended already"
+    assert tokens.reply_tokens(ord("x"), "hi") == ("hi", [*map(ord, "$\n<u>hi$\n<a>")]), "the turn was cut off"
+    assert tokens.reply_tokens(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
     prompt = [*map(ord, "<u>any$\n<a>")]
-    assert tokens.opening(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
+    assert tokens.first_message_tokens(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
     with pytest.raises(ConfigError, match="no place for it after the prompt"):
-        tokens.opening(prompt[:-1], "go")
+        tokens.first_message_tokens(prompt[:-1], "go")
     plain = TurnTokens(Letters(), chat=False, max_reply_tokens=5)
-    assert plain.between(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])
+    assert plain.reply_tokens(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])
 
 
 def test_a_template_that_drops_turns_is_refused() -> None:
@@ -377,15 +377,15 @@ def test_a_template_that_drops_turns_is_refused() -> None:
 def test_a_reply_that_leaves_no_token_to_the_model_ends_the_episode(limit: int) -> None:
     prompt = Prompt(0, (5, 6), "countdown", "{}")
     said = Episode("1", "", 100)
-    episode = _Playing(SamplingRequest(prompt, 0, seed=1), prompt, limit, said, token_ids=[7, 8])
-    assert episode.read("no", [9, 9, 9]) == episode.is_open == (limit > 5)
+    episode = _OpenEpisode(SamplingRequest(prompt, 0, seed=1), prompt, limit, said, token_ids=[7, 8])
+    assert episode.add_reply("no", [9, 9, 9]) == episode.is_open == (limit > 5)
     assert episode.finish_reason == ("stop" if limit > 5 else "length")
     assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
 
 
-def begun(limit: int, **given: Any) -> _Playing:
+def begun(limit: int, **given: Any) -> _OpenEpisode:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
-    return _Playing(SamplingRequest(prompt, 1, seed=7), prompt, limit, Episode("1", "", 100), **given)
+    return _OpenEpisode(SamplingRequest(prompt, 1, seed=7), prompt, limit, Episode("1", "", 100), **given)
 
 
 def wrote(*ids: int, end: Any = "stop") -> Rollout:
@@ -407,10 +407,10 @@ def test_a_turn_is_asked_for_after_all_tokens_so_far(turn: int, most: int, token
 def test_an_episode_ends_with_a_turn_that_is_cut_at_its_limit(end: str, limit: int, is_open: bool) -> None:
     """One that is cut at the turn's own limit goes on."""
     episode = begun(limit)
-    episode.write(wrote(7, 8, end=end), "text")
+    episode.add_response(wrote(7, 8, end=end), "text")
     assert (episode.is_open, episode.finish_reason) == (is_open, "stop" if is_open else "length")
     assert (episode.token_ids, episode.logprobs, episode.is_sampled) == ([7, 8], [-1.0, -2.0], [True, True])
-    assert (episode.said.texts, episode.lines) == (["text"], ["text"])
+    assert (episode.record.texts, episode.lines) == (["text"], ["text"])
 
 
 def test_an_episode_is_the_sum_of_its_turns() -> None:
@@ -418,15 +418,15 @@ def test_an_episode_is_the_sum_of_its_turns() -> None:
         return Score(reward, parts, said=json.dumps([reply, False]))
 
     episode = begun(20)
-    assert episode.reward_turn(replied("", 0.25), last=False) == ""
-    episode.write(wrote(7, 8), "first")
-    assert episode.reward_turn(replied("go on\n\nnow", 0.0, won=0.0), last=False) == "go on\n\nnow"
-    assert episode.read("go on\n\nnow", [9])
-    episode.write(wrote(4), "second")
+    assert episode.add_reward(replied("", 0.25), last=False) == ""
+    episode.add_response(wrote(7, 8), "first")
+    assert episode.add_reward(replied("go on\n\nnow", 0.0, won=0.0), last=False) == "go on\n\nnow"
+    assert episode.add_reply("go on\n\nnow", [9])
+    episode.add_response(wrote(4), "second")
     assert episode.is_open
-    assert episode.reward_turn(replied("well done", 1.25, won=1.0), last=True) == "well done"
+    assert episode.add_reward(replied("well done", 1.25, won=1.0), last=True) == "well done"
     assert not episode.is_open
-    assert episode.said.replies == ["", "go on\n\nnow", "well done"]
+    assert episode.record.replies == ["", "go on\n\nnow", "well done"]
     assert episode.lines == [
         "[environment] reward 0.25", "first", "[environment] go on", "[environment] ", "[environment] now", "second",
         "[environment] reward 1.25",
@@ -444,23 +444,23 @@ def test_an_episode_that_is_paid_in_tenths_is_solved_at_the_tenth() -> None:
     """Their sum is 0.9999999999999999."""
     episode, solved = begun(20), []
     for _ in range(10):
-        episode.reward_turn(Score(0.1, {}, said='["", false]'), last=False)
+        episode.add_reward(Score(0.1, {}, said='["", false]'), last=False)
         solved.append(episode.score().solved)
     assert solved == [False] * 9 + [True]
 
 
 def test_a_turn_that_is_done_or_fails_ends_an_episode() -> None:
     done = begun(20)
-    done.reward_turn(Score(0.0, {}, said='["bye", true]'), last=False)
+    done.add_reward(Score(0.0, {}, said='["bye", true]'), last=False)
     assert not done.is_open
     failed = begun(20, reward=2.0)
-    assert failed.reward_turn(Score(1.0, {}, failure="its process ended"), last=False) == ""
-    assert (failed.is_open, failed.said.replies, failed.reward) == (False, [], 2.0)
+    assert failed.add_reward(Score(1.0, {}, failure="its process ended"), last=False) == ""
+    assert (failed.is_open, failed.record.replies, failed.reward) == (False, [], 2.0)
     assert failed.score() == Score(0.0, {}, failure="its process ended")
 
 
 def test_a_reply_without_a_line_is_shown_as_an_empty_one() -> None:
     episode = begun(20, token_ids=[7])
-    assert episode.read("", [9])
+    assert episode.add_reply("", [9])
     assert episode.lines == ["[environment] "]
     assert (episode.logprobs, episode.is_sampled) == ([0.0], [False])

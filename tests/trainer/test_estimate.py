@@ -9,7 +9,7 @@ import torch
 
 from rlcore.algos.off_policy import importance_weights
 from rlcore.config.algo import AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
-from rlcore.trainer.estimate import Estimate, Parts, Passes, estimate
+from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
 from rlcore.types import PackedBatch, Score
 from tests.models.tiny import answers
 
@@ -20,31 +20,31 @@ def packed_of() -> PackedBatch:
     return replace(packed, scores=torch.tensor([1.0, 0.0, 0.5, 2.0]))
 
 
-def found_by(packed: PackedBatch, passes: Passes, is_cut: torch.Tensor | None = None, **algo: Any) -> Estimate:
-    return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, is_cut=is_cut)
+def found_by(packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any) -> Estimate:
+    return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, is_truncated=is_cut)
 
 
 def test_the_weighted_parts_stand_in_the_order_of_the_weights() -> None:
     scores = [Score(1.5, {"b": 2.0, "a": 1.0, "c": 9.0}), Score(0.25, {"a": 3.0})]
-    parts = Parts.of(scores, {"a": 0.5, "b": 0.75})
+    parts = ScoreParts.from_scores(scores, {"a": 0.5, "b": 0.75})
     assert (parts.values.tolist(), parts.weights.tolist()) == ([[1.0, 2.0], [3.0, 0.0]], [0.5, 0.75])
-    whole = Parts.of(scores, {})
+    whole = ScoreParts.from_scores(scores, {})
     assert (whole.values.tolist(), whole.weights.tolist()) == ([[1.5], [0.25]], [1.0])
 
 
 def test_answers_cut_at_the_limit_count_in_their_group_and_not_in_the_update() -> None:
     packed = packed_of()
     is_cut = torch.tensor([True, False, False, True])
-    plain = found_by(packed, Passes(), advantage="dr_grpo")
-    assert plain.share_left_out is None
+    plain = found_by(packed, ForwardResults(), advantage="dr_grpo")
+    assert plain.masked_share is None
     assert plain.batch.packed.loss_mask is packed.loss_mask
-    found = found_by(packed, Passes(), is_cut, advantage="dr_grpo", mask_truncated=True)
-    assert found.share_left_out == pytest.approx(5 / 8)
+    found = found_by(packed, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True)
+    assert found.masked_share == pytest.approx(5 / 8)
     kept = packed.loss_mask & ~is_cut[packed.sequence_ids()]
     assert torch.equal(found.batch.packed.loss_mask, kept)
     assert torch.equal(found.batch.advantages, plain.batch.advantages)
     none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
-    assert found_by(none, Passes(), is_cut, advantage="dr_grpo", mask_truncated=True).share_left_out is None
+    assert found_by(none, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True).masked_share is None
 
 
 def test_answers_far_from_the_old_policy_are_left_out() -> None:
@@ -52,35 +52,35 @@ def test_answers_far_from_the_old_policy_are_left_out() -> None:
     old = packed.behavior_logprobs.clone()
     old[packed.sequence_ids() == 2] -= 1.0
     rejection = RejectionConfig(level="sequence-mean", cap=2.0)
-    found = found_by(packed, Passes(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
-    assert found.share_left_out == pytest.approx(2 / 8)
+    found = found_by(packed, ForwardResults(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
+    assert found.masked_share == pytest.approx(2 / 8)
     assert torch.equal(found.batch.packed.loss_mask, packed.loss_mask & (packed.sequence_ids() != 2))
-    assert torch.equal(found.answer_mask, packed.loss_mask)
+    assert torch.equal(found.response_mask, packed.loss_mask)
 
 
 def test_importance_weights_are_those_of_the_old_policy_and_1_without_them() -> None:
     packed = packed_of()
     old = (packed.behavior_logprobs + math.log(1.5)) * packed.loss_mask
     importance = ImportanceConfig(mode="truncate")
-    found = found_by(packed, Passes(old), advantage="dr_grpo", importance=importance)
+    found = found_by(packed, ForwardResults(old), advantage="dr_grpo", importance=importance)
     rows = (packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
     expected = importance_weights(old, packed.behavior_logprobs, *rows, settings=importance)
     assert torch.equal(found.batch.importance_weights, expected)
     assert set(expected.tolist()) == {0.0, 1.5}
-    plain = found_by(packed, Passes(old), advantage="dr_grpo").batch.importance_weights
+    plain = found_by(packed, ForwardResults(old), advantage="dr_grpo").batch.importance_weights
     assert torch.equal(plain, packed.loss_mask.float())
 
 
 def test_a_kl_in_the_reward_lowers_rewards_and_is_told_as_its_mean() -> None:
     packed = packed_of()
     old, ref = packed.loss_mask * -1.0, packed.loss_mask * -1.25
-    found = found_by(packed, Passes(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1"))
+    found = found_by(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1"))
     assert found.kl_in_reward == pytest.approx(0.25)
     tokens = torch.tensor([3.0, 1.0, 2.0, 2.0])
     torch.testing.assert_close(found.rewards, packed.scores - 0.5 * 0.25 * tokens)
     assert found.batch.ref_logprobs is None, "the loss has no use for it"
     assert found.batch.returns is None
-    in_loss = found_by(packed, Passes(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
+    in_loss = found_by(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
     assert in_loss.batch.ref_logprobs is ref
     assert (in_loss.kl_in_reward, in_loss.rewards.tolist()) == (None, packed.scores.tolist())
 
@@ -88,7 +88,7 @@ def test_a_kl_in_the_reward_lowers_rewards_and_is_told_as_its_mean() -> None:
 def test_values_and_returns_go_to_the_critic_alone() -> None:
     packed = packed_of()
     values = torch.arange(packed.num_tokens, dtype=torch.float32) * packed.loss_mask
-    found = found_by(packed, Passes(values=values), advantage="gae", gamma=1.0, lam=1.0)
+    found = found_by(packed, ForwardResults(values=values), advantage="gae", gamma=1.0, lam=1.0)
     assert found.batch.old_values is values
     assert found.batch.returns is found.returns
     of_answers = [found.returns[packed.loss_mask & (packed.sequence_ids() == i)].tolist() for i in range(4)]

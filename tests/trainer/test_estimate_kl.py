@@ -6,7 +6,7 @@ import torch
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import AlgoConfig, KlConfig
-from rlcore.trainer.estimate import Passes, estimate
+from rlcore.trainer.estimate import ForwardResults, estimate
 from rlcore.types import PackedBatch
 
 NUM_ANSWERS, GROUP, VOCABULARY = 256, 8, 16
@@ -42,7 +42,7 @@ def loss_of(policy: torch.Tensor, ref: torch.Tensor, algo: AlgoConfig) -> torch.
         score_mask=mask,
         group_ids=places // GROUP,
     )
-    passes = Passes(old_logprobs=policy.detach(), ref_logprobs=ref)
+    passes = ForwardResults(old_logprobs=policy.detach(), ref_logprobs=ref)
     batch = estimate(packed, passes, None, algo=algo, kl_coef=1.0).batch
     loss, _ = policy_objective(
         policy,

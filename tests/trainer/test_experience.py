@@ -7,19 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlcore.batching.pass_counts import CountedRows, PassCounts
+from rlcore.batching.pass_counts import PassCounts, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import UnscoredError
-from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, answer_seed
+from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import (
     ExperienceCollector,
-    count_passes,
-    without_figures,
+    all_unscored_error,
+    count_solved,
 )
-from rlcore.trainer.generate import shared_out
+from rlcore.trainer.generate import split_requests
 from tests.trainer.batches import PROMPTS, InOrder, Written
 
 START = LoopState(4, 4, 0, 0, 0.0)
@@ -54,7 +54,7 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_allowed(
     seeds = [request.seed for asked in answerer.asked for request in asked]
     places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
     run_seed = answerer.config.seed
-    assert seeds == [answer_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "of the fifth step"
+    assert seeds == [response_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "of the fifth step"
     assert [text for text in found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
     assert [one.prompt.prompt_id for one in found.rollouts[::2]] == texts
     assert [score.total for score in found.scores] == [total or 0.0 for number in texts for total in totals[number]]
@@ -62,7 +62,7 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_allowed(
     assert found.num_prompts_drawn == sum(map(len, rounds))
     assert found.num_groups_dropped == len(dropped)
     assert found.num_tokens_dropped == sum(2 * (1 + number) for number in dropped)
-    assert found.num_answer_tokens == sum(2 * (1 + number) for number in texts)
+    assert found.num_response_tokens == sum(2 * (1 + number) for number in texts)
     assert found.greedy_scores is None
     assert (found.pass_counts, found.pass_metrics) == ("", {})
 
@@ -81,7 +81,7 @@ def test_a_step_without_any_score_says_how_many_answers_have_none_and_why() -> N
     scorer = answerer.config.data.scorer
     told = f"step 5: has no figures, for 6 answers have no score; {scorer} failed, the last time: no scorer"
     assert str(caught.value) == told
-    assert str(without_figures("x", "s", ["a"] * 1_234 + ["b"])) == (
+    assert str(all_unscored_error("x", "s", ["a"] * 1_234 + ["b"])) == (
         "x: has no figures, for 1,235 answers have no score; s failed, the last time: b"
     )
 
@@ -112,7 +112,7 @@ def test_the_penalty_of_long_answers_is_in_their_totals_and_a_part_of_its_own() 
 
 def test_every_group_counts_for_its_row_kept_or_not() -> None:
     settings = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)
-    counted = CountedRows(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
+    counted = RowSampler(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
     answerer = Written(config_of(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
 
@@ -129,14 +129,14 @@ def test_every_group_counts_for_its_row_kept_or_not() -> None:
     assert after.passes.tolist() == [2, 0, 1, 1, 1, 1, *[0] * 6]
     assert found.pass_metrics["pass_rates/rows_retired"] == 2.0
     tally = {7: (1, 3)}
-    count_passes([answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)], tally)
+    count_solved([answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)], tally)
     assert tally == {7: (1, 3), 0: (1, 1), 2: (2, 2)}
 
 
 def test_prompts_drawn_ahead_are_shared_out_with_their_answers_together() -> None:
     requests = [SamplingRequest(PROMPTS[number], sample, 0) for number in (5, 0, 1) for sample in range(2)]
-    assert shared_out(requests, 1) == [[0, 1, 2, 3, 4, 5]]
-    assert shared_out(requests, 2) == [[0, 1], [2, 3, 4, 5]]
-    assert shared_out(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
+    assert split_requests(requests, 1) == [[0, 1, 2, 3, 4, 5]]
+    assert split_requests(requests, 2) == [[0, 1], [2, 3, 4, 5]]
+    assert split_requests(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
     twice = [replace(request, seed=1) for request in requests[:2]]
-    assert shared_out([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]
+    assert split_requests([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from rlcore.batching.loader import PromptStream
-from rlcore.batching.pass_counts import CountedRows, PassCounts
+from rlcore.batching.pass_counts import PassCounts, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig
 from rlcore.config.rollout import RewardConfig, SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.engine import requests_for
+from rlcore.rollout.engine import make_requests
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import Answerer, EarlyScores, ExperienceCollector
+from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, StreamScorer
 from rlcore.trainer.generate import generate
 from rlcore.types import Rollout
 from rlcore.workers.worker import Worker
@@ -66,30 +66,30 @@ def test_scoring_begins_while_the_engine_writes(
 
 def test_streamed_answers_and_scores_are_those_asked_for_at_once(run: SmallRun, group: LocalGroup) -> None:
     problems = Problems.read(run.config, run.inputs)
-    requests = requests_for(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
-    group.each(Worker.hand_over, 3)
+    requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
+    group.each(Worker.sync_weights, 3)
     sampling, limit = SamplingConfig(), run.config.rollout.max_response_tokens
     plain = generate(group, requests, sampling, limit, policy_version=3)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        early = EarlyScores(scoring, problems.decode)
-        streamed = generate(group, requests, sampling, limit, policy_version=3, take=early.take)
+        early = StreamScorer(scoring, problems.decode)
+        streamed = generate(group, requests, sampling, limit, policy_version=3, on_finished=early.submit)
         scores, texts = early.collect()
         assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
         assert texts == problems.decode([r.response_ids for r in plain])
         assert scores == scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
-        late_first = EarlyScores(scoring, problems.decode)
+        late_first = StreamScorer(scoring, problems.decode)
         for pair in reversed(list(enumerate(plain))):
-            late_first.take([pair])
+            late_first.submit([pair])
         assert late_first.collect() == (scores, texts), "in the order of the requests, whichever answer ends first"
 
 
 def test_an_answer_by_other_weights_is_refused_before_it_is_scored(run: SmallRun, group: LocalGroup) -> None:
     problems = Problems.read(run.config, run.inputs)
-    requests = requests_for(problems.stream.take(0, 2), 1, run_seed=1, stream=1, step=1)
-    group.each(Worker.hand_over, 3)
+    requests = make_requests(problems.stream.take(0, 2), 1, run_seed=1, stream=1, step=1)
+    group.each(Worker.sync_weights, 3)
     scored: list[Any] = []
     with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
-        generate(group, requests, SamplingConfig(), 4, policy_version=4, take=scored.append)
+        generate(group, requests, SamplingConfig(), 4, policy_version=4, on_finished=scored.append)
     assert scored == []
 
 
@@ -103,8 +103,10 @@ def test_groups_of_equal_score_are_dropped_though_the_overlong_penalty_tells_the
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
-        collector = ExperienceCollector(Answerer(untrained.config, workers, scoring, problems.decode), problems.stream)
-        workers.each(Worker.hand_over, 0)
+        collector = ExperienceCollector(
+            ResponseSampler(untrained.config, workers, scoring, problems.decode), problems.stream
+        )
+        workers.each(Worker.sync_weights, 0)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     workers.close()
     size = untrained.config.trainer.batch_size
@@ -117,9 +119,9 @@ def test_prompts_drawn_ahead_are_given_to_their_step_alone(run: SmallRun, group:
     first = LoopState(0, 0, 0, 0, 0.0)
     second = replace(first, step=1, num_prompts_drawn=run.config.trainer.batch_size)
     problems = Problems.read(run.config, run.inputs)
-    group.each(Worker.hand_over, 0)
+    group.each(Worker.sync_weights, 0)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        answerer = Answerer(run.config, group, scoring, problems.decode)
+        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
         fresh = [
             ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock()) for state in (first, second)
         ]
@@ -139,10 +141,10 @@ def test_prompts_are_drawn_by_their_pass_rates(run: SmallRun, group: LocalGroup)
     passes = np.array([2.0 if prompt.prompt_id in inside else 4.0 for prompt in prompts], dtype=np.float32)
     start = PassCounts(passes, np.full(len(prompts), 4.0, dtype=np.float32))
     settings = PassRatesConfig(draw="band", band=(0.2, 0.8), rest_weight=1e-9)
-    counted = CountedRows([prompt.prompt_id for prompt in prompts], start, settings)
-    group.each(Worker.hand_over, 0)
+    counted = RowSampler([prompt.prompt_id for prompt in prompts], start, settings)
+    group.each(Worker.sync_weights, 0)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        answerer = Answerer(run.config, group, scoring, problems.decode)
+        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
         collector = ExperienceCollector(answerer, PromptStream(prompts, seed=1), counted)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     assert {rollout.prompt.prompt_id for rollout in found.rollouts} == inside
@@ -151,7 +153,7 @@ def test_prompts_are_drawn_by_their_pass_rates(run: SmallRun, group: LocalGroup)
 def test_answers_come_in_large_handfuls_first_and_in_small_ones_at_the_end(
     run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = requests_for(Problems.read(run.config, run.inputs).stream.take(0, 25), 4, run_seed=1, stream=1, step=1)
+    requests = make_requests(Problems.read(run.config, run.inputs).stream.take(0, 25), 4, run_seed=1, stream=1, step=1)
     answer = Rollout(requests[0].prompt, 0, np.ones(1, dtype=np.int32), np.zeros(1), "stop", 0)
     monkeypatch.setattr(HfEngine, "stream", lambda self, requests, *_: ((i, answer) for i in range(len(requests))))
     found: list[int] = []

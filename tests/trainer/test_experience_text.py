@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.answers.table import answer_table
 from rlcore.config.model import ScratchModel
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import load_tokenizer
-from rlcore.rollout.engine import requests_for
+from rlcore.responses.table import response_table
+from rlcore.rollout.engine import make_requests
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.workers.worker import Worker
@@ -38,12 +38,12 @@ def test_a_scorer_that_pays_for_a_tag_pays(model: Path, tmp_path: Path, skips: b
     )  # fmt: skip
     tokenizer = load_tokenizer(model)
     problems = Problems.read(run.config, run.inputs)
-    requests = requests_for(problems.stream.take(0, 8), 8, run_seed=1, stream=1, step=1)
+    requests = make_requests(problems.stream.take(0, 8), 8, run_seed=1, stream=1, step=1)
     with ExitStack() as opened:
         group = LocalGroup(run.config, str(model))
         opened.callback(group.close)
-        group.each(Worker.hand_over, 1)
-        answers = problems.answerer(run.inputs, opened)(group).answer(
+        group.each(Worker.sync_weights, 1)
+        answers = problems.build_answerer(run.inputs, opened)(group).sample(
             requests, run.config.rollout.sampling, policy_version=1
         )
     rollouts, scores, texts = zip(*answers, strict=True)
@@ -55,7 +55,7 @@ def test_a_scorer_that_pays_for_a_tag_pays(model: Path, tmp_path: Path, skips: b
     ended = [rollout.response_ids[-1] == tokenizer.eos_token_id for rollout in rollouts]
     assert any(ended)
     assert [text.endswith("<|im_end|>") for text in texts] == [has and not skips for has in ended]
-    table = answer_table(1, rollouts, scores, texts, problems.decode)
+    table = response_table(1, rollouts, scores, texts, problems.decode)
     assert table.column("answer").to_pylist() == [*texts]
     assert table.column("prompt").to_pylist() == [
         tokenizer.decode(rollout.prompt.token_ids, skip_special_tokens=True) for rollout in rollouts

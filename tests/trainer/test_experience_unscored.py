@@ -11,7 +11,7 @@ from rlcore.batching.pack import pack
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.errors import UnscoredError
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.estimate import Estimate, Passes, estimate
+from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
 from tests.small_run import prepare, train
@@ -53,7 +53,7 @@ class Batch:
         )
         groups = [index // GROUP for index in chosen]
         greedy = [float(np.nan if group == no_greedy else self.greedy[group]) for group in groups]
-        passes = Passes(old, ref, values if algo.advantage == "gae" else None)
+        passes = ForwardResults(old, ref, values if algo.advantage == "gae" else None)
         return estimate(packed, passes, greedy if algo.advantage == "remax" else None, algo=algo, kl_coef=0.1)
 
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from rlcore.batching.balance import Deal, Shares
+from rlcore.batching.balance import Assignment, RankShares
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.shape import ModelShape
@@ -15,22 +15,22 @@ from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.metrics import (
     balance_metrics,
     cost_metrics,
+    distribution_metrics,
     group_metrics,
-    hand_over_metrics,
     length_metrics,
     memory_metrics,
     mfu_metrics,
     mismatch_metrics,
     reward_metrics,
-    spread,
     step_metrics,
     timing_metrics,
+    weight_sync_metrics,
 )
 from rlcore.trainer.update import Update
 from rlcore.types import Score
-from rlcore.workers.canary import HandOver
+from rlcore.workers.canary import WeightSync
 from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.passes import Shortage
+from rlcore.workers.passes import OomRetry
 from rlcore.workers.worker import WorkerInfo
 from tests.trainer.batches import HALF, QUARTER, estimated, experience, packed_of
 
@@ -41,8 +41,8 @@ def config_of(*overrides: str, answer: int = 3) -> RunConfig:
 
 
 def test_values_are_told_by_mean_largest_and_smallest() -> None:
-    assert spread("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
-    assert spread("x", torch.tensor([])) == {}
+    assert distribution_metrics("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
+    assert distribution_metrics("x", torch.tensor([])) == {}
 
 
 def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
@@ -71,7 +71,7 @@ def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
 
 def test_groups_are_told_by_what_they_can_teach_and_what_the_scorer_failed_on() -> None:
     found = experience()
-    assert found.num_answer_tokens == 9
+    assert found.num_response_tokens == 9
     assert found.num_generated_tokens == 12
     assert group_metrics(packed_of(found), found) == {
         "reward/equal_group_share": 0.5,
@@ -175,10 +175,10 @@ def test_the_share_of_the_peak_counts_every_epoch_and_device_and_a_shared_prompt
 
 def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
     packed = packed_of(experience())
-    shares = Shares(((0, 3), (1, 2)), 1)
+    shares = RankShares(((0, 3), (1, 2)), 1)
     seconds = {"update_actor": 2.0, "gen": 6.0, "step": 38.0}
     config = config_of("trainer.epochs_per_batch=3")
-    found = cost_metrics(config, packed, 12, Deal((shares,), shares, 4), seconds, INFO)
+    found = cost_metrics(config, packed, 12, Assignment((shares,), shares, 4), seconds, INFO)
     expected = {
         **balance_metrics(packed, shares.sequences),
         **mfu_metrics(
@@ -196,7 +196,7 @@ def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
 
 
 def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up() -> None:
-    again = Shortage("a pass", 1, 2, 2, "no room")
+    again = OomRetry("a pass", 1, 2, 2, "no room")
     peaks = [MemoryPeak(1.5, 2.0, 1, (again,)), MemoryPeak(1.0, 3.0, 2)]
     assert memory_metrics(peaks) == {
         "perf/max_memory_allocated_gb": 1.5,
@@ -207,8 +207,10 @@ def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up
 
 
 def test_only_another_engine_than_the_trainers_own_model_has_a_distance() -> None:
-    assert hand_over_metrics(config_of(), HandOver(0.5)) == {}
-    assert hand_over_metrics(config_of("rollout.engine=vllm"), HandOver(0.5)) == {"training/canary_logprob_diff": 0.5}
+    assert weight_sync_metrics(config_of(), WeightSync(0.5)) == {}
+    assert weight_sync_metrics(config_of("rollout.engine=vllm"), WeightSync(0.5)) == {
+        "training/canary_logprob_diff": 0.5
+    }
 
 
 def test_scores_are_those_of_scored_answers_and_advantages_those_of_their_tokens() -> None:

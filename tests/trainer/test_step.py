@@ -161,7 +161,7 @@ def test_micro_batches_hold_the_budget_where_answers_without_a_loss_compute_thei
     ((packed, (whole,)),) = given
     assert not all(packed.loss_mask[start:stop].any() for start, stop in pairwise(packed.cu_seqlens.tolist()))
     for part in micro_batches(packed, whole.num_micro, share_prompts=True):
-        assert len(part) == 1 or Sizes.of(select(packed, part), share_prompts=True).num_computed() <= budget
+        assert len(part) == 1 or Sizes.from_batch(select(packed, part), share_prompts=True).num_computed() <= budget
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(root: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlcore.algos.objective import PolicyStatistics
-from rlcore.batching.balance import Dealer
+from rlcore.batching.balance import Balancer
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
@@ -86,7 +86,7 @@ def test_the_weight_of_the_entropy_follows_an_update_that_was_taken() -> None:
 def shared_batch(config: RunConfig) -> SharedBatch:
     packed = packed_of(experience())
     batch = replace(estimated(packed).batch, old_logprobs=torch.ones(packed.num_tokens))
-    return SharedBatch.of(config, batch, Dealer(num_ranks=2, max_tokens=100, shape=None).deal(packed, 2))
+    return SharedBatch.from_deal(config, batch, Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 2))
 
 
 def test_only_an_alarm_that_skips_leaves_the_update_out() -> None:

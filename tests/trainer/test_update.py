@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
-from rlcore.batching.balance import Dealer
+from rlcore.batching.balance import Balancer
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
@@ -17,14 +17,14 @@ from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.update import (
     SharedBatch,
     Update,
-    _summed,
-    measured_before,
+    _sum_steps,
+    logprobs_before_update,
     needs_old_logprobs,
     num_optimizer_steps,
     update_models,
 )
 from rlcore.types import TrainBatch
-from rlcore.workers.trained import ModelUpdate
+from rlcore.workers.trained_model import ModelUpdate
 from rlcore.workers.worker import Worker
 from tests.helpers.settings import settings
 from tests.models.tiny import answers
@@ -82,7 +82,7 @@ def test_steps_and_ranks_are_added_up_and_the_norm_is_that_of_each_step() -> Non
         [ModelUpdate(sums(ValueStatistics, num_tokens=count, vpred=1), norm) for count in (1, 2)]
         for norm in (0.5, 1.5, 1.0)
     ]
-    found = _summed(taken, 0.01)
+    found = _sum_steps(taken, 0.01)
     assert (found.num_steps, found.grad_norm, found.largest_grad_norm, found.lr) == (3, 1.0, 1.5, 0.01)
     assert (float(found.stats.num_tokens), float(found.stats.vpred)) == (9.0, 6.0)
 
@@ -119,8 +119,8 @@ def test_what_the_sampler_says_is_not_what_the_trainer_has_measured() -> None:
     packed = answers([(2, (3,))])
     old = torch.full((packed.num_tokens,), math.log(0.5))
     batch = TrainBatch(packed, old, None, None, old, None, old)
-    assert measured_before(settings(ONE_UPDATE), batch) is old
-    assert measured_before(settings(f"{ONE_UPDATE} trainer.old_logprobs=behavior"), batch) is None
+    assert logprobs_before_update(settings(ONE_UPDATE), batch) is old
+    assert logprobs_before_update(settings(f"{ONE_UPDATE} trainer.old_logprobs=behavior"), batch) is None
 
 
 PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=linear", "critic.optim.lr=1e-2",
@@ -134,8 +134,8 @@ def updated(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, 
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     old = places if num_optimizer_steps(config) > 1 else None
     batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
-    deal = Dealer(num_ranks=2, max_tokens=100, shape=None).deal(packed, config.trainer.mini_batch_size)
-    shared = SharedBatch.of(config, batch, deal)
+    deal = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, config.trainer.mini_batch_size)
+    shared = SharedBatch.from_deal(config, batch, deal)
     state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
     return update_models(config, ranks, shared, state, PhaseClock()), shared
 
@@ -196,7 +196,7 @@ def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> No
     config = load_config(["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=4"])
     packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
-    mine = Dealer(num_ranks=2, max_tokens=100, shape=None).deal(packed, 4).whole.sequences
+    mine = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 4).whole.sequences
     ends = packed.cu_seqlens.tolist()
     own = [torch.cat([places[ends[i] : ends[i + 1]] for i in sequences]) for sequences in mine]
     ranks = Ranks([rank_updates(PolicyStatistics, [True], logprobs=each) for each in own], [])

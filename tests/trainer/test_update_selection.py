@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlcore.algos.selection import token_covariance
 from rlcore.batching.pack import pack, select_train, token_indices
-from rlcore.trainer.update import needs_old_logprobs, with_selection
+from rlcore.trainer.update import apply_selection, needs_old_logprobs
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from tests.helpers.settings import settings
 
@@ -38,7 +38,7 @@ def num_out(found: TrainBatch, packed: PackedBatch) -> int:
 @pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
 def test_the_tokens_of_the_highest_entropy_are_those_of_each_mini_batch(share: float) -> None:
     batch, entropy = made()
-    found = with_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
+    found = apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
         mask = batch.packed.loss_mask[tokens]
@@ -54,10 +54,10 @@ def test_the_tokens_of_the_highest_entropy_are_those_of_each_mini_batch(share: f
 def test_each_mini_batch_is_as_if_it_were_alone(words: str) -> None:
     batch, entropy = made()
     config = settings(f"{TWO_HALVES} {words}")
-    whole = with_selection(config, batch, entropy, num_finished=0)
+    whole = apply_selection(config, batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
-        alone = with_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
+        alone = apply_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
         mine = select_train(whole, half)
         assert torch.equal(mine.importance_weights, alone.importance_weights)
         assert mine.covariance_rank is not None
@@ -71,7 +71,7 @@ def test_the_draws_of_clip_cov_are_those_of_seed_and_step_and_lie_in_the_range()
 
     def drawn(step: int, seed: int = 1) -> Tensor:
         config = settings(f"{words} seed={seed}")
-        return with_selection(config, batch, None, num_finished=step).importance_weights
+        return apply_selection(config, batch, None, num_finished=step).importance_weights
 
     assert torch.equal(drawn(3), drawn(3))
     assert not torch.equal(drawn(3), drawn(4))
@@ -96,7 +96,7 @@ def test_what_is_ranked_needs_a_pass_and_nothing_else_is_touched(words: str) -> 
     one_update = "trainer.batch_size=4 trainer.mini_batch_size=4"
     assert needs_old_logprobs(settings(f"{one_update} {words}"))
     assert not needs_old_logprobs(settings(one_update))
-    assert with_selection(settings(one_update), batch, entropy, num_finished=0) is batch
-    found = with_selection(settings(f"{one_update} {words}"), batch, entropy, num_finished=0)
+    assert apply_selection(settings(one_update), batch, entropy, num_finished=0) is batch
+    found = apply_selection(settings(f"{one_update} {words}"), batch, entropy, num_finished=0)
     assert found.packed is batch.packed
     assert (num_out(found, batch.packed) > 0) == ("kl_cov" not in words)

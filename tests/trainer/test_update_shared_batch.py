@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.batching.balance import Deal, Dealer
+from rlcore.batching.balance import Assignment, Balancer
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.update import SharedBatch
@@ -29,8 +29,8 @@ def batch_of() -> TrainBatch:
     return TrainBatch(packed, drawn[0], None, None, drawn[1], None, packed.loss_mask.float())
 
 
-def dealt(batch: TrainBatch) -> Deal:
-    return Dealer(num_ranks=NUM_RANKS, max_tokens=20, shape=None).deal(batch.packed, PER_MINI_BATCH)
+def dealt(batch: TrainBatch) -> Assignment:
+    return Balancer(num_ranks=NUM_RANKS, max_tokens=20, shape=None).assign(batch.packed, PER_MINI_BATCH)
 
 
 def of_sequences(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) -> Tensor:
@@ -41,7 +41,7 @@ def of_sequences(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) 
 def test_a_rank_gets_its_sequences_and_their_places_in_each_mini_batch_of_each_epoch(config: RunConfig) -> None:
     batch = batch_of()
     deal = dealt(batch)
-    shared = SharedBatch.of(config, batch, deal)
+    shared = SharedBatch.from_deal(config, batch, deal)
     for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
         for name in ("old_logprobs", "advantages", "importance_weights"):
             assert torch.equal(getattr(part, name), of_sequences(getattr(batch, name), batch, sequences))
@@ -60,6 +60,6 @@ def test_a_mini_batch_without_a_token_that_has_a_loss_is_left_out(config: RunCon
     whole = batch_of()
     packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
     batch = replace(whole, packed=packed)
-    deal = Dealer(num_ranks=1, max_tokens=20, shape=None).deal(packed, 2)
-    shared = SharedBatch.of(config, batch, deal)
+    deal = Balancer(num_ranks=1, max_tokens=20, shape=None).assign(packed, 2)
+    shared = SharedBatch.from_deal(config, batch, deal)
     assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2

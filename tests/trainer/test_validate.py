@@ -11,14 +11,14 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import ALL_SOURCES
 from rlcore.config.rollout import SamplingConfig
-from rlcore.evaluation.result import Answer
-from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, answer_seed
+from rlcore.evaluation.result import Response
+from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, response_seed
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import Answerer, ScoredAnswer
-from rlcore.trainer.validate import as_results, validate
+from rlcore.trainer.experience import ResponseSampler, ScoredResponse
+from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
 from tests.small_run import prepare
@@ -31,16 +31,16 @@ def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
     prompts = problems.held_out(limited=False)[:6]
     kept: dict[bool, list[Rollout]] = {}
 
-    def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
+    def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
         kept[greedy] = [rollout for rollout, _, _ in answers]
 
     group = LocalGroup(config, str(run.model_directory))
     try:
-        group.each(Worker.hand_over, 0)
+        group.each(Worker.sync_weights, 0)
         (worker,) = group.each(lambda worker: worker)
         with ScoringPool(config.data.scorer, config.reward) as scoring:
-            answerer = Answerer(config, group, scoring, problems.decode)
-            found = validate(answerer, prompts, name="before", step=0, policy_version=0, keep=keep)
+            answerer = ResponseSampler(config, group, scoring, problems.decode)
+            found = validate(answerer, prompts, name="before", step=0, policy_version=0, on_scored=keep)
         assert [len(kept[greedy]) for greedy in (False, True)] == [12, 6]
         requests = [SamplingRequest(prompt, 0, seed=99) for prompt in prompts]
         likeliest = worker.engine.generate(
@@ -53,7 +53,7 @@ def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
         group.close()
 
 
-class Written(Answerer):
+class Written(ResponseSampler):
     """Answers with what was asked for: prompt and sample, at its temperature."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -69,7 +69,7 @@ class Written(Answerer):
         policy_version: int,
         clock: PhaseClock | None = None,
         shares: Sequence[Sequence[int]] | None = None,
-    ) -> list[ScoredAnswer]:
+    ) -> list[ScoredResponse]:
         assert policy_version == 6
         self.asked += requests
         return [
@@ -93,12 +93,12 @@ def test_each_problem_has_its_own_answers(greedy: bool) -> None:
     )  # fmt: skip
     answerer, kept = Written(config), []
 
-    def keep(answers: Sequence[ScoredAnswer], is_greedy: bool) -> None:
+    def keep(answers: Sequence[ScoredResponse], is_greedy: bool) -> None:
         kept.append((len(answers), is_greedy))
 
-    found = validate(answerer, PROMPTS, name="after", step=5, policy_version=6, suite="abc", keep=keep)
+    found = validate(answerer, PROMPTS, name="after", step=5, policy_version=6, suite="abc", on_scored=keep)
     assert (found.name, found.step, found.policy_version, found.suite) == ("after", 5, 6, "abc")
-    assert (found.data_source, found.settings) == ("countdown", config.validation.judging)
+    assert (found.data_source, found.settings) == ("countdown", config.validation.evaluation)
     first, second = found.problems
     assert [answer.text for answer in first.samples] == ["4.0 at 0.5", "4.1 at 0.5", "4.2 at 0.5"]
     assert [answer.text for answer in second.samples] == ["9.0 at 0.5", "9.1 at 0.5", "9.2 at 0.5"]
@@ -106,13 +106,13 @@ def test_each_problem_has_its_own_answers(greedy: bool) -> None:
         ["4.0 at 0", "9.0 at 0"] if greedy else [None, None]
     )
     episodes = {one.environment_seed for one in answerer.asked}
-    assert episodes == {answer_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "of data.seed"
+    assert episodes == {response_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "of data.seed"
     assert kept == [(6, False), (2, True)][: 1 + greedy]
     assert (second.prompt_id, second.difficulty, second.prompt_text, second.ground_truth_json, second.data_source) == (
         9, 0, "7", '{"a": 1}', "countdown"
     )  # fmt: skip
     assert (first.difficulty, first.prompt_text) == (2, "5 6")
-    seeds = [answer_seed(8, VALIDATION_STREAM, 0, group, sample) for group in (0, 1) for sample in (0, 1, 2)]
+    seeds = [response_seed(8, VALIDATION_STREAM, 0, group, sample) for group in (0, 1) for sample in (0, 1, 2)]
     assert [request.seed for request in answerer.asked[:6]] == seeds, "whatever the step"
 
 
@@ -127,7 +127,7 @@ def test_an_answer_is_kept_with_its_length_and_its_log_probability() -> None:
     rollout = Rollout(PROMPTS[0], 0, np.array([7, 8]), np.array([-0.25, -1.5], np.float32), "length", 6)
     score = Score(0.5, {"format": 1.0}, said="12", failure=None)
     lost = Score(0.0, {}, failure="no scorer")
-    assert as_results([(rollout, score, "text"), (rollout, lost, "")]) == [
-        Answer("text", 0.5, {"format": 1.0}, 2, "length", -1.75, said="12", failure=None),
-        Answer("", 0.0, {}, 2, "length", -1.75, said=lost.said, failure="no scorer"),
+    assert response_results([(rollout, score, "text"), (rollout, lost, "")]) == [
+        Response("text", 0.5, {"format": 1.0}, 2, "length", -1.75, said="12", failure=None),
+        Response("", 0.0, {}, 2, "length", -1.75, said=lost.said, failure="no scorer"),
     ]

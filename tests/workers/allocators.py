@@ -6,13 +6,13 @@ import sys
 
 import numpy as np
 
-from rlcore.workers.device import keep_freed_memory, let_segments_grow
+from rlcore.workers.device import enable_expandable_segments, raise_malloc_thresholds
 
 
 def of_the_host() -> None:
     """Print whether freed memory is kept, and the page faults of ten large blocks after a first one: they are beyond
     what glibc keeps by itself, which learns from the blocks that it frees up to 32 MiB."""
-    print(keep_freed_memory())
+    print(raise_malloc_thresholds())
     fill()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
@@ -26,7 +26,7 @@ def fill() -> None:
 
 def of_a_gpu() -> None:
     """Print whether segments grow, and what torch and vLLM read of it."""
-    print(let_segments_grow())
+    print(enable_expandable_segments())
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.batching.balance import Dealer, Sizes
+from rlcore.batching.balance import Balancer, Sizes
 from rlcore.batching.pack import pack, select_train
 from rlcore.config import RunConfig
-from rlcore.models.parallel import gathered
+from rlcore.models.parallel import gather_parameter
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from rlcore.workers.device import choose_place, join_ranks
-from rlcore.workers.trained import MiniBatch
+from rlcore.workers.device import choose_placement, join_ranks
+from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 
 LR = 1e-3
@@ -88,7 +88,7 @@ def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     def take(*_: object) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[name] = gathered(parameter.grad).clone()
+                found[name] = gather_parameter(parameter.grad).clone()
 
     optimizer.register_step_pre_hook(take)
     return found
@@ -108,7 +108,9 @@ def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: Min
     for given in (bad, batch):
         found = worker.update_policy(given, [mini_batch] * 2, LR, 0.01)
         after = worker.actor.model.parameters()
-        same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
+        same = all(
+            torch.equal(gather_parameter(old), gather_parameter(new)) for old, new in zip(before, after, strict=True)
+        )
         error = type(found.failure).__name__
         told = told or str(found.failure)
         outcomes.append(f"{len(found.steps)} steps, {error}, weights {'as before' if same else 'changed'}")
@@ -122,7 +124,7 @@ def main() -> None:
     tensors = load_file(folder / "batch.safetensors")
     for number, case in enumerate(json.loads((folder / f"cases-{world_size}.json").read_text())):
         config = RunConfig.model_validate(case["config"])
-        place = choose_place(config.runtime, config.model)
+        place = choose_placement(config.runtime, config.model)
         if world_size > 1 and not torch.distributed.is_initialized():
             join_ranks(
                 f"file://{folder / f'meeting-{world_size}'}", rank=rank, world_size=world_size, device=place.device
@@ -134,8 +136,8 @@ def main() -> None:
             torch.nn.init.constant_(worker.critic.model.value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
-        dealer = Dealer(num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape)
-        shares = dealer.shares(batch.packed, Sizes.of(batch.packed, share_prompts=False), order)
+        dealer = Balancer(num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape)
+        shares = dealer.shares(batch.packed, Sizes.from_batch(batch.packed, share_prompts=False), order)
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
         mini_batch = MiniBatch(range(mine.packed.num_sequences), shares.num_micro, denominator)

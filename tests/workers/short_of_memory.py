@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import pack
-from rlcore.models.parallel import gathered
+from rlcore.models.parallel import gather_parameter
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor
 from rlcore.workers.critic import Critic
-from rlcore.workers.device import choose_place, join_ranks
+from rlcore.workers.device import choose_placement, join_ranks
 from tests.small_run import prepare
 
 NUM_SEQUENCES = 64
@@ -46,7 +46,7 @@ def batch() -> TrainBatch:
 
 def norm(model: torch.nn.Module) -> float:
     """2-norm of all weights: moves if an update was made twice, or with another gradient."""
-    return float(torch.stack([gathered(parameter).norm() for parameter in model.parameters()]).norm())
+    return float(torch.stack([gather_parameter(parameter).norm() for parameter in model.parameters()]).norm())
 
 
 def measure(actor: Actor, critic: Critic, number: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(1)
     run = prepare(root, "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false")
     config = run.config
-    place = choose_place(config.runtime, config.model)
+    place = choose_placement(config.runtime, config.model)
     mesh = None
     if kind == "sharded":
         join_ranks(f"file://{root / 'meeting'}", rank=0, world_size=1, device=place.device)

@@ -15,7 +15,7 @@ from rlcore.models.lora import AdaptedLinear
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
-from rlcore.workers.trained import MiniBatch
+from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import plain_model
@@ -61,7 +61,7 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_model(
     loaded: list[Any] = []
     monkeypatch.setattr(module, "Reference", lambda *args: loaded.append(args))
     worker = opened("algo.kl.where=loss", *f"model.dtype={dtype}".split())
-    worker.hand_over(0)
+    worker.sync_weights(0)
     first = worker.old_logprobs(batch.packed, 2)
     assert torch.equal(worker.ref_logprobs(batch.packed, 2), first)
     for _ in range(3):
@@ -76,16 +76,16 @@ def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, t
     """Weights of adapters, moments and base of a new process as those of one that was not killed."""
     settings = ("model.dtype=bfloat16", "model.lora.dropout=0.1", f"model.lora.base={base}")
     worker = opened(*settings)
-    worker.hand_over(0)
+    worker.sync_weights(0)
     update(worker, batch, 2)
     worker.save(RankSaver.copy)
     worker.save(RankSaver.write, str(tmp_path))
     worker.save(RankSaver.is_written, wait=True)
-    worker.hand_over(1)
+    worker.sync_weights(1)
     expected = [update(worker, batch, 2).logprobs, update(worker, batch, 3).logprobs, *worker.full_weights().values()]
     again = opened(*settings)
     again.load(str(tmp_path))
-    again.hand_over(1)
+    again.sync_weights(1)
     found = [update(again, batch, 2).logprobs, update(again, batch, 3).logprobs, *again.full_weights().values()]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -93,10 +93,10 @@ def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, t
 def test_the_engine_gets_a_base_in_4_bits_merged(opened: Open, batch: TrainBatch) -> None:
     """W as the nearest levels, + s B A, in float64; what has no adapter is W alone."""
     worker = opened("model.lora.base=nf4", "model.lora.target_modules=[q_proj,down_proj]")
-    worker.hand_over(0)
+    worker.sync_weights(0)
     for number in range(3):
         update(worker, batch, 2)
-        worker.hand_over(number + 1)
+        worker.sync_weights(number + 1)
     start = dict(plain_model(Path(worker._model_directory)).named_parameters())
     policy, num_merged = worker.actor.model, 0
     for name, weight in worker.engine._policy.model.named_parameters():
@@ -118,10 +118,10 @@ def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
     opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
     worker = opened(f"model.lora.base={base}")
-    worker.hand_over(0)
+    worker.sync_weights(0)
     expected = update(worker, batch, 1)
     again = opened(f"model.lora.base={base}")
-    again.hand_over(0)
+    again.sync_weights(0)
     likely, calls = type(again.actor.model).forward, []
 
     def refused_once(self: Any, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -134,4 +134,4 @@ def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
     found = update(again, batch, 1)
     assert len(calls) > 2
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert again.memory_peak().num_redone == 1
+    assert again.memory_peak().num_retries == 1

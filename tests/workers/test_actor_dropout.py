@@ -8,7 +8,7 @@ import torch
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.runtime.local import LocalGroup
-from rlcore.workers.trained import MiniBatch
+from rlcore.workers.trained_model import MiniBatch
 from tests.small_run import prepare
 from tests.workers.ranks import batch_from, random_batch
 
@@ -26,7 +26,7 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
         def updated(torch_seed: int, version: int) -> list[torch.Tensor]:
             """Log-probabilities of three updates of a new hand-over, and after them."""
             worker.reset()
-            worker.hand_over(version)
+            worker.sync_weights(version)
             torch.manual_seed(torch_seed)
             found = [worker.update_policy(batch, [mini_batch], 0.05, 0.0).steps[0].logprobs for _ in range(3)]
             return [*found, worker.old_logprobs(batch.packed, 2)]
@@ -51,7 +51,7 @@ def test_dropout_of_a_repeated_pass_depends_on_its_cut(tmp_path: Path) -> None:
         def after_update(num_micro: int) -> tuple[torch.Tensor, int]:
             """Log-probabilities after one update, and in how many micro-batches it was done."""
             worker.reset()
-            worker.hand_over(3)
+            worker.sync_weights(3)
             mini_batch = MiniBatch(range(whole.packed.num_sequences), num_micro, counts)
             worker.update_policy(whole, [mini_batch], 0.05, 0.0)
             return worker.old_logprobs(whole.packed, 1), num_micro * worker.actor.update_pass.factor

@@ -12,11 +12,11 @@ from torch import Tensor
 from rlcore.config.compose import load_config
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.engine import NoEngine, SamplingRequest, TakenWeights
+from rlcore.rollout.engine import NoEngine, SamplingRequest, WeightSyncResult
 from rlcore.types import PackedBatch, Prompt, Rollout
-from rlcore.workers.canary import NOISE_FACTOR, Canary, probed_difference
+from rlcore.workers.canary import NOISE_FACTOR, Canary, probe_difference
 
-RIGHT = TakenWeights()
+RIGHT = WeightSyncResult()
 BF16 = torch.bfloat16
 
 
@@ -24,76 +24,76 @@ def canary(*overrides: str, dtype: torch.dtype = BF16) -> Canary:
     return Canary(load_config(["experiment=debug", "rollout.engine=vllm", *overrides]), dtype)
 
 
-def seen(difference: float, *differing: str, uncompared: tuple[str, ...] = ()) -> list[tuple[TakenWeights, float]]:
-    return [(TakenWeights(differing, uncompared), difference)]
+def seen(difference: float, *differing: str, uncompared: tuple[str, ...] = ()) -> list[tuple[WeightSyncResult, float]]:
+    return [(WeightSyncResult(differing, uncompared), difference)]
 
 
 def test_a_real_models_rounding_is_learned_and_never_stops_a_run() -> None:
     """0.0517 was refused over a bound of 0.05 that knew nothing of the model."""
     judge = canary()
-    assert judge.judge(0, seen(0.038)).warning == ""
+    assert judge.check(0, seen(0.038)).warning == ""
     for version, difference in enumerate([0.0517, 0.049, 0.12, 0.02], start=1):
-        assert judge.judge(version, seen(difference)).warning == ""
-    told = judge.judge(9, seen(0.2))
+        assert judge.check(version, seen(difference)).warning == ""
+    told = judge.check(9, seen(0.2))
     assert told.difference == 0.2
     assert "weight hand-over 9" in told.warning
     assert "rollout.canary_bound: 0.152, from the first hand-over's 0.038" in told.warning
     assert "every tensor is equal" in told.warning
-    assert judge.judge(10, seen(0.03)).warning == ""
+    assert judge.check(10, seen(0.03)).warning == ""
 
 
 def test_a_bound_of_ones_own_is_kept() -> None:
     judge = canary("rollout.canary_bound=0.5")
-    assert judge.judge(0, seen(0.3)).warning == ""
-    assert "rollout.canary_bound: 0.5)" in judge.judge(1, seen(0.6)).warning
+    assert judge.check(0, seen(0.3)).warning == ""
+    assert "rollout.canary_bound: 0.5)" in judge.check(1, seen(0.6)).warning
 
 
 def test_a_far_off_first_sync_raises_no_bound() -> None:
     judge = canary()
-    assert "every tensor is equal" in judge.judge(0, seen(3.0)).warning
+    assert "every tensor is equal" in judge.check(0, seen(3.0)).warning
     assert judge.bound == pytest.approx(NOISE_FACTOR * 0.1)
 
 
 @pytest.mark.parametrize("difference", [0.0, 0.03, 4.0])
 def test_a_wrong_tensor_is_refused_whatever_the_noise(difference: float) -> None:
     judge = canary()
-    judge.judge(0, seen(0.03))
+    judge.check(0, seen(0.03))
     with pytest.raises(EngineError, match=r"Tensors that differ \(1\): layers\.7\.up_proj\. Nothing was sampled"):
-        judge.judge(1, seen(difference, "layers.7.up_proj"))
-    assert judge.judge(2, seen(0.03)).warning == ""
+        judge.check(1, seen(difference, "layers.7.up_proj"))
+    assert judge.check(2, seen(0.03)).warning == ""
 
 
 def test_a_model_that_answers_right_may_hold_a_tensor_in_another_form() -> None:
     judge = canary()
-    assert judge.judge(0, seen(0.02, "conv.weight")).warning == ""
-    assert judge.judge(1, seen(0.02, "conv.weight")).warning == ""
+    assert judge.check(0, seen(0.02, "conv.weight")).warning == ""
+    assert judge.check(1, seen(0.02, "conv.weight")).warning == ""
     with pytest.raises(EngineError, match=r"Tensors that differ \(1\): other"):
-        judge.judge(2, seen(0.02, "conv.weight", "other"))
+        judge.check(2, seen(0.02, "conv.weight", "other"))
     with pytest.raises(EngineError, match=r"cannot be compared \(1\): conv\.weight"):
-        judge.judge(3, seen(1.0, "conv.weight"))
+        judge.check(3, seen(1.0, "conv.weight"))
 
 
 def test_where_a_tensor_cannot_be_compared_the_answers_decide() -> None:
     judge = canary()
     experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
-    assert judge.judge(0, seen(0.02, **experts)).warning == ""
+    assert judge.check(0, seen(0.02, **experts)).warning == ""
     with pytest.raises(EngineError, match=r"cannot be compared \(1\): experts\.w13"):
-        judge.judge(1, seen(0.5, **experts))
+        judge.check(1, seen(0.5, **experts))
 
 
 def test_all_ranks_come_to_the_same_verdict() -> None:
     judge = canary()
-    judge.judge(0, [(RIGHT, 0.02), (RIGHT, 0.03)])
+    judge.check(0, [(RIGHT, 0.02), (RIGHT, 0.03)])
     assert judge.bound == pytest.approx(NOISE_FACTOR * 0.03)
     with pytest.raises(EngineError, match=r"\(2\): a, b"):
-        judge.judge(1, [(TakenWeights(("a",)), 0.02), (TakenWeights(("a", "b")), 0.02)])
+        judge.check(1, [(WeightSyncResult(("a",)), 0.02), (WeightSyncResult(("a", "b")), 0.02)])
 
 
 def test_log_probabilities_that_are_no_numbers_are_refused() -> None:
     judge = canary()
-    judge.judge(0, seen(0.02))
+    judge.check(0, seen(0.02))
     with pytest.raises(EngineError, match="by inf on average"):
-        judge.judge(1, seen(math.inf))
+        judge.check(1, seen(math.inf))
 
 
 @pytest.mark.parametrize(
@@ -103,27 +103,27 @@ def test_log_probabilities_that_are_no_numbers_are_refused() -> None:
 def test_bounds_follow_the_type_and_the_first_sync(dtype: torch.dtype, first: float, least: float) -> None:
     judge = canary(dtype=dtype)
     assert judge.bound == first
-    assert judge.judge(0, seen(first)).warning == ""
+    assert judge.check(0, seen(first)).warning == ""
     assert judge.bound == 4 * first
-    assert judge.judge(1, seen(4 * first)).warning == ""
-    assert "though every tensor is equal" in judge.judge(2, seen(4.001 * first)).warning
+    assert judge.check(1, seen(4 * first)).warning == ""
+    assert "though every tensor is equal" in judge.check(2, seen(4.001 * first)).warning
     precise = canary(dtype=dtype)
-    precise.judge(0, seen(0.0))
+    precise.check(0, seen(0.0))
     assert precise.bound == least
 
 
 def test_a_difference_at_the_bound_is_taken_whatever_cannot_be_compared() -> None:
     judge = canary("rollout.canary_bound=0.5")
     experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
-    assert judge.judge(0, seen(0.5, "packed", **experts)).difference == 0.5
-    assert judge.judge(1, seen(0.5, "packed", **experts)).warning == ""
+    assert judge.check(0, seen(0.5, "packed", **experts)).difference == 0.5
+    assert judge.check(1, seen(0.5, "packed", **experts)).warning == ""
 
 
 def test_a_refusal_names_the_tensors_of_both_kinds_and_what_to_do() -> None:
     judge = canary()
-    judge.judge(0, seen(0.03))
+    judge.check(0, seen(0.03))
     with pytest.raises(EngineError) as caught:
-        judge.judge(1, [*seen(0.2, "a", "b", "c", "d", "e", uncompared=("x",)), *seen(0.25, "a", uncompared=("y",))])
+        judge.check(1, [*seen(0.2, "a", "b", "c", "d", "e", uncompared=("x",)), *seen(0.25, "a", uncompared=("y",))])
     assert str(caught.value) == (
         "weight hand-over 1: on a probe the engine's log-probabilities differ from the trainer's by 0.25 on average "
         "(rollout.canary_bound: 0.12, from the first hand-over's 0.03): it does not answer with the trained weights. "
@@ -131,7 +131,7 @@ def test_a_refusal_names_the_tensors_of_both_kinds_and_what_to_do() -> None:
         "them. Use rollout=hf, or another version of vLLM."
     )
     with pytest.raises(EngineError, match=r"\(rollout\.canary_bound: 0\.1\): it does not answer"):
-        canary().judge(0, seen(2.0, "a"))
+        canary().check(0, seen(2.0, "a"))
 
 
 class Told(NoEngine):
@@ -165,10 +165,10 @@ def test_the_probe_repeats_and_compares_written_tokens(limit: int, asked: int) -
         found[batch.loss_mask] = -1.0 + 0.5 * (-1.0) ** torch.arange(16)
         return found
 
-    assert probed_difference(engine, config, prompts, trainers) == 0.5
+    assert probe_difference(engine, config, prompts, trainers) == 0.5
     requests = [SamplingRequest(prompt, index, seed=index) for prompt in prompts for index in range(4)]
     assert engine.asked == [(requests, 0.5, asked)]
     assert cut == [2]  # of 4 answers to each of 3 + 8 and 1 + 8 tokens, however many were written
-    assert probed_difference(engine, config, prompts, lambda batch, _: torch.full((batch.num_tokens,), math.nan)) == (
+    assert probe_difference(engine, config, prompts, lambda batch, _: torch.full((batch.num_tokens,), math.nan)) == (
         math.inf
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError
-from rlcore.workers.device import choose_place, free_address, join_ranks, on_all_ranks, unsupported_gpu
+from rlcore.workers.device import choose_placement, free_address, holds_on_all_ranks, join_ranks, unsupported_gpu
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]
@@ -83,17 +83,17 @@ def test_the_first_wheel_with_code_for_a_gpu_is_advised(major: int, wheel: str) 
 
 def test_a_rank_computes_on_the_cpu_where_it_is_told_to() -> None:
     for dtype in ("float32", "bfloat16"):
-        place = choose_place(RuntimeConfig(device="cpu"), ModelConfig(dtype=dtype))
+        place = choose_placement(RuntimeConfig(device="cpu"), ModelConfig(dtype=dtype))
         assert (place.device, place.dtype) == (torch.device("cpu"), getattr(torch, dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
-    assert choose_place(RuntimeConfig(device="auto"), ModelConfig()).device == torch.device("cpu")
+    assert choose_placement(RuntimeConfig(device="auto"), ModelConfig()).device == torch.device("cpu")
     with pytest.raises(
         ConfigError, match=r"runtime\.device is cuda, but torch sees no GPU here; use runtime\.device=cpu"
     ):
-        choose_place(RuntimeConfig(device="cuda"), ModelConfig())
+        choose_placement(RuntimeConfig(device="cuda"), ModelConfig())
 
 
 def test_a_free_address_is_one_that_can_be_listened_at() -> None:
@@ -118,7 +118,7 @@ def test_ranks_that_meet_on_loopback_listen_nowhere_else(tmp_path: Path, monkeyp
         own = {one.laddr.ip for one in listening if one.status == psutil.CONN_LISTEN}
         assert own == {"127.0.0.1"}
         for holds in (True, False):
-            assert on_all_ranks(holds, world_size=2, device=cpu) is holds  # asked of all, who are this one
+            assert holds_on_all_ranks(holds, world_size=2, device=cpu) is holds  # asked of all, who are this one
     finally:
         dist.destroy_process_group()
     join_ranks(f"file://{tmp_path / 'meeting'}", rank=0, world_size=1, device=cpu)
@@ -135,5 +135,5 @@ def test_ranks_that_meet_on_loopback_listen_nowhere_else(tmp_path: Path, monkeyp
     join_ranks(free_address().replace("127.0.0.1", "localhost"), rank=0, world_size=1, device=cpu)
     dist.destroy_process_group()
     assert "NCCL_SOCKET_IFNAME" not in os.environ, "by its name it may be another machine"
-    assert on_all_ranks(True, world_size=1, device=cpu)
-    assert not on_all_ranks(False, world_size=1, device=cpu)
+    assert holds_on_all_ranks(True, world_size=1, device=cpu)
+    assert not holds_on_all_ranks(False, world_size=1, device=cpu)

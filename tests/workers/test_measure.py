@@ -28,20 +28,20 @@ def peak() -> Bytes:
 def test_activations_in_place_of_a_sleeping_pool_are_not_counted_beside_it(traced: None) -> None:
     pool = bytearray(20 * MB)  # counted all the time, as vLLM's is by torch
     meter = MemoryMeter(peak, lambda: len(pool))
-    meter.engine_sleeps(False)
+    meter.set_engine_asleep(False)
     del [bytearray(2 * MB)][0]  # generation
-    meter.engine_sleeps(True)
-    meter.engine_sleeps(True)  # before each pass
+    meter.set_engine_asleep(True)
+    meter.set_engine_asleep(True)  # before each pass
     del [bytearray(15 * MB)][0]  # the update
-    assert meter.most().allocated == pytest.approx(22 * MB, rel=0.02)
-    meter.engine_sleeps(False)
+    assert meter.peak().allocated == pytest.approx(22 * MB, rel=0.02)
+    meter.set_engine_asleep(False)
     del [bytearray(5 * MB)][0]
-    assert meter.most().allocated == pytest.approx(25 * MB, rel=0.02)
-    meter.engine_sleeps(True)
+    assert meter.peak().allocated == pytest.approx(25 * MB, rel=0.02)
+    meter.set_engine_asleep(True)
     del [bytearray(30 * MB)][0]
-    assert meter.most() == meter.most()
-    assert meter.most().allocated == pytest.approx(30 * MB, rel=0.02)
-    assert meter.most().reserved == meter.most().allocated
+    assert meter.peak() == meter.peak()
+    assert meter.peak().allocated == pytest.approx(30 * MB, rel=0.02)
+    assert meter.peak().reserved == meter.peak().allocated
 
 
 def test_without_vllm_nothing_is_away() -> None:
@@ -52,12 +52,12 @@ def test_tensors_and_what_is_reserved_for_them_have_peaks_of_their_own() -> None
     """What is away is taken off only while the engine sleeps, of both."""
     peaks = iter([Bytes(5, 9), Bytes(11, 12), Bytes(8, 20), Bytes(1, 1), Bytes(30, 30)])
     meter = MemoryMeter(lambda: next(peaks), lambda: 6)
-    meter.engine_sleeps(False)  # it was awake
-    assert meter.most() == Bytes(5, 9)
-    meter.engine_sleeps(True)
-    assert meter.most() == Bytes(11, 14)
-    meter.engine_sleeps(False)
-    assert meter.most() == Bytes(30, 30)
+    meter.set_engine_asleep(False)  # it was awake
+    assert meter.peak() == Bytes(5, 9)
+    meter.set_engine_asleep(True)
+    assert meter.peak() == Bytes(11, 14)
+    meter.set_engine_asleep(False)
+    assert meter.peak() == Bytes(30, 30)
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="there is a GPU in use")

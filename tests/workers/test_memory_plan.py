@@ -24,13 +24,13 @@ from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers import memory_plan as planning
 from rlcore.workers.memory_plan import (
-    KEPT_FREE,
+    FREE_SHARE,
     Device,
     chosen_settings,
-    fitted,
+    fit_settings,
     head_bytes,
-    held_bytes,
     plan_memory,
+    resident_bytes,
 )
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
@@ -84,7 +84,7 @@ def test_weights_gradients_and_moments_are_those_of_a_real_update(policy: Causal
         ),
     }
     shape = ModelShape.of_scratch(SCRATCH)
-    assert held_bytes(config, shape, 4) == real
+    assert resident_bytes(config, shape, 4) == real
     gradients = sum(p.grad.nbytes for p in policy.parameters() if p.grad is not None)
     phases = plan_memory(config, shape, Device("x", 4, None)).phases
     assert phases[planning.POLICY_UPDATE]["policy: gradients"] == gradients
@@ -161,7 +161,7 @@ def test_a_tutorial_says_what_its_dry_run_says() -> None:
     shape = shape_of(config.model)
     assert said is not None
     assert shape is not None
-    update = fitted(config, shape, CARD_80)[1].phases["policy update"]
+    update = fit_settings(config, shape, CARD_80)[1].phases["policy update"]
     assert round(sum(update.values()) / 1e9) == int(said[1])
 
 
@@ -232,9 +232,9 @@ def test_verls_experiment_is_set_for_the_cards_that_it_names() -> None:
     config = load_config([], experiment="verl_gsm8k_grpo")
     plan = plan_memory(config, LLAMA_1B, CARD_80)
     assert plan.usable_bytes is not None
-    assert plan.peak_bytes < plan.usable_bytes - 2 * KEPT_FREE * 85e9
+    assert plan.peak_bytes < plan.usable_bytes - 2 * FREE_SHARE * 85e9
     assert (config.rollout.sleep_level, config.model.compile, config.algo.kl.offload) == (0, True, False)
-    chosen, _ = fitted(load_config(["runtime.fit_memory=auto"], experiment="verl_gsm8k_grpo"), LLAMA_1B, CARD_80)
+    chosen, _ = fit_settings(load_config(["runtime.fit_memory=auto"], experiment="verl_gsm8k_grpo"), LLAMA_1B, CARD_80)
     assert chosen.rollout.sleep_level == 0
     assert not chosen.model.gradient_checkpointing
     assert not chosen.algo.kl.offload
@@ -265,11 +265,11 @@ def test_ranks_that_share_an_engine_hold_parts_of_it(size: int, heads_of_a_rank:
         "rollout.enforce_eager=false",
     )  # fmt: skip
     wanted = (
-        planning.wanted_engine_bytes(spanning, QWEN_05B, 2, spanning.answers_together) - planning.ENGINE_FIXED_BYTES
+        planning.full_engine_bytes(spanning, QWEN_05B, 2, spanning.concurrent_responses) - planning.ENGINE_FIXED_BYTES
     )
     token = 2 * torch.empty(QWEN_05B.layers, heads_of_a_rank, QWEN_05B.head_dim, dtype=torch.bfloat16).nbytes
     answers = 256 // 4 * size
-    assert wanted == 2 * QWEN_05B.policy_parameters // size + answers * planning.longest_tokens(spanning) * token
+    assert wanted == 2 * QWEN_05B.policy_parameters // size + answers * planning.max_sequence_tokens(spanning) * token
 
 
 def test_an_offloaded_base_and_the_engine_alternate() -> None:
@@ -284,16 +284,16 @@ def test_an_offloaded_base_and_the_engine_alternate() -> None:
              "trainer.mini_batch_size=64", "rollout.samples_per_prompt=8", "rollout.max_response_tokens=512",
              "filter.max_prompt_tokens=512")  # fmt: skip
     assert plan_memory(settings(*given), shape, card).cannot_fit
-    chosen, plan = fitted(settings(*given, "runtime.fit_memory=auto"), shape, card)
+    chosen, plan = fit_settings(settings(*given, "runtime.fit_memory=auto"), shape, card)
     assert plan.fits
     assert chosen.model.lora is not None
     assert (chosen.model.lora.offload, chosen.rollout.sleep_level) == (True, 1)
     for phase, parts in plan.phases.items():
         assert parts.get(planning.FROZEN_BASE, 0) == (0 if phase in (planning.GENERATION, planning.HAND_OVER) else base)
-    large, _ = fitted(settings(*given, "runtime.fit_memory=auto"), shape, H200)
+    large, _ = fit_settings(settings(*given, "runtime.fit_memory=auto"), shape, H200)
     assert large.model.lora is not None
     assert not large.model.lora.offload
-    in_4_bits, smaller = fitted(settings(*given, "model.lora.base=nf4", "runtime.fit_memory=auto"), shape, card)
+    in_4_bits, smaller = fit_settings(settings(*given, "model.lora.base=nf4", "runtime.fit_memory=auto"), shape, card)
     assert smaller.fits
     assert smaller.phases[planning.PASSES][planning.FROZEN_BASE] == pytest.approx(5.85e9, rel=0.001)
     # Several times the tokens of a micro-batch; but merged weights of 15.2 GB leave no room for it beside the engine.
@@ -309,10 +309,10 @@ def test_an_offloaded_base_and_the_engine_alternate() -> None:
 def test_short_vllm_passes_where_the_cache_is_short(given: str, on_24_gb: int | None) -> None:
     """Of 23.5 GiB a pass of 32,768 tokens left a 7B model's cache 25 answers at a time of 512, for 77 s."""
     config = settings(*f"runtime.fit_memory=auto rollout.max_batched_tokens={given}".split())
-    chosen, _ = fitted(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
+    chosen, _ = fit_settings(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
     assert chosen.rollout.max_batched_tokens == on_24_gb
     roomy = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_num_seqs": 64})})
-    assert fitted(roomy, QWEN_05B, H200)[0].rollout.max_batched_tokens == config.rollout.max_batched_tokens
+    assert fit_settings(roomy, QWEN_05B, H200)[0].rollout.max_batched_tokens == config.rollout.max_batched_tokens
 
 
 @pytest.mark.parametrize(("base", "num_workers"), [("native", 1), ("nf4", 1), ("nf4", 2)])
@@ -328,14 +328,14 @@ def test_the_frozen_base_of_the_plan_is_that_of_a_model(tmp_path: Path, base: st
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         sharded, whole = sharded + is_parameter * tensor.nbytes, whole + (not is_parameter) * tensor.nbytes
     config = settings("model.lora.rank=4", f"model.lora.base={base}", f"runtime.num_workers={num_workers}")
-    found = held_bytes(config, ModelShape.of_scratch(SCRATCH), 2)[planning.FROZEN_BASE]
+    found = resident_bytes(config, ModelShape.of_scratch(SCRATCH), 2)[planning.FROZEN_BASE]
     assert found == whole + sharded // num_workers
     assert (whole > sharded) == (base == "nf4")
 
 
 def test_auto_chooses_settings_that_fit_and_changes_no_number() -> None:
     config = settings("runtime.fit_memory=auto", "rollout.memory_share=0.9", "rollout.sleep_level=0")
-    chosen, plan = fitted(config, QWEN_05B, CARD_24)
+    chosen, plan = fit_settings(config, QWEN_05B, CARD_24)
     assert plan.fits
     assert plan == plan_memory(chosen, QWEN_05B, CARD_24)
     assert chosen.rollout.sleep_level == 2
@@ -358,11 +358,11 @@ def test_auto_fits_every_card_and_pays_no_more_than_it_must(experiment: str, num
     config = load_config(["runtime.fit_memory=auto", f"runtime.num_workers={num_workers}"], experiment=experiment)
     shape = {"tinyzero_ppo": QWEN_05B, "verl_gsm8k_grpo": LLAMA_1B}[experiment]
     device = Device("a card", 2, round(1e9 * gb))
-    chosen, plan = fitted(config, shape, device)
+    chosen, plan = fit_settings(config, shape, device)
     assert plan.fits
     assert plan.usable_bytes is not None
-    assert plan.peak_bytes <= plan.usable_bytes - KEPT_FREE * 1e9 * gb + 1
-    assert chosen.trainer.max_tokens_per_micro_batch >= 4 * planning.longest_tokens(chosen)
+    assert plan.peak_bytes <= plan.usable_bytes - FREE_SHARE * 1e9 * gb + 1
+    assert chosen.trainer.max_tokens_per_micro_batch >= 4 * planning.max_sequence_tokens(chosen)
     if num_workers == 8 and gb > 25:
         assert [chosen.optim.offload, chosen.algo.kl.offload, chosen.model.gradient_checkpointing] == [False] * 3
     if gb > 100:
@@ -371,21 +371,21 @@ def test_auto_fits_every_card_and_pays_no_more_than_it_must(experiment: str, num
 
 def test_auto_follows_the_size_of_the_card() -> None:
     config = settings("runtime.fit_memory=auto")
-    large, _ = fitted(config, QWEN_05B, H200)
-    assert large.trainer.max_tokens_per_micro_batch > fitted(config, QWEN_05B, CARD_24)[0].trainer.mini_batch_size
+    large, _ = fit_settings(config, QWEN_05B, H200)
+    assert large.trainer.max_tokens_per_micro_batch > fit_settings(config, QWEN_05B, CARD_24)[0].trainer.mini_batch_size
     assert not large.model.gradient_checkpointing
-    small, plan = fitted(config, QWEN_05B, Device("a smaller card", 2, 19_000_000_000))
+    small, plan = fit_settings(config, QWEN_05B, Device("a smaller card", 2, 19_000_000_000))
     assert small.algo.kl.offload
-    tight, plan_of_tight = fitted(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
+    tight, plan_of_tight = fit_settings(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
     assert tight.optim.offload
     assert tight.critic is not None
     assert tight.critic.optim.offload
     assert not plan_of_tight.cannot_fit
-    assert plan.peak_bytes < fitted(config, QWEN_05B, CARD_24)[1].peak_bytes
+    assert plan.peak_bytes < fit_settings(config, QWEN_05B, CARD_24)[1].peak_bytes
 
 
 def test_check_leaves_the_settings_as_they_are() -> None:
     config = settings()
-    assert fitted(config, QWEN_05B, H200)[0] is config
-    assert fitted(settings("runtime.fit_memory=auto"), QWEN_05B, Device("x", 2, None))[0] is not None
+    assert fit_settings(config, QWEN_05B, H200)[0] is config
+    assert fit_settings(settings("runtime.fit_memory=auto"), QWEN_05B, Device("x", 2, None))[0] is not None
     assert chosen_settings(config, config) == ""

@@ -13,10 +13,10 @@ from rlcore.workers.memory_plan import (
     POLICY_UPDATE,
     Device,
     MemoryPlan,
+    excess_text,
     plan_memory,
     require_fit,
     suggestion,
-    too_much,
 )
 from tests.helpers.memory_plans import CACHED, CARD, HF, LONGEST, NO_CRITIC, POLICY, SHAPE, UNKNOWN, settings
 
@@ -50,11 +50,11 @@ def test_a_refusal_has_needed_present_and_largest_parts(fit: str) -> None:
         "8.0 GB are there (1.5 GB missing, most of it in: policy update, b 5.2 GB, c 4.0 GB, d 2.0 GB). "
         f"{suggestion(settings())} {hint}runtime.fit_memory=off tries it anyway."
     )
-    assert too_much(over_its_card()).startswith(", of which 8.0 GB are there: ")
+    assert excess_text(over_its_card()).startswith(", of which 8.0 GB are there: ")
     require_fit(settings("runtime.fit_memory=off"), over_its_card())
     fits = plan_memory(settings(), SHAPE, UNKNOWN)
     require_fit(settings(), fits)
-    assert too_much(fits) == ""
+    assert excess_text(fits) == ""
 
 
 REFERENCE, CHECKPOINTING = "algo.kl.offload=true", "model.gradient_checkpointing=true"
@@ -138,13 +138,13 @@ def test_the_engines_share_follows_its_answers() -> None:
     ):
         device = Device("a card", 2, total)
         config = settings("rollout.max_batched_tokens=32768")
-        found = planning.with_share(config, SHAPE, device).rollout
+        found = planning.with_memory_share(config, SHAPE, device).rollout
         assert (found.memory_share, found.max_batched_tokens) == (share, passes)
-        assert wanted == planning.wanted_engine_bytes(config, SHAPE, 2, config.answers_together)
+        assert wanted == planning.full_engine_bytes(config, SHAPE, 2, config.concurrent_responses)
         many = settings("rollout.max_batched_tokens=32768", "rollout.max_num_seqs=10000")
-        assert planning.with_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
+        assert planning.with_memory_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
     without = settings(HF)
-    assert planning.with_share(without, SHAPE, CARD) is without
+    assert planning.with_memory_share(without, SHAPE, CARD) is without
 
 
 LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
@@ -152,11 +152,11 @@ LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
 
 def with_room(size: int) -> Device:
     """A device that leaves `size` bytes to what is chosen: of all less the context the share that is not kept free."""
-    total = round((size + CONTEXT_BYTES) / (1 - planning.KEPT_FREE))
+    total = round((size + CONTEXT_BYTES) / (1 - planning.FREE_SHARE))
     return next(
         Device("a card", 2, near)
         for near in range(total - 2, total + 3)
-        if planning.room(Device("a card", 2, near)) == size
+        if planning.available_bytes(Device("a card", 2, near)) == size
     )
 
 
@@ -171,20 +171,20 @@ def test_the_largest_budget_that_fits_is_taken_and_none_below_the_least() -> Non
         (10 * peak, 10, planning.MAX_MICRO_BATCH_TOKENS),
         (10 * peak, 70_000, 70_000),
     ):
-        found = planning.with_budget(config, SHAPE, with_room(size), least=least)
+        found = planning.with_token_budget(config, SHAPE, with_room(size), least=least)
         assert (found and found.trainer.max_tokens_per_micro_batch) == expected
 
 
 def test_the_last_variant_is_taken_where_none_fits() -> None:
     config = settings(HF, *LARGE, "runtime.fit_memory=auto")
-    chosen, plan = planning.fitted(config, SHAPE, Device("a card", 2, 1_050_000_000))
+    chosen, plan = planning.fit_settings(config, SHAPE, Device("a card", 2, 1_050_000_000))
     assert chosen.trainer.max_tokens_per_micro_batch == LONGEST
     assert plan == plan_memory(chosen, SHAPE, plan.device)
     words = planning.chosen_settings(config, chosen).split()
     assert {*words} == {REFERENCE, CHECKPOINTING, *BOTH.split(), f"trainer.max_tokens_per_micro_batch={LONGEST}"}
-    roomy, _ = planning.fitted(config, SHAPE, CARD)
+    roomy, _ = planning.fit_settings(config, SHAPE, CARD)
     assert planning.chosen_settings(config, roomy) == "trainer.max_tokens_per_micro_batch=65536"
-    assert planning.fitted(config, SHAPE, UNKNOWN)[0] is config
+    assert planning.fit_settings(config, SHAPE, UNKNOWN)[0] is config
 
 
 def test_a_run_on_a_gpu_keeps_its_plan_and_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_run_on_a_gpu_keeps_its_plan_and_tells_it(tmp_path: Path, monkeypatch:
         "capacity_bytes": 6_000_000_000,
         "device": "a card",
     }
-    most = f"memory plan: policy update holds most, {plan.peak_bytes / 1e9:.1f} GB{too_much(plan)}"
+    most = f"memory plan: policy update holds most, {plan.peak_bytes / 1e9:.1f} GB{excess_text(plan)}"
     assert told == [{"event": "note", "text": most}]
     with pytest.raises(ConfigError, match="the run cannot fit a card"):
         planning.fit_run(settings("model.path=Qwen/Qwen2.5-0.5B"), tmp_path, told.append)

@@ -122,7 +122,7 @@ def test_the_hf_engine_reads_the_prompts_in_one_pass_of_each_once() -> None:
     )
     engine = planning.engine_bytes(config, SHAPE, UNKNOWN)
     assert engine == 2 * POLICY + 5 * 304 * CACHED + 3 * 300 * in_a_layer()
-    assert planning.pass_activation_bytes(SHAPE, 2) == in_a_layer()
+    assert planning.forward_activation_bytes(SHAPE, 2) == in_a_layer()
     layer = plan_memory(settings(HF, "trainer.max_tokens_per_micro_batch=1000"), SHAPE, UNKNOWN, tokens=1_000)
     assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * in_a_layer()
 
@@ -250,4 +250,4 @@ def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
 def test_plan_without_a_gpu_has_an_unknown_size() -> None:
     for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float32", 4)):
         config = settings(HF, "runtime.device=cpu", f"model.dtype={dtype}")
-        assert planning.device_of(config) == Device("a GPU (none here)", itemsize, None)
+        assert planning.detect_device(config) == Device("a GPU (none here)", itemsize, None)

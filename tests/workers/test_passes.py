@@ -9,7 +9,7 @@ import torch
 
 from rlcore.errors import DeviceMemoryError, RankMemoryError
 from rlcore.models.memory import is_out_of_memory
-from rlcore.workers.passes import GROW_AFTER, PassBudget, Shortage
+from rlcore.workers.passes import GROW_AFTER, MicroBatchRunner, OomRetry
 from tests.helpers.passes import answers, needs
 from tests.side_by_side import run_side_by_side
 
@@ -38,7 +38,7 @@ def test_a_real_refusal_of_the_host_is_known() -> None:
 
 def test_the_cut_gets_finer_until_the_pass_fits_and_stays_so() -> None:
     recovered = []
-    budget = PassBudget("a pass", recover=lambda: recovered.append(True))
+    budget = MicroBatchRunner("a pass", recover=lambda: recovered.append(True))
     assert budget.run(needs(5), answers(100), 2) == 8
     assert (budget.factor, budget.num_failures, len(recovered)) == (4, 2, 2)
     assert budget.run(needs(5), answers(100), 2) == 8
@@ -46,7 +46,7 @@ def test_the_cut_gets_finer_until_the_pass_fits_and_stays_so() -> None:
 
 
 def test_the_cut_gets_coarser_after_100_and_200_good_passes() -> None:
-    budget = PassBudget("a pass", recover=lambda: None)
+    budget = MicroBatchRunner("a pass", recover=lambda: None)
     assert budget.run(needs(4), answers(10), 1) == 4
     good = 1
     for factor, until in ((4, GROW_AFTER), (2, GROW_AFTER + 2 * GROW_AFTER)):
@@ -59,7 +59,7 @@ def test_the_cut_gets_coarser_after_100_and_200_good_passes() -> None:
 
 
 def test_a_failure_begins_the_count_of_good_passes_anew() -> None:
-    budget = PassBudget("a pass", recover=lambda: None)
+    budget = MicroBatchRunner("a pass", recover=lambda: None)
     for bound in (2, 4):
         budget.run(needs(bound), answers(10), 1)
         for _ in range(GROW_AFTER - 2):
@@ -70,26 +70,26 @@ def test_a_failure_begins_the_count_of_good_passes_anew() -> None:
 
 
 def test_each_shortage_is_told_once_with_what_comes_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    budget = PassBudget("a pass", recover=lambda: None)
+    budget = MicroBatchRunner("a pass", recover=lambda: None)
     assert budget.run(needs(5), answers(6), 2) == 6
-    first, second = budget.take_shortages()
-    assert budget.take_shortages() == []
-    assert first == Shortage("a pass", 2, 4, 2, first.refusal)
-    assert second == Shortage("a pass", 4, 6, 4, first.refusal)
+    first, second = budget.pop_retries()
+    assert budget.pop_retries() == []
+    assert first == OomRetry("a pass", 2, 4, 2, first.refusal)
+    assert second == OomRetry("a pass", 4, 6, 4, first.refusal)
     assert str(second) == f"a pass ran out of memory in 4 micro-batches and is done again in 6: {first.refusal}"
     assert "allocate" in first.refusal
     assert [record.getMessage() for record in caplog.records] == [str(first), str(second)]
 
 
 def test_a_single_sequence_that_does_not_fit_is_told() -> None:
-    budget = PassBudget("a pass", recover=lambda: None)
+    budget = MicroBatchRunner("a pass", recover=lambda: None)
     with pytest.raises(DeviceMemoryError, match=r"one sequence in each.*max_response_tokens"):
         budget.run(needs(99), answers(6), 1)
     assert budget.num_failures == 4
 
 
 def test_one_of_several_ranks_ends_the_pass_and_keeps_its_cut() -> None:
-    budget = PassBudget("a pass", recover=lambda: None, num_ranks=2)
+    budget = MicroBatchRunner("a pass", recover=lambda: None, num_ranks=2)
     with pytest.raises(RankMemoryError, match=r"in 2 micro-batches on one of 2 ranks .*allocate"):
         budget.run(needs(3), answers(6), 2)
     budget.factor = 2
@@ -100,7 +100,7 @@ def test_one_of_several_ranks_ends_the_pass_and_keeps_its_cut() -> None:
 
 
 def test_other_errors_pass_through() -> None:
-    budget = PassBudget("a pass", recover=lambda: None)
+    budget = MicroBatchRunner("a pass", recover=lambda: None)
 
     def broken(parts: list[list[int]]) -> int:
         raise RuntimeError("shapes do not match")

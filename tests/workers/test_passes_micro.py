@@ -37,6 +37,6 @@ def test_bounds_and_mask_stay_on_the_host_under_fsdp(tmp_path: Path) -> None:
         # What FSDP's root does before its forward.
         ((token_ids, _, bounds, *more),), _ = _to_kwargs(arguments, {}, META, False)
         assert token_ids.device == META, "the tensors went"
-        assert len(module.layout(bounds).place) == len(token_ids)
+        assert len(module.layout(bounds).computed_index) == len(token_ids)
         if len(more) > 1:
             assert torch.as_tensor(more[1]).nonzero().numel() > 0

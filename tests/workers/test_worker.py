@@ -12,11 +12,11 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.shape import ModelShape
-from rlcore.rollout.engine import TakenWeights
+from rlcore.rollout.engine import WeightSyncResult
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.trained import MiniBatch
+from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.passes import answers, needs
 from tests.small_run import SmallRun, prepare
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 @pytest.fixture(scope="module")
 def worker(run: SmallRun) -> Worker:
     group = LocalGroup(run.config, str(run.model_directory))
-    group.each(Worker.hand_over, 3)
+    group.each(Worker.sync_weights, 3)
     (worker,) = group.each(lambda worker: worker)
     return worker
 
@@ -51,9 +51,9 @@ def test_without_a_request_the_engine_is_left_alone(worker: Worker) -> None:
 
 
 def test_an_engine_that_is_at_other_weights_is_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.engine, "update_weights", lambda weights, version: TakenWeights())
+    monkeypatch.setattr(worker.engine, "update_weights", lambda weights, version: WeightSyncResult())
     with pytest.raises(EngineError, match=r"^the engine is at policy version 3 after hand-over 4$"):
-        worker.hand_over(4)
+        worker.sync_weights(4)
 
 
 def test_only_the_first_rank_has_the_gathered_weights(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_repeated_passes_of_every_kind_are_counted_once(worker: Worker) -> None:
     for one in [*passes, worker.reference.forward_pass]:
         assert one.run(needs(2), answers(4), 1) == 2
     found = worker.memory_peak()
-    assert found.num_redone == 5
+    assert found.num_retries == 5
     assert [shortage.name for shortage in found.shortages] == [
         "the policy's update", "the policy's log-probabilities", "the critic's update", "the critic's values",
         "the reference's log-probabilities",
@@ -120,7 +120,7 @@ def test_the_references_log_probabilities_are_kept_for_the_next_update_alone(wor
     packed = answers(3)
     nothing = torch.zeros(packed.num_tokens)
     batch = TrainBatch(packed, worker.old_logprobs(packed, 1), None, None, nothing, None, packed.loss_mask.float())
-    ref = worker.keep_ref_logprobs(batch, 1)
+    ref = worker.cache_ref_logprobs(batch, 1)
     assert torch.equal(ref, worker.ref_logprobs(packed, 1))
 
     def ref_kl(batch: TrainBatch) -> float:

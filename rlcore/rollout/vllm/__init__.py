@@ -16,10 +16,10 @@ def require_vllm() -> None:
         EngineError: it is not installed.
     """
     if find_spec("vllm") is None:
-        raise EngineError(missing_vllm())
+        raise EngineError(missing_vllm_message())
 
 
-def missing_vllm(detail: str = "") -> str:
+def missing_vllm_message(detail: str = "") -> str:
     """Message for a vLLM that cannot be imported."""
     return (
         f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. In the checkout, on a GPU: "

@@ -22,16 +22,16 @@ from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult
 from rlcore.rollout.vllm import weights as handover
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
 
-_MOST_IDLE_STEPS = 10_000
+_MAX_IDLE_STEPS = 10_000
 """Steps of vLLM in a row that give nothing while answers are missing."""
 
 
-class Span:
+class EngineRanks:
     """The ranks of this rank's engine; `size` 1: it alone. Made after vLLM has started, in whose group they talk."""
 
     def __init__(self, size: int) -> None:
@@ -58,14 +58,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Response:
     """An answer in the making: of which request, tokens and their log-probabilities so far."""
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
 
-    def take(self, output: Any) -> None:
+    def append(self, output: Any) -> None:
         """Add the tokens that vLLM has written since."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
@@ -85,7 +85,7 @@ class VllmEngine(RolloutEngine):
         self._names = itertools.count()
         self._engine = start_vllm(shape, settings)
         self._places: dict[str, Tensor] | None = None
-        self._span = Span(settings.tensor_parallel_size)
+        self._span = EngineRanks(settings.tensor_parallel_size)
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
 
@@ -111,13 +111,13 @@ class VllmEngine(RolloutEngine):
         # Past `LLMEngine.step`, which builds text, statistics and log-probability objects for every token in Python:
         # most of a step's time with many short sequences is spent by the host.
         core = self._engine.engine_core
-        writing: dict[str, _Answer] = {}
+        writing: dict[str, _Response] = {}
         num_idle = 0
-        most_idle = _MOST_IDLE_STEPS + max_response_tokens  # the scheduler keeps tokens until a response ends
+        most_idle = _MAX_IDLE_STEPS + max_response_tokens  # the scheduler keeps tokens until a response ends
         try:
-            for index, prepared in enumerate(self._prepared(everyones, sampling, max_response_tokens)):
+            for index, prepared in enumerate(self._prepare_requests(everyones, sampling, max_response_tokens)):
                 core.add_request(prepared)
-                writing[prepared.request_id] = _Answer(index, [], [])
+                writing[prepared.request_id] = _Response(index, [], [])
             while writing:
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
@@ -127,7 +127,7 @@ class VllmEngine(RolloutEngine):
                     answer = writing.get(output.request_id)
                     if answer is None:  # the end of a request that an earlier call gave up
                         continue
-                    answer.take(output)
+                    answer.append(output)
                     if output.finish_reason is not None:
                         del writing[output.request_id]
                         if answer.index in mine:
@@ -137,7 +137,7 @@ class VllmEngine(RolloutEngine):
             if writing:  # the caller stopped, or a step failed: nothing of it may show up in the next call
                 core.abort_requests(list(writing))
 
-    def _prepared(
+    def _prepare_requests(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
         """The requests in vLLM's own form. It checks the first; the others differ in prompt, seed and limit alone."""
@@ -146,7 +146,7 @@ class VllmEngine(RolloutEngine):
         first = self._engine.input_processor.process_inputs(
             str(next(self._names)),
             {"type": "token", "prompt_token_ids": list(requests[0].prompt.token_ids)},
-            self._parameters(requests[0], sampling, max_response_tokens),
+            self._sampling_params(requests[0], sampling, max_response_tokens),
             supported_tasks=self._engine.get_supported_tasks(),
         )
         yield first
@@ -160,7 +160,7 @@ class VllmEngine(RolloutEngine):
                 ),
             )
 
-    def _parameters(self, request: SamplingRequest, sampling: SamplingConfig, max_response_tokens: int) -> Any:
+    def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig, max_response_tokens: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -176,7 +176,7 @@ class VllmEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _rollout(self, request: SamplingRequest, answer: "_Answer", reason: str) -> Rollout:
+    def _rollout(self, request: SamplingRequest, answer: "_Response", reason: str) -> Rollout:
         token_ids = np.array(answer.token_ids, dtype=np.int32)
         logprobs = np.array(answer.logprobs, dtype=np.float32)
         if reason not in ("stop", "length") or len(logprobs) != len(token_ids):
@@ -193,18 +193,18 @@ class VllmEngine(RolloutEngine):
             policy_version=self.policy_version,
         )
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
         """Take over all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
         self.policy_version = -1  # an interrupted hand-over leaves no valid version
         if self._asleep:
             release_cached_memory()
             self._engine.wake_up(["weights"])
         sent = handover.SentWeights(self.model)
-        handover.load(self.model, self._engine.model_config, sent.noted(weights), self._expected, self._places)
+        handover.load_weights(self.model, self._engine.model_config, sent.record(weights), self._expected, self._places)
         with torch.no_grad():
             taken = sent.compare()
-            if self._places is None and taken == TakenWeights():
-                self._places = sent.places()
+            if self._places is None and taken == WeightSyncResult():
+                self._places = sent.storages()
         self._wake(["kv_cache"])
         cached = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if not self._engine.reset_prefix_cache() or len(cached.cached_block_hash_to_block):

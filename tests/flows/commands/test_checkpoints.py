@@ -9,8 +9,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from flows.evaluation import evaluation_settings
-from flows.work.runs import named_run
-from flows.work.weights import export_to, forked
+from flows.work.runs import find_run
+from flows.work.weights import compose_fork, export_to
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
@@ -82,8 +82,8 @@ def test_a_fork_has_the_weights_and_its_own_settings(run: SmallRun, tmp_path: Pa
     dry = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
     assert dry.code == 0, dry.err
     assert sorted(Path(run.config.paths.root).rglob("*")) == before, "a dry run writes nothing"
-    settings = list(forked(given, f"{folder}@4").overrides)
-    assert settings == list(forked(given, folder).overrides), "the same checkpoint is exported once"
+    settings = list(compose_fork(given, f"{folder}@4").overrides)
+    assert settings == list(compose_fork(given, folder).overrides), "the same checkpoint is exported once"
     again = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
     planned, there = (json.loads(done.out) for done in (dry, again))
     for plan in (planned, there):
@@ -97,16 +97,16 @@ def test_a_fork_has_the_weights_and_its_own_settings(run: SmallRun, tmp_path: Pa
     )
     assert all(start[name].equal(known[name]) for name in known)
     (tmp_path / "of@us").symlink_to(folder)
-    assert settings == list(forked(given, str(tmp_path / "of@us")).overrides)
-    assert settings == list(forked(given, str(tmp_path / "of@us@4")).overrides)
+    assert settings == list(compose_fork(given, str(tmp_path / "of@us")).overrides)
+    assert settings == list(compose_fork(given, str(tmp_path / "of@us@4")).overrides)
     fork = prepare(tmp_path, *settings[1:])
     with session_of(fork) as session:
         assert session.train(1)["step"] == 1
     assert fork.layout.run_dir.name != run.layout.run_dir.name
     with pytest.raises(CheckpointError, match=r"no checkpoint '9'; there are: step-000001"):
-        forked(given, f"{folder}@9")
+        compose_fork(given, f"{folder}@9")
     with pytest.raises(DataError, match="absent: is neither the folder nor the id of a run"):
-        forked(given, "absent")
+        compose_fork(given, "absent")
 
 
 def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
@@ -122,13 +122,13 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
     settings["paths"]["root"] = str(root)
     settings["model"]["path"], settings["warm_start"]["enabled"] = HUB_ID, False
     (folder / "run.json").write_text(json.dumps(record))
-    config, layout = named_run([str(folder)], None)
+    config, layout = find_run([str(folder)], None)
     exported = load_file(export_to(config, layout, "last", tmp_path / "out") / "model.safetensors")
     known = load_file(run.layout.exported_model / "model.safetensors")
     assert all(exported[name].equal(known[name]) for name in known)
     given = ["experiment=debug", "tracking.enabled=false", f"paths.root={root}"]
-    start = forked(given, f"{folder}@start").config.model.path
-    planned = forked(given, str(folder), dry_run=True).seen
+    start = compose_fork(given, f"{folder}@start").config.model.path
+    planned = compose_fork(given, str(folder), dry_run=True).planning_config
     assert planned is not None
     assert start == planned.model.path == HUB_ID
     judged = evaluation_settings(f"{folder}@start", ["countdown"], [], None)
@@ -138,7 +138,7 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
     assert evaluation_settings(f"{folder}@best", ["countdown"], [], None).run_id != judged.run_id
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ModelError, match=f"model.path: {HUB_ID} is no directory here, it is not in the hub's cache"):
-        forked(given, f"{folder}@start")
+        compose_fork(given, f"{folder}@start")
 
 
 def test_broken_ones_are_named_and_the_rest_is_pruned(run: SmallRun, bare: Millrace) -> None:

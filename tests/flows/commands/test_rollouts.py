@@ -108,9 +108,9 @@ def test_another_scorer_gets_ground_truths_without_scorer_names(run: SmallRun) -
     parts = "data.parts=[{data:{task:countdown}},{data:{task:gsm8k}}]"
     mixture = load_config(["data=mixture", "model.path=some/model", parts])
     named = with_scorer('{"answer": "3"}', "data.gsm8k:score")
-    assert rollouts.truth_for(mixture, "my_own:score")(named) == '{"answer": "3"}'
+    assert rollouts.ground_truth_converter(mixture, "my_own:score")(named) == '{"answer": "3"}'
     for config, scorer in ((mixture, None), (mixture, mixture.data.scorer), (run.config, "my_own:score")):
-        assert rollouts.truth_for(config, scorer)(named) == named
+        assert rollouts.ground_truth_converter(config, scorer)(named) == named
 
 
 @pytest.mark.parametrize("scorer", ["", "nope"])

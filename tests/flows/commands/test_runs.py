@@ -17,18 +17,18 @@ import pytest
 
 from flows.cli import exit_code
 from flows.commands.runs import logs, stop
-from flows.stack.state import FLOW_RUN
+from flows.stack.state import FLOW_RUN_ID
 from flows.stages.report import write_report
-from flows.work.open_run import STOP_FILE, anchored, note_told, open_run
-from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
+from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
+from flows.work.runs import Outcome, all_runs, collect_garbage, compare, find_named_runs, find_run, prune, sync
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
-from rlcore.answers.query import Query, find_answers
 from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
+from rlcore.responses.query import Query, find_responses
 from rlcore.run.disk import GOES_ON, PAUSED
-from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.failures import append_failure, failure_from, read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
@@ -45,7 +45,7 @@ def layout(tmp_path: Path) -> RunLayout:
     config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
-    Origin(anchored(config, layout)).write(layout.run_dir)
+    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
     return layout
 
 
@@ -58,7 +58,7 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
     monkeypatch.chdir(layout.root)
     config = load_config([f"paths.root={layout.root}"], experiment="debug")
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    assert anchored(config, layout).tracking.uri == (kept and kept.format(layout.root))
+    assert with_absolute_paths(config, layout).tracking.uri == (kept and kept.format(layout.root))
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
@@ -85,7 +85,7 @@ def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
     assert (found.state, found.step, found.total_steps, found.reward) == ("lost", 3, 50, 0.3)
     begin(layout, "KILLED")
     assert status_of(layout.run_dir).state == "stopped"
-    note_fault(layout.run_dir, fault_of(DataError("row 7: has no answer\nmore"), "gen", 3))
+    append_failure(layout.run_dir, failure_from(DataError("row 7: has no answer\nmore"), "gen", 3))
     begin(layout, "FAILED")
     found = status_of(layout.run_dir)
     assert (found.state, found.note) == ("failed", "data in gen after step 3: row 7: has no answer")
@@ -108,12 +108,12 @@ def test_state_of_a_run_ended_before_its_first_step(layout: RunLayout) -> None:
     assert state_after(KeyboardInterrupt()) == ("stopped", "the same command goes on")
     assert state_after(StopRequestedError("told to stop while it waited")) == ("stopped", "the same command goes on")
     assert state_after(OSError("disk")) == ("failed", "error after step 0: disk")
-    assert len(read_faults(layout.run_dir)) == 2
+    assert len(read_failures(layout.run_dir)) == 2
     begin(layout, "FINISHED")
     assert status_of(layout.run_dir).state == "finished"
     with pytest.raises(DataError), open_run(config):
         raise DataError("after the first step the trainer's own record counts")
-    assert len(read_faults(layout.run_dir)) == 2
+    assert len(read_failures(layout.run_dir)) == 2
 
 
 def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> None:
@@ -124,7 +124,7 @@ def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> No
         return told, head, made.cached
 
     begin(layout)
-    note_fault(layout.run_dir, fault_of(DataError("row 7: has <no> answer\nmore"), "gen", 3))
+    append_failure(layout.run_dir, failure_from(DataError("row 7: has <no> answer\nmore"), "gen", 3))
     assert reported()[0] == "lost: data in gen after step 3: row 7: has <no> answer"
     begin(layout, "FAILED")
     why = "failed: data in gen after step 3: row 7: has <no> answer"
@@ -143,7 +143,7 @@ def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> No
 
 def test_a_run_stopped_while_waiting_is_stopped(layout: RunLayout) -> None:
     with worked_on(layout):
-        note_told(layout.run_dir, Holder.me())
+        record_stop_request(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"
     assert status_of(layout.run_dir).state == "stopped"
 
@@ -156,7 +156,7 @@ def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest
     )
     lock = layout.run_dir / RUN_LOCK
     words = [sys.executable, "-c", holding, str(lock), "-m", "prefect.engine"]
-    with subprocess.Popen(words, env=os.environ | {FLOW_RUN: "0b5c-7"}):
+    with subprocess.Popen(words, env=os.environ | {FLOW_RUN_ID: "0b5c-7"}):
         wait_until(lambda: holder_of(lock) is not None and read_holder(lock) is not None, "the run is worked on")
         found = read_holder(lock)
         assert found is not None
@@ -182,7 +182,7 @@ def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
             assert (found.state, found.note) == ("waiting", "5 bytes are missing")
             journal.append_event(GOES_ON, 3, {"text": "there is room"})
         assert status_of(layout.run_dir).state == "running"
-        note_told(layout.run_dir, Holder.me())
+        record_stop_request(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"
     assert status_of(layout.run_dir).state == "lost"
 
@@ -300,8 +300,8 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeyp
     layout.answers.mkdir()
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(DataError, match=r"run\.json: cannot be read .*Permission denied.*make it readable"):
-        named_run([str(layout.run_dir)], None)
-    for look in (lambda: all_runs(root), lambda: find_answers(layout.answers, Query())):
+        find_run([str(layout.run_dir)], None)
+    for look in (lambda: all_runs(root), lambda: find_responses(layout.answers, Query())):
         with pytest.raises(PermissionError):
             look()
 
@@ -316,7 +316,7 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
         (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
     with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
-        named_runs(["other"], tmp_path)
+        find_named_runs(["other"], tmp_path)
 
 
 def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,17 +24,17 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from flows.cli import app, exit_code
-from flows.server.secret import login_of, mlflow_client
+from flows.server.secret import mlflow_login_environment, root_login
 from flows.stack import state
-from flows.stack.services import end_server, free_port, start_mlflow, wait_until_ready
+from flows.stack.services import free_port, start_mlflow, stop_server, wait_until_ready
 from flows.stack.state import MLFLOW_DATABASE, Service, StackState, write_stack
 from flows.work.open_run import open_run
 from flows.work.runs import sync
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.evaluation.result import ValidationResult
-from rlcore.storage.locks import birth_of
+from rlcore.storage.locks import start_time_of
 from rlcore.tracking.attempts import ATTEMPTS_FILE
-from rlcore.tracking.connection import explain, mlflow_name
+from rlcore.tracking.connection import explain_error, mlflow_name
 from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import RunJournal, read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
@@ -272,7 +272,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(MLFLOW_DATABASE, database)
         server = start_mlflow(root, free_port(), StackState())
-    for name, value in mlflow_client(login_of(root)).items():
+    for name, value in mlflow_login_environment(root_login(root)).items():
         monkeypatch.setenv(name, value)
     try:
         write_stack(root, StackState(mlflow_database=database, services=(server,)))
@@ -281,7 +281,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     finally:
         process = server.process()
         if process is not None:
-            end_server(process)
+            stop_server(process)
 
 
 def test_upkeep_uses_the_stacks_own_database(
@@ -314,15 +314,15 @@ def test_upkeep_uses_the_stacks_own_database(
     monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")
     with pytest.raises(MlflowException) as refused:
         client.search_experiments()
-    assert "stack-secret" in explain(refused.value, client.tracking_uri)
+    assert "stack-secret" in explain_error(refused.value, client.tracking_uri)
     assert not (root / "mlflow.db").exists(), "something looked into the file that this root does not have"
 
     for attempt in (
         Attempt("GET", "/", status=401),
         Attempt("PUT", "/api/2.0/mlflow-artifacts/artifacts/x", status=401),
-        Attempt("GET", "/", login=login_of(root), host="10.evil.example", status=403),
-        Attempt("POST", "/api/2.0/mlflow/runs/search", login=login_of(root), origin="http://localhost:9", status=403),
-        Attempt("GET", "/", login=login_of(root), status=200),
+        Attempt("GET", "/", login=root_login(root), host="10.evil.example", status=403),
+        Attempt("POST", "/api/2.0/mlflow/runs/search", login=root_login(root), origin="http://localhost:9", status=403),
+        Attempt("GET", "/", login=root_login(root), status=200),
     ):
         attempt.try_at(client.tracking_uri)
 
@@ -337,9 +337,9 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
                 heard.append((host, self.headers["Authorization"]))
             self.send_error(404)
 
-    monkeypatch.setattr(state, "_replaced", {})  # of other tests of this process
+    monkeypatch.setattr(state, "_user_login", {})  # of other tests of this process
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    for name, value in mlflow_client("mine:own").items():
+    for name, value in mlflow_login_environment("mine:own").items():
         monkeypatch.setenv(name, value)
     with serving(Refusing) as stack, serving(Refusing) as other:
         for name, uri in (("first", stack), ("second", other)):
@@ -347,18 +347,18 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             folder = tmp_path / "runs" / name
             config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
             RunJournal(folder, config, tags={}).append_step(3, {"a": 1.0})
-        server = Service("mlflow", os.getpid(), birth_of(psutil.Process()), 1, stack, "", "")
+        server = Service("mlflow", os.getpid(), start_time_of(psutil.Process()), 1, stack, "", "")
         ended = replace(server, born=server.born - 100)
         record = StackState(mlflow_database="postgresql+psycopg://u@h/db")
         for service in (ended, server):  # another user may have the port of a server that has ended
             write_stack(tmp_path, replace(record, services=(service,)))
             assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))
         with open_run(RunConfig.model_validate(config.model_dump() | {"tracking": {"uri": stack}})):
-            assert os.environ["MLFLOW_TRACKING_PASSWORD"] in login_of(tmp_path), "it was composed before another"
+            assert os.environ["MLFLOW_TRACKING_PASSWORD"] in root_login(tmp_path), "it was composed before another"
         (tmp_path / "runs" / "second" / ATTEMPTS_FILE).write_text('{"torn')
         assert "has not begun" in str(sync(tmp_path / "runs" / "second", None))
     first, second = (uri.removeprefix("http://") for uri in (stack, other))
-    own, ours = basic("mine:own"), basic(login_of(tmp_path))
+    own, ours = basic("mine:own"), basic(root_login(tmp_path))
     assert heard == [(first, own), (second, own), (first, ours)]
 
 
@@ -374,7 +374,7 @@ def test_best_weights_reach_their_score_in_another_process(
     fresh = Millrace(artifacts_root, {})
     judged = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
     assert judged.code == 0, judged.err
-    again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").summary()
+    again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").metrics()
     logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
     scores = {name: value for name, value in logged[step].items() if name.startswith("val-core/")}
     assert dict(again) == scores
@@ -413,7 +413,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
         told = next((found for line in lines if (found := re.search(r"(http://127\.0\.0\.1:\d+)\S*", line))), None)
         assert told is not None, server.communicate(timeout=WAIT_S)
         with open_tab(tmp_path / "profile") as tab:
-            tab.log_in(*login_of(synced).split(":"))
+            tab.log_in(*root_login(synced).split(":"))
             tab.call("Page.navigate", url=told[0])
             wait_for(tab, "Runs", "Models", reference.run_dir.name)  # the GenAI view has "Training runs" and traces
             run_page = f"{told[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"

@@ -38,7 +38,7 @@ def hold(phase_name: str, file: Path, after: int) -> None:
             if name == phase_name and not file.exists() and times_before(passed) >= after:
                 file.touch()
                 deadline = time.monotonic() + HELD_FOR_S
-                while self.stop.asked_s() is None and time.monotonic() < deadline:
+                while self.stop.seconds_since_request() is None and time.monotonic() < deadline:
                     time.sleep(0.02)
             yield
 

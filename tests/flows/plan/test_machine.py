@@ -55,16 +55,16 @@ def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_package_is_checked_against_range_and_tested_version() -> None:
     here = metadata.version("numpy")
-    assert doctor.package_line(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
-    assert doctor.package_line(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
-    assert doctor.package_line(Requirement("numpy<2"), {}).level == "error"
-    assert doctor.package_line(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
+    assert doctor.check_package(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
+    assert doctor.check_package(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
+    assert doctor.check_package(Requirement("numpy<2"), {}).level == "error"
+    assert doctor.check_package(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
     assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
 
 
 def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
     gpus = (Gpu("new", (12, 0), 80, 80), Gpu("busy", (9, 0), 10, 80), Gpu("good", (8, 6), 80, 80))
-    lines = list(doctor.gpu_lines(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
+    lines = list(doctor.check_gpus(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
     assert [line.level for line in lines] == ["error", "warning", "ok"]
     assert "torch has code for sm_80, sm_90" in lines[0].found
 
@@ -91,8 +91,8 @@ def test_a_proxy_that_stands_before_loopback(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    (line,) = doctor.port_lines()
+    (line,) = doctor.check_ports()
     assert (line.level, "no_proxy=127.0.0.1,localhost" in line.remedy) == ("warning", True)
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
-    (line,) = doctor.port_lines()
+    (line,) = doctor.check_ports()
     assert line.level == "ok"

@@ -11,7 +11,7 @@ from flows import chain
 from flows.plan import plan as plans
 from flows.plan.plan import RunPlan, count_parameters, make_plan
 from flows.stages.report import Report, report_fingerprint
-from flows.stages.warm_start import _ends
+from flows.stages.warm_start import _stop_rule
 from flows.work.open_run import OpenRun, open_run
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -62,7 +62,7 @@ def commit(config: RunConfig, step: int) -> None:
 )
 def test_a_warm_start_ends_by_what_its_settings_name(settings: dict[str, object], told: str) -> None:
     none = {"epochs": None, "stop_at_reward": None, "patience": None, "max_steps": 7}
-    assert _ends(WarmStartConfig().model_copy(update=none | settings)) == told
+    assert _stop_rule(WarmStartConfig().model_copy(update=none | settings)) == told
 
 
 def test_a_plan_of_an_empty_root_lists_all_stages(artifacts_root: Path) -> None:
@@ -105,7 +105,7 @@ def test_done_stages_are_shown_and_not_counted(artifacts_root: Path) -> None:
 
     commit(config, 2)
     for name, step in (("before", 0), ("after", 1)):
-        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.judging)
+        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
         judged.write(layout.validation / f"{name}.json")
     plan = make_plan(config)
     assert of_name(plan, "validate") == [("before", True), ("after", False)]
@@ -155,7 +155,7 @@ def test_a_published_model_without_files_is_named(tmp_path: Path) -> None:
 
     def named(path: str | None) -> str | None:
         model = config.model.model_copy(update={"path": path})
-        return plans.published_model_of(config.model_copy(update={"model": model}))
+        return plans.published_model_path(config.model_copy(update={"model": model}))
 
     assert [named(path) for path in (None, "org/unknown", "Qwen/Qwen2.5-0.5B")] == [None, None, "Qwen/Qwen2.5-0.5B"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

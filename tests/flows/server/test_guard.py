@@ -12,7 +12,7 @@ from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
 from flows.server.api import LocalServer
-from flows.server.secret import SECRET_FILE, login_of, mlflow_client
+from flows.server.secret import SECRET_FILE, mlflow_login_environment, root_login
 from rlcore.errors import MillraceError
 from tests.helpers.attempts import Attempt
 
@@ -65,27 +65,27 @@ def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path: Path) ->
     with ThreadPoolExecutor(4) as pool:
         for number in range(100):
             root = tmp_path / str(number)
-            assert len(set(pool.map(login_of, [root] * 4))) == 1
+            assert len(set(pool.map(root_login, [root] * 4))) == 1
             assert [file.name for file in root.iterdir()] == [SECRET_FILE]
 
 
 def test_the_login_is_one_file_that_nobody_else_may_read(tmp_path: Path) -> None:
-    login, file = login_of(tmp_path), tmp_path / SECRET_FILE
-    assert login == login_of(tmp_path) != login_of(tmp_path / "other")
+    login, file = root_login(tmp_path), tmp_path / SECRET_FILE
+    assert login == root_login(tmp_path) != root_login(tmp_path / "other")
     assert file.read_text() == f"{login}\n"
     assert file.stat().st_mode & 0o777 == 0o600
     assert len(login) > 40
-    assert ":".join(mlflow_client(login).values()) == login
+    assert ":".join(mlflow_login_environment(login).values()) == login
     file.chmod(0o644)
     with pytest.raises(MillraceError, match=rf"{SECRET_FILE}: must be a file of yours .*mode 0600.*delete the file"):
-        login_of(tmp_path)
+        root_login(tmp_path)
     with (
         patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")),
         pytest.raises(MillraceError, match=rf"{SECRET_FILE}: may not be read: another user .* under {tmp_path}"),
     ):
-        login_of(tmp_path)
+        root_login(tmp_path)
     if os.geteuid() == 0:
         file.chmod(0o600)
         os.chown(file, 12_345, -1)
         with pytest.raises(MillraceError, match="must be a file of yours"):
-            login_of(tmp_path)
+            root_login(tmp_path)

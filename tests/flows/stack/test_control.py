@@ -16,11 +16,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.stack.control import down, states_of, status, up
-from flows.stack.services import end_flows, end_server, is_ready, kill, start_mlflow
-from flows.stack.state import PREFECT_DATABASE, Service, StackState, mlflow_file, read_stack, stack_store, write_stack
+from flows.stack.control import down, service_states, status, up
+from flows.stack.services import is_ready, kill, start_mlflow, stop_flows, stop_server
+from flows.stack.state import (
+    PREFECT_DATABASE,
+    Service,
+    StackState,
+    default_mlflow_database,
+    read_stack,
+    stack_tracking_uri,
+    write_stack,
+)
 from rlcore.errors import MillraceError
-from rlcore.storage.locks import birth_of
+from rlcore.storage.locks import start_time_of
 from tests.helpers.serving import serving
 from tests.helpers.stack import prefect_home
 
@@ -31,7 +39,7 @@ REVISION_OF_A_NEWER_PREFECT = "ffffffffffff"
 def service(name: str, pid: int | None = None, port: int = 1, url: str = "http://here") -> Service:
     """A recorded service whose process is this one, or another one that lives."""
     process = psutil.Process(pid)
-    return Service(name, process.pid, birth_of(process), port, url, "", "", version(name))
+    return Service(name, process.pid, start_time_of(process), port, url, "", "", version(name))
 
 
 @pytest.fixture
@@ -64,10 +72,10 @@ def test_a_copied_or_moved_root_has_no_stack(tmp_path: Path, capsys: pytest.Capt
     root.mkdir()
     with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as server:
         mlflow = service("mlflow", server.pid)
-        write_stack(root, StackState(mlflow_database=mlflow_file(root), services=(mlflow,)))
+        write_stack(root, StackState(mlflow_database=default_mlflow_database(root), services=(mlflow,)))
         shutil.copytree(root, copy)
-        assert [one for one, _ in states_of(root)] == [mlflow]
-        assert (states_of(copy), stack_store(copy)) == ([], None)
+        assert [one for one, _ in service_states(root)] == [mlflow]
+        assert (service_states(copy), stack_tracking_uri(copy)) == ([], None)
         down(copy)
         assert "nothing is up under" in capsys.readouterr().out
         assert server.poll() is None
@@ -76,7 +84,7 @@ def test_a_copied_or_moved_root_has_no_stack(tmp_path: Path, capsys: pytest.Capt
         down(link)
         assert server.wait() is not None
     root.rename(moved)
-    assert (states_of(moved), stack_store(moved)) == ([], None)
+    assert (service_states(moved), stack_tracking_uri(moved)) == ([], None)
 
 
 def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +117,7 @@ def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, po
 def test_a_requested_port_in_use_is_refused_before_a_start(tmp_path: Path, busy_port: int, name: str) -> None:
     with pytest.raises(MillraceError, match=rf"--{name}-port: port {busy_port} is in use"):
         up(tmp_path, **{f"{name}_port": busy_port})
-    assert states_of(tmp_path) == []
+    assert service_states(tmp_path) == []
 
 
 def test_a_recorded_port_in_use_is_replaced(tmp_path: Path, busy_port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +141,7 @@ def test_another_process_at_its_port_is_not_the_service() -> None:
     with serving(Page) as url, subprocess.Popen(WAITING, stdin=subprocess.PIPE) as other:
         mine = replace(service("mlflow", port=int(url.rpartition(":")[2])), ready_url=url)
         assert is_ready(mine)
-        assert not is_ready(replace(mine, pid=other.pid, born=birth_of(psutil.Process(other.pid))))
+        assert not is_ready(replace(mine, pid=other.pid, born=start_time_of(psutil.Process(other.pid))))
 
 
 @pytest.mark.prefect
@@ -144,7 +152,7 @@ def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path: Path, capsys:
         up(tmp_path)
     said = capsys.readouterr().out.splitlines()
     assert [text.split()[0] for text in said if text.endswith("has ended")] == ["prefect"]
-    assert {state for _, state in states_of(tmp_path)} == {"gone"}
+    assert {state for _, state in service_states(tmp_path)} == {"gone"}
 
 
 @pytest.mark.prefect
@@ -189,6 +197,6 @@ def test_a_process_that_ends_by_itself_meanwhile_is_no_error() -> None:
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process = psutil.Process(ended.pid)
     ended.wait()
-    end_server(process)
-    end_flows([process])
+    stop_server(process)
+    stop_flows([process])
     kill([process])

@@ -22,9 +22,9 @@ from prefect.utilities.schema_tools import ValidationError, validate
 
 from flows import SOURCE_FOLDER, maintain, pipeline
 from flows.server.api import LocalServer
-from flows.stack.deploy import DEPLOYMENTS, QUEUES, eased_schema, ensure_pool, recover_lost_runs
+from flows.stack.deploy import DEPLOYMENTS, QUEUES, ensure_pool, recover_lost_runs, without_null_types
 from flows.stack.services import POOL
-from flows.stack.state import FLOW_RUN
+from flows.stack.state import FLOW_RUN_ID
 from flows.sweep import flow as sweep
 from rlcore.config.compose import experiment_names, load_config
 from tests.helpers.attempts import Attempt
@@ -79,7 +79,7 @@ def test_prefect_finds_the_file_at_the_top_of_the_checkout() -> None:
 def test_the_form_offers_experiments_and_refuses_wrong_values() -> None:
     form = form_of(ALL[0])
     properties = form["properties"]
-    assert eased_schema(form)["properties"]["experiment"]["anyOf"][0]["enum"] == list(experiment_names())
+    assert without_null_types(form)["properties"]["experiment"]["anyOf"][0]["enum"] == list(experiment_names())
     assert properties["learning_rate"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "number"}
     assert properties["total_steps"]["anyOf"][0]["minimum"] == 1
     assert all(one["description"] for one in properties.values()), "each field has a help text"
@@ -87,7 +87,7 @@ def test_the_form_offers_experiments_and_refuses_wrong_values() -> None:
 
 @pytest.mark.parametrize("one", OF_ONE_RUN, ids=name_of)
 def test_an_experiment_is_a_name_or_a_file(one: dict[str, Any]) -> None:
-    schema = eased_schema(form_of(one))
+    schema = without_null_types(form_of(one))
     for good in (*experiment_names(), "/my files/mine.yaml", "mine.yml"):
         validate({"experiment": good}, schema, raise_on_error=True)
     if "enum" in str(schema["properties"]["experiment"]):  # a sweep's child is started by sweeps alone
@@ -154,7 +154,7 @@ def test_only_runs_without_a_process_are_started_again(client: SyncPrefectClient
     now_in(client, suspended, Suspended(timeout_seconds=3600))
     now_in(client, cancelling, Cancelling())
     now_in(client, failed, Crashed(message="Flow run was terminated by signal 9."))
-    environment = os.environ | {FLOW_RUN: str(again.id)}
+    environment = os.environ | {FLOW_RUN_ID: str(again.id)}
     with subprocess.Popen(WAITING, stdin=subprocess.PIPE, env=environment) as process:
         for run in (reused, again):
             client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{process.pid}")

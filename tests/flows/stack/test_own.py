@@ -14,7 +14,7 @@ from data import multiplication
 from flows import SOURCE_FOLDER
 from flows.server.api import LocalServer
 from flows.stack.state import Service, StackState, write_stack
-from rlcore.storage.locks import birth_of
+from rlcore.storage.locks import start_time_of
 from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, forked, start, under
 
 pytestmark = pytest.mark.prefect
@@ -31,7 +31,7 @@ def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFacto
     """The command line with a server that the record of a stack names."""
     command = under(prefect_server, tmp_path_factory.mktemp("deployed"))
     url = prefect_server.url.removesuffix("/api")
-    service = Service("prefect", os.getpid(), birth_of(psutil.Process()), 1, url, "", "")
+    service = Service("prefect", os.getpid(), start_time_of(psutil.Process()), 1, url, "", "")
     write_stack(command.root, StackState(services=(service,)))
     return command
 

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from data.stage import StageResult
-from flows.chain import finished
-from flows.stages.export import Weights, best_step_wanted, found_weights
+from flows.chain import finished_result
+from flows.stages.export import ExportedWeights, best_step_to_export, find_weights
 from flows.stages.pass_rates import PassRateTable
-from flows.stages.report import ReportPage, known_report, report_fingerprint
-from flows.stages.rows import describe_rows, few_rows
+from flows.stages.report import ReportPage, find_report, report_fingerprint
+from flows.stages.rows import describe_rows, warn_of_few_rows
 from flows.stages.train import Chunk
-from flows.stages.validate import known_judgement, known_suites
+from flows.stages.validate import find_suite_results, find_validation
 from flows.work.checkpoints import checkpoint_name, committed_step
-from flows.work.judgement import Judgement, with_interval
-from flows.work.open_run import OpenRun, anchored
-from flows.work.recorded import Recorded, models_digest, settings_digest
+from flows.work.open_run import OpenRun, with_absolute_paths
+from flows.work.recorded import MlflowContents, models_digest, settings_digest
+from flows.work.validation_summary import ValidationSummary, with_interval
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig
@@ -42,7 +42,7 @@ def layout(config: RunConfig) -> RunLayout:
     layout = RunLayout.of(config)
     layout.validation.mkdir(parents=True)
     (layout.suites / "sums").mkdir(parents=True)
-    Origin(anchored(config, layout)).write(layout.run_dir)
+    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
     layout.journal.touch()
     return layout
 
@@ -57,7 +57,7 @@ def test_results_as_lines() -> None:
         ),
         (Chunk(0, 20, HERE, skipped=False, metrics=figures), "step 0-20, reward 0.123"),
         (Chunk(20, 40, HERE, skipped=False, metrics={}), "step 20-40"),
-        (Weights(HERE, 40, cached=False), "step 40"),
+        (ExportedWeights(HERE, 40, cached=False), "step 40"),
         (ReportPage(HERE, cached=False), "here"),
     ):
         assert str(told).removesuffix(" (here)") == expected
@@ -66,7 +66,7 @@ def test_results_as_lines() -> None:
     assert describe_rows(rows) == f"9 train rows{again} (here)"
     assert str(PassRateTable(HERE, 3, 2, "s", cached=True)) == f"kept 2 of 3 rows; s{again} (here)"
     assert str(Chunk(0, 20, HERE, skipped=True, metrics={})) == f"step 0-20{again}"
-    assert str(Weights(HERE, 40, cached=True)) == f"step 40{again} (here)"
+    assert str(ExportedWeights(HERE, 40, cached=True)) == f"step 40{again} (here)"
     assert str(ReportPage(HERE, cached=True)) == "here, skipped: it is current"
 
 
@@ -79,12 +79,12 @@ def test_a_judgement_names_its_sources_where_there_are_several() -> None:
         "val-core/openai/gsm8k/reward/std@4/ci_low": 0.1,
         "val-core/openai/gsm8k/reward/pass@4": 0.5,
     }
-    told = Judgement("after", 40, HERE, cached=False, summary=one)
-    assert str(told) == told.figures() == "after (step 40): mean@4 0.250 [0.200, 0.300]"
+    told = ValidationSummary("after", 40, HERE, cached=False, summary=one)
+    assert str(told) == told.headline() == "after (step 40): mean@4 0.250 [0.200, 0.300]"
     two = one | {"val-core/countdown/reward/greedy": 0.5, "val-core/countdown/reward/greedy/ci_low": 0.4}
-    told = Judgement("before", 0, HERE, cached=True, summary=two)
-    assert told.figures() == "before (step 0): openai/gsm8k mean@4 0.250 [0.200, 0.300], countdown greedy 0.500"
-    assert str(told) == f"{told.figures()}, skipped: done before"
+    told = ValidationSummary("before", 0, HERE, cached=True, summary=two)
+    assert told.headline() == "before (step 0): openai/gsm8k mean@4 0.250 [0.200, 0.300], countdown greedy 0.500"
+    assert str(told) == f"{told.headline()}, skipped: done before"
 
 
 def test_an_interval_has_two_ends_or_is_left_out() -> None:
@@ -96,9 +96,9 @@ def test_an_interval_has_two_ends_or_is_left_out() -> None:
 
 def test_a_warning_of_few_rows_begins_below_a_batch(config: RunConfig) -> None:
     size = config.trainer.batch_size
-    assert few_rows(config, size, "of the dataset") == few_rows(config, None, "of the dataset") == ""
+    assert warn_of_few_rows(config, size, "of the dataset") == warn_of_few_rows(config, None, "of the dataset") == ""
     many = config.model_copy(update={"trainer": config.trainer.model_copy(update={"batch_size": 2_000})})
-    assert few_rows(many, 1_999, "that are left") == (
+    assert warn_of_few_rows(many, 1_999, "that are left") == (
         "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt stands in a "
         "batch more than once. Lower it and trainer.mini_batch_size, or give more rows"
     )
@@ -114,7 +114,7 @@ def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
     folder = layout.run_dir / "report"
     folder.mkdir()
     (folder / "report.html").touch()
-    assert known_report(layout) is None
+    assert find_report(layout) is None
 
     def write() -> None:
         known = {"fingerprint": report_fingerprint(layout), "html": "/elsewhere/report.html"}
@@ -124,42 +124,42 @@ def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
     files.append(layout.run_dir / "memory_plan.json")
     for file in files:
         write()
-        assert known_report(layout) == ReportPage(folder / "report.html", cached=True), "the folder may be a copy"
+        assert find_report(layout) == ReportPage(folder / "report.html", cached=True), "the folder may be a copy"
         file.write_text("changed")
-        assert known_report(layout) is None, file
+        assert find_report(layout) is None, file
     write()
     (layout.run_dir / "notes.txt").touch()
-    assert known_report(layout) is not None
-    assert known_report(layout, "failed: x") is None
+    assert find_report(layout) is not None
+    assert find_report(layout, "failed: x") is None
     known = {"fingerprint": report_fingerprint(layout, "failed: x"), "html": "report.html"}
     write_json_atomically(folder / "source.json", known)
-    assert [known_report(layout, why) is None for why in ("failed: x", "failed: y", "")] == [False, True, True]
+    assert [find_report(layout, why) is None for why in ("failed: x", "failed: y", "")] == [False, True, True]
     write()
     (folder / "report.html").unlink()
-    assert known_report(layout) is None
+    assert find_report(layout) is None
 
 
 def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
-    last, best = Weights(HERE, 40, cached=True), Weights(HERE, 20, cached=True)
+    last, best = ExportedWeights(HERE, 40, cached=True), ExportedWeights(HERE, 20, cached=True)
     assert models_digest(config, last, best) == "last 40, best 20, registered None"
     more = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 99})})
     assert settings_fingerprint(more) == settings_fingerprint(config)
     assert settings_digest(more) != settings_digest(config)
     settings, report, models = settings_digest(config), report_fingerprint(layout), models_digest(config, last, best)
-    whole = Recorded("1", "url", "", settings, report, models).write(layout)
-    assert Recorded.read(layout) == whole
-    assert whole.is_whole(config, layout, last, best)
-    assert not whole.is_whole(config, layout, last, last)
-    assert not whole.is_whole(more, layout, last, best)
+    whole = MlflowContents("1", "url", "", settings, report, models).write(layout)
+    assert MlflowContents.read(layout) == whole
+    assert whole.is_complete(config, layout, last, best)
+    assert not whole.is_complete(config, layout, last, last)
+    assert not whole.is_complete(more, layout, last, best)
     layout.journal.write_text("more")
-    assert not whole.is_whole(config, layout, last, best)
+    assert not whole.is_complete(config, layout, last, best)
     for damaged in ("[1]", "{", '{"another": 1}'):
         (layout.run_dir / "recorded.json").write_text(damaged)
-        assert Recorded.read(layout) == Recorded()
+        assert MlflowContents.read(layout) == MlflowContents()
 
 
 def test_best_weights_are_wanted_unless_last(config: RunConfig, layout: RunLayout) -> None:
-    assert best_step_wanted(config, layout, 0) is None
+    assert best_step_to_export(config, layout, 0) is None
     store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
         state = TrainerState(
@@ -168,45 +168,47 @@ def test_best_weights_are_wanted_unless_last(config: RunConfig, layout: RunLayou
         )  # fmt: skip
         with store.writing(state, {"val-core/countdown/reward/mean@4": score}) as folder:
             (folder / "weights").write_text("x")
-    assert [best_step_wanted(config, layout, last) for last in (2, 3)] == [None, 2]
+    assert [best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
     for update in ({"enabled": False}, {"log_best": False}):
         unwanted = config.model_copy(update={"tracking": config.tracking.model_copy(update=update)})
-        assert best_step_wanted(unwanted, layout, 3) is None
+        assert best_step_to_export(unwanted, layout, 3) is None
 
 
 def test_a_validation_counts_for_its_step_and_settings(config: RunConfig, layout: RunLayout, tmp_path: Path) -> None:
     made = result([problem(1, (1.0, 0.0), greedy=1.0), problem(2, (0.0, 0.0), greedy=0.0)])
-    written = replace(made, step=2, settings=config.validation.judging)
-    assert known_judgement(config, layout, "after", 2) is None
+    written = replace(made, step=2, settings=config.validation.evaluation)
+    assert find_validation(config, layout, "after", 2) is None
     written.write(layout.validation / "after.json")
-    found = known_judgement(config, layout, "after", 2)
-    assert found == Judgement("after", 2, layout.validation / "after.json", cached=True, summary=written.summary())
-    assert known_judgement(config, layout, "after", 1) is None
+    found = find_validation(config, layout, "after", 2)
+    assert found == ValidationSummary(
+        "after", 2, layout.validation / "after.json", cached=True, summary=written.metrics()
+    )
+    assert find_validation(config, layout, "after", 1) is None
     other = config.validation.model_copy(update={"num_resamples": config.validation.num_resamples + 1})
-    assert known_judgement(config.model_copy(update={"validation": other}), layout, "after", 2) is None
+    assert find_validation(config.model_copy(update={"validation": other}), layout, "after", 2) is None
     seldom = config.validation.model_copy(update={"every_steps": config.validation.every_steps + 1})
-    assert known_judgement(config.model_copy(update={"validation": seldom}), layout, "after", 2) == found
+    assert find_validation(config.model_copy(update={"validation": seldom}), layout, "after", 2) == found
 
     suite = SuiteConfig(name="sums", data=config.data)
     validation = config.validation.model_copy(update={"suites": (suite,)})
     config = config.model_copy(update={"validation": validation})
-    assert known_judgement(config, layout, "after", 2) is None, "what the suite is made of is not known"
+    assert find_validation(config, layout, "after", 2) is None, "what the suite is made of is not known"
     inputs = RunInputs(tmp_path, tmp_path, suites={"sums": tmp_path / "rows"})
     inputs.write(config, layout)
-    assert known_judgement(config, layout, "after", 2) is None, "the suite was not judged"
+    assert find_validation(config, layout, "after", 2) is None, "the suite was not judged"
     digest = suite_fingerprint(config, suite, tmp_path / "rows")
-    judged = replace(made, step=2, settings=suite.judging, suite=digest, data_source="sums")
+    judged = replace(made, step=2, settings=suite.evaluation, suite=digest, data_source="sums")
     file = layout.suites / "sums" / "after.json"
     for another in (replace(judged, suite="other rows"), replace(judged, step=1)):
         another.write(file)
-        assert known_judgement(config, layout, "after", 2) is None
+        assert find_validation(config, layout, "after", 2) is None
     judged.write(file)
-    found = known_judgement(config, layout, "after", 2)
+    found = find_validation(config, layout, "after", 2)
     assert found is not None
-    assert found.summary == written.summary() | judged.summary()
-    assert len(found.summary) > len(written.summary())
-    assert known_suites(config, layout, inputs, "after", 2) == [judged]
-    assert known_suites(config, layout, replace(inputs, suites={}), "after", 2) is None
+    assert found.summary == written.metrics() | judged.metrics()
+    assert len(found.summary) > len(written.metrics())
+    assert find_suite_results(config, layout, inputs, "after", 2) == [judged]
+    assert find_suite_results(config, layout, replace(inputs, suites={}), "after", 2) is None
 
 
 def test_a_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
@@ -217,34 +219,34 @@ def test_a_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout
     with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
         (folder / "weights").write_text("x")
     for name, step in (("before", 0), ("after", 2)):
-        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.judging)
+        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
         judged.write(layout.validation / f"{name}.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
-    assert found_weights(layout.exported_model, 2) == Weights(layout.exported_model, 2, cached=True)
-    assert finished(OpenRun(config)) is None, "there is no report"
+    assert find_weights(layout.exported_model, 2) == ExportedWeights(layout.exported_model, 2, cached=True)
+    assert finished_result(OpenRun(config)) is None, "there is no report"
     (layout.run_dir / "report").mkdir()
     page = layout.run_dir / "report" / "report.html"
     page.touch()
     known = {"fingerprint": report_fingerprint(layout), "html": str(page)}
     write_json_atomically(layout.run_dir / "report" / "source.json", known)
-    assert finished(OpenRun(config)) is None, "MLflow has nothing of it"
+    assert finished_result(OpenRun(config)) is None, "MLflow has nothing of it"
     silent = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
-    assert finished(OpenRun(silent)) is None, "the settings on disk are others"
-    last = Weights(layout.exported_model, 2, cached=True)
+    assert finished_result(OpenRun(silent)) is None, "the settings on disk are others"
+    last = ExportedWeights(layout.exported_model, 2, cached=True)
     settings, models = settings_digest(config), models_digest(config, last, last)
-    recorded = Recorded("1", "url", "", settings, report_fingerprint(layout), models).write(layout)
-    found = finished(OpenRun(config))
+    recorded = MlflowContents("1", "url", "", settings, report_fingerprint(layout), models).write(layout)
+    found = finished_result(OpenRun(config))
     assert found is not None
     assert (found.run_id, found.run_dir, found.report) == (layout.run_dir.name, layout.run_dir, page)
-    assert [(one.name, one.step) for one in found.judgements] == [("before", 0), ("after", 2)]
+    assert [(one.name, one.step) for one in found.validations] == [("before", 0), ("after", 2)]
     assert (found.weights, found.mlflow) == (layout.exported_model, recorded)
     for file in (layout.validation / "before.json", layout.run_json, layout.exported_model / "manifest.json"):
         content = file.read_bytes()
         file.unlink()
-        assert finished(OpenRun(config)) is None, file
+        assert finished_result(OpenRun(config)) is None, file
         file.write_bytes(content)
-        assert finished(OpenRun(config)) is not None
+        assert finished_result(OpenRun(config)) is not None
 
 
 def test_without_a_checkpoint_a_run_is_at_step_0(config: RunConfig) -> None:
@@ -256,9 +258,9 @@ def test_kept_settings_name_the_root_and_the_store_absolutely(
 ) -> None:
     monkeypatch.chdir(layout.root.parent)
     relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
-    assert anchored(relative, layout).paths.root == str(layout.root)
-    assert anchored(relative, layout).tracking.uri is None
+    assert with_absolute_paths(relative, layout).paths.root == str(layout.root)
+    assert with_absolute_paths(relative, layout).tracking.uri is None
     tracking = config.tracking.model_copy(update={"uri": "sqlite:///x.db"})
-    assert anchored(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (
+    assert with_absolute_paths(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (
         f"sqlite:///{layout.root.parent}/x.db"
     )

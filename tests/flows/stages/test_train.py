@@ -10,19 +10,19 @@ import pytest
 
 from flows import chain
 from flows.stages import train
-from flows.stages.export import Export, ExportBest, Weights
+from flows.stages.export import Export, ExportBest, ExportedWeights
 from flows.stages.rows import suite_datasets
 from flows.stages.train import Chunk, Train
 from flows.stages.trainer import record_inputs
 from flows.stages.validate import Evaluate, Validate
-from flows.work.judgement import Judgement
 from flows.work.open_run import OpenRun, open_run
+from flows.work.validation_summary import ValidationSummary
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.storage.publish import published_directory
-from rlcore.user_code import code_of
+from rlcore.user_code import code_for_run
 from tests.helpers.validations import problem, result
 
 
@@ -53,18 +53,18 @@ def rows(run: OpenRun) -> None:
 def test_what_is_there_is_not_made_again(run: OpenRun) -> None:
     layout = run.layout
     expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
-    assert Train(0, 1, is_last=False).result(run) == expected
+    assert Train(0, 1, is_last=False).find_or_make(run) == expected
     assert not run.origin.command
-    judged = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.judging)
+    judged = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.evaluation)
     judged.write(layout.validation / "after.json")
-    known = Judgement("after", 1, layout.validation / "after.json", cached=True, summary=judged.summary())
-    assert Validate("last").result(run) == known
+    known = ValidationSummary("after", 1, layout.validation / "after.json", cached=True, summary=judged.metrics())
+    assert Validate("last").find_or_make(run) == known
     with published_directory(layout.exported_model, {"kind": "model", "step": 1}) as folder:
         (folder / "weights").write_text("x")
-    last = Weights(layout.exported_model, 1, cached=True)
-    assert Export().result(run) == last
-    assert ExportBest().result(run) == last, "no checkpoint has a score"
-    assert Evaluate().result(run) == []
+    last = ExportedWeights(layout.exported_model, 1, cached=True)
+    assert Export().find_or_make(run) == last
+    assert ExportBest().find_or_make(run) == last, "no checkpoint has a score"
+    assert Evaluate().find_or_make(run) == []
 
 
 @pytest.mark.usefixtures("rows")
@@ -76,7 +76,7 @@ def test_the_start_is_recorded_once_a_process(
     file = run.layout.run_json
     noted = json.loads(file.read_text())
     assert [stage["name"] for stage in noted["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
-    code = code_of(run.config)
+    code = code_for_run(run.config)
     assert noted["stages"][0]["fingerprint"] == code.fingerprint
     assert ", ".join(code.sources) in json.dumps(noted["stages"][0])
     assert noted["command"] == ["millrace", "run"]

@@ -13,8 +13,8 @@ import pytest
 from data import trial
 from data.trial import FirstRow, first_row
 from flows.chain import stages_of
-from flows.plan.checks import check_stages
-from flows.stages.trials import count_rows, of_the_judge, try_tokenizer
+from flows.plan.checks import run_stage_checks
+from flows.stages.trials import count_rows, judge_failure_message, try_tokenizer
 from flows.work.open_run import OpenRun
 from rlcore.config import CustomData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
@@ -74,7 +74,7 @@ def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatc
     def run(*overrides: str) -> str:
         config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *overrides])
         run = OpenRun(config)
-        return check_stages(run, [stage for stage in stages_of(config) if not stage.status(run).cached])
+        return run_stage_checks(run, [stage for stage in stages_of(config) if not stage.status(run).cached])
 
     return run
 
@@ -238,7 +238,7 @@ def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatc
     settings = CustomData(train_size=20, validation_size=5)
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     row = first_row(settings, 1, artifacts_root)
-    monkeypatch.setattr(trial, "_by_process", lambda config, seed: pytest.fail("made again"))
+    monkeypatch.setattr(trial, "_build_in_process", lambda config, seed: pytest.fail("made again"))
     assert first_row(settings, 1, artifacts_root) == row
     assert dataset.counts == {"train": 20, "validation": 5}
 
@@ -317,11 +317,11 @@ def test_a_prompt_that_ends_with_the_answer(dry_run: Try, tmp_path: Path) -> Non
 
 
 def test_only_a_judges_failure_is_reported_as_a_judge() -> None:
-    assert of_the_judge("JudgeError: no verdict of http://a") == (
+    assert judge_failure_message("JudgeError: no verdict of http://a") == (
         "reward.judge: must give a verdict on any answer; got no verdict of http://a. Look whether the endpoint "
         "answers, and serves reward.judge.model"
     )
-    assert of_the_judge("KeyError: JudgeError: x") == ""
+    assert judge_failure_message("KeyError: JudgeError: x") == ""
 
 
 def test_a_tokenizer_is_loaded_without_rows(config: RunConfig, tmp_path: Path) -> None:

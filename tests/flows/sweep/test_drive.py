@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.sweep.drive import Drive
+from flows.sweep.drive import SweepWorker
 from flows.sweep.result import rows_of
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -30,7 +30,7 @@ def load(folder: Path, text: str, budget: Budget | None = None) -> Sweep:
     return load_sweep(str(folder / "a.yaml"), [f"paths.root={folder}"], budget=budget)
 
 
-def states(drive: Drive, sweep: Sweep) -> list[str]:
+def states(drive: SweepWorker, sweep: Sweep) -> list[str]:
     """States of the points by number."""
     rows = rows_of(sweep, drive.study.points())
     return [row["state"] for row in sorted(rows, key=lambda row: int(row["point"]))]
@@ -38,7 +38,7 @@ def states(drive: Drive, sweep: Sweep) -> list[str]:
 
 def test_each_point_is_compared_with_those_before_it(tmp_path: Path) -> None:
     sweep, trainer = load(tmp_path, RATES + PRUNED), RunWriter()
-    drive = Drive(sweep, trainer, "call")
+    drive = SweepWorker(sweep, trainer, "call")
     assert drive.run() == ""
     assert states(drive, sweep) == ["finished", "stopped early", "finished", "stopped early"]
     rates = ["0.0001", "0.0001", "0.0002", "0.0003", "0.0003", "0.0004"]
@@ -60,9 +60,9 @@ def test_a_stopped_sweep_resumes_to_what_an_undisturbed_one_gives(tmp_path: Path
         trainer = RunWriter(fails={} if at is None else {at: StopRequestedError("told to stop")})
         if at is not None:
             with pytest.raises(StopRequestedError):
-                Drive(sweep, trainer, "first").run()
+                SweepWorker(sweep, trainer, "first").run()
             trainer.trained.pop()
-        drive = Drive(sweep, trainer, "then")
+        drive = SweepWorker(sweep, trainer, "then")
         drive.run()
         rows = rows_of(sweep, drive.study.points())
         assert len(set(trainer.trained)) == len(trainer.trained), "no step is trained twice"
@@ -75,7 +75,7 @@ def test_a_stopped_sweep_resumes_to_what_an_undisturbed_one_gives(tmp_path: Path
 def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path: Path) -> None:
     text = "seeds: [1, 2]\n" + RATES
     sweep, trainer = load(tmp_path, text), RunWriter(fails={2: ValueError("the scorer raised\nhere")})
-    drive = Drive(sweep, trainer, "first")
+    drive = SweepWorker(sweep, trainer, "first")
     drive.run()
     assert len(trainer.trained) == 8
     assert states(drive, sweep) == ["failed", *["finished"] * 3]
@@ -84,7 +84,7 @@ def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path:
     assert [run["step"] for run in failed["runs"]] == [2, 0]
     assert drive.spending.read()["steps"] == 14, "those that it has not done are not spent"
 
-    again = Drive(sweep, trainer, "second")
+    again = SweepWorker(sweep, trainer, "second")
     again.study.retry_failed()
     again.run()
     assert trainer.trained[8:] == [("optim.lr=0.0001 seed=2", 2)]
@@ -95,10 +95,10 @@ def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path:
 
 def test_a_run_that_is_finished_already_is_not_trained(tmp_path: Path) -> None:
     trainer = RunWriter()
-    Drive(load(tmp_path, RATES), trainer, "call").run()
+    SweepWorker(load(tmp_path, RATES), trainer, "call").run()
     listed = "objective: {direction: minimize}\nlist: [{optim.lr: 2e-4}, {optim.lr: 1e-4}]\n"
     sweep = load(tmp_path, listed)
-    drive = Drive(sweep, trainer, "call")
+    drive = SweepWorker(sweep, trainer, "call")
     drive.run()
     assert len(trainer.trained) == 4
     assert [row["point"] for row in rows_of(sweep, drive.study.points())] == [1, 2], "the sweep minimizes"
@@ -108,12 +108,12 @@ def test_a_run_that_is_finished_already_is_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("budget", [Budget(runs=3), Budget(steps=6)])
 def test_a_budget_ends_a_call_and_the_next_one_continues(tmp_path: Path, budget: Budget) -> None:
     sweep, trainer = load(tmp_path, "seeds: [1, 2]\n" + RATES, budget), RunWriter()
-    first = Drive(sweep, trainer, "first")
+    first = SweepWorker(sweep, trainer, "first")
     first.run()
     assert len(trainer.trained) == 3
     assert first.spending.read()["ended_by"] in ("3 runs", "6 steps")
     assert states(first, sweep) == ["finished", "to do"]
-    again = Drive(load(tmp_path, "seeds: [1, 2]\n" + RATES), trainer, "again")
+    again = SweepWorker(load(tmp_path, "seeds: [1, 2]\n" + RATES), trainer, "again")
     again.run()
     assert len(set(trainer.trained)) == len(trainer.trained) == 8
     assert states(again, sweep) == ["finished"] * 4
@@ -123,7 +123,7 @@ def test_a_point_whose_settings_are_refused_fails_alone(tmp_path: Path) -> None:
     """Every value is sound beside the first of the other key; 8 prompts are no mini-batch of 16."""
     space = "{optim.lr: [1e-4], trainer.batch_size: [16, 8], trainer.mini_batch_size: [8, 16]}"
     sweep = load(tmp_path, f"random: {{num_points: 12, space: {space}}}\n")
-    drive = Drive(sweep, RunWriter(), "call")
+    drive = SweepWorker(sweep, RunWriter(), "call")
     drive.run()
     rows = rows_of(sweep, drive.study.points())
     refused = {"optim.lr": 1e-4, "trainer.batch_size": 8, "trainer.mini_batch_size": 16}
@@ -135,7 +135,7 @@ def test_a_point_whose_settings_are_refused_fails_alone(tmp_path: Path) -> None:
 
 def test_a_run_without_a_score_at_the_step_says_why(tmp_path: Path) -> None:
     sweep = load(tmp_path, "list: [{optim.lr: 1e-4}]\n")
-    drive = Drive(sweep, lambda *_: None, "call")
+    drive = SweepWorker(sweep, lambda *_: None, "call")
     assert "has no reward/mean@2 at step 2, since it was trained before" in drive.run()
 
 
@@ -144,7 +144,7 @@ def test_a_process_waits_for_the_point_of_another_without_a_trainer(
 ) -> None:
     """The other process may wait for the slot that a trainer would hold."""
     sweep, trainer = load(tmp_path, "list: [{optim.lr: 1e-4}]\n"), RunWriter()
-    other = Drive(sweep, trainer, "another")
+    other = SweepWorker(sweep, trainer, "another")
     taken = other.study.ask()
     assert taken is not None
     waits: list[int] = []
@@ -153,6 +153,6 @@ def test_a_process_waits_for_the_point_of_another_without_a_trainer(
         waits.append(len(trainer.trained))
         other.study.release(taken)
 
-    monkeypatch.setattr("flows.sweep.drive.pause", paused)
-    Drive(sweep, trainer, "call").run()
+    monkeypatch.setattr("flows.sweep.drive.wait_for_others", paused)
+    SweepWorker(sweep, trainer, "call").run()
     assert (waits, len(trainer.trained)) == ([0], 1)

@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Completed, Crashed, Failed
 
 from flows.server.api import LocalServer
-from flows.sweep.drive import Drive
+from flows.sweep.drive import SweepWorker
 from flows.sweep.flow import DEPLOYMENT, work_on_workers
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -24,7 +24,7 @@ Play = Callable[[SyncPrefectClient, FlowRun], None]
 """What becomes of a child that waits for a worker."""
 
 
-def around(drive: Drive, sweep: Sweep) -> None:
+def around(drive: SweepWorker, sweep: Sweep) -> None:
     """A sweep's flow run."""
 
     @flow
@@ -52,14 +52,14 @@ def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> It
 
     of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
 
-    def run(drive: Drive, sweep: Sweep, play: Play) -> list[FlowRun]:
+    def run(drive: SweepWorker, sweep: Sweep, play: Play) -> list[FlowRun]:
         def paused() -> None:
             for child in client.read_flow_runs(flow_run_filter=of_it):
                 if child.state is not None and not child.state.is_final():
                     children.append(child)
                     play(client, child)
 
-        monkeypatch.setattr("flows.sweep.flow.pause", paused)
+        monkeypatch.setattr("flows.sweep.flow.wait_for_others", paused)
         around(drive, sweep)
         return children
 
@@ -77,7 +77,7 @@ def test_each_child_brings_a_point_to_its_end_and_a_lost_one_is_replaced(
     on_workers: Callable[..., list[FlowRun]], tmp_path: Path
 ) -> None:
     sweep, trainer = load(tmp_path), RunWriter(fails={2: ValueError("the scorer raised")})
-    drive, num_children = Drive(sweep, trainer, "call"), 0
+    drive, num_children = SweepWorker(sweep, trainer, "call"), 0
 
     def play(client: SyncPrefectClient, child: FlowRun) -> None:
         nonlocal num_children
@@ -87,7 +87,7 @@ def test_each_child_brings_a_point_to_its_end_and_a_lost_one_is_replaced(
         elif num_children == 2:
             client.set_flow_run_state(child.id, Crashed(), force=True)
         else:
-            error = Drive(sweep, trainer, "call").run(whole=False)
+            error = SweepWorker(sweep, trainer, "call").run(whole=False)
             client.set_flow_run_state(child.id, Failed(message=error) if error else Completed(), force=True)
 
     on_workers(drive, sweep, play)
@@ -98,10 +98,10 @@ def test_each_child_brings_a_point_to_its_end_and_a_lost_one_is_replaced(
 
 def test_a_used_up_budget_starts_no_more_children(on_workers: Callable[..., list[FlowRun]], tmp_path: Path) -> None:
     sweep, trainer = load(tmp_path, Budget(runs=1)), RunWriter()
-    drive = Drive(sweep, trainer, "call")
+    drive = SweepWorker(sweep, trainer, "call")
 
     def play(client: SyncPrefectClient, child: FlowRun) -> None:
-        Drive(sweep, trainer, "call").run(whole=False)
+        SweepWorker(sweep, trainer, "call").run(whole=False)
         client.set_flow_run_state(child.id, Completed(), force=True)
 
     assert len(on_workers(drive, sweep, play)) == 3, "those that had been started found nothing to do"
@@ -115,13 +115,13 @@ def test_children_that_never_work_end_the_sweep_with_an_error(
     sweep = load(tmp_path)
     with pytest.raises(MillraceError, match="its runs end without working on a point"):
         on_workers(
-            Drive(sweep, RunWriter(), "call"),
+            SweepWorker(sweep, RunWriter(), "call"),
             sweep,
             lambda client, child: client.set_flow_run_state(child.id, Failed(message="no such file"), force=True),
         )
 
 
 def test_a_missing_deployment_is_an_error_with_its_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
-    drive = Drive(load(tmp_path), RunWriter(), "call")
+    drive = SweepWorker(load(tmp_path), RunWriter(), "call")
     with pytest.raises(MillraceError, match=r"has no deployment sweep-child/local\. `millrace up`"):
         around(drive, load(tmp_path))

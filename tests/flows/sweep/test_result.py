@@ -9,19 +9,19 @@ import pytest
 from optuna.trial import TrialState
 from prefect.logging import disable_run_logger
 
-from flows.progress import display_for_console, shown_on
+from flows.progress import display_for_console, use_display
 from flows.sweep.points import members_of
 from flows.sweep.result import (
-    begin_in_mlflow,
-    conclude,
-    description_of,
-    ended_in_mlflow,
-    finish_in_mlflow,
+    describe_sweep,
+    end_mlflow_run_on_error,
+    finish_mlflow_run,
     rows_of,
-    summary_of,
+    start_mlflow_run,
+    summary_lines,
     write_comparison,
+    write_result,
 )
-from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, Spending, SweepStudy
+from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from tests.helpers.mlflow import Server, running_server
@@ -64,8 +64,8 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
 def test_the_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
     sweep = load(tmp_path)
     study = with_scores(sweep, 0.1, 0.3)
-    result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), None)
-    assert summary_of(result) == [
+    result = write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), None)
+    assert summary_lines(result) == [
         "2 of 3 points finished, 1 not finished, 0 runs worked on, 0 steps",
         "best: point 2, optim.lr=0.0002: 0.3",
         f"best settings: {sweep.folder / 'best.yaml'}",
@@ -101,10 +101,10 @@ def test_the_run_in_mlflow_has_scores_files_and_a_description(server: Server, tm
     store = MlflowStore(sweep.base.tracking, tmp_path)
     study = with_scores(sweep, 0.1, 0.2, 0.3)
     with disable_run_logger():
-        own = begin_in_mlflow(sweep)
+        own = start_mlflow_run(sweep)
         assert own is not None
-        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), own)
-        finish_in_mlflow(sweep, result, description_of(sweep, result))
+        result = write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), own)
+        finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
     text = run.data.tags[NOTE_TAG]
@@ -117,9 +117,9 @@ def test_the_run_in_mlflow_has_scores_files_and_a_description(server: Server, tm
     assert {one.step: one.value for one in history} == {1: 0.1, 2: 0.2, 3: 0.3}
 
     with disable_run_logger():
-        assert begin_in_mlflow(sweep) == own, "the next call continues in the same run"
+        assert start_mlflow_run(sweep) == own, "the next call continues in the same run"
         assert store.client.get_run(own).info.status == "RUNNING"
-        with pytest.raises(OSError, match="full"), ended_in_mlflow(sweep, own):
+        with pytest.raises(OSError, match="full"), end_mlflow_run_on_error(sweep, own):
             raise OSError("full")
     assert store.client.get_run(own).info.status == "FAILED"
 
@@ -130,9 +130,11 @@ def test_a_page_that_nothing_serves_is_told_with_the_command_that_does(
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     sweep = load(tmp_path)
     study = with_scores(sweep)
-    with disable_run_logger(), shown_on(display_for_console()):
-        result = conclude(sweep, study.points(), Spending(study, sweep, "call").read(), begin_in_mlflow(sweep))
-        finish_in_mlflow(sweep, result, description_of(sweep, result))
+    with disable_run_logger(), use_display(display_for_console()):
+        result = write_result(
+            sweep, study.points(), BudgetTracker(study, sweep, "call").read(), start_mlflow_run(sweep)
+        )
+        finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
     *_, page, after = capsys.readouterr().out.splitlines()
     assert page.startswith("in MLflow: http://127.0.0.1:5000/#/")
     assert after.strip().startswith("after ")

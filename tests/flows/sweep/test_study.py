@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from optuna.trial import Trial, TrialState
 
-from flows.sweep.study import POINT, SETTINGS, Spending, SweepStudy, problems_at, pruner_of
+from flows.sweep.study import POINT, SETTINGS, BudgetTracker, SweepStudy, make_pruner, problem_scores_key
 from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.errors import ConfigError
@@ -62,7 +62,7 @@ def answers(seed: int, gain: float, num_problems: int = 60) -> dict[str, float]:
 
 
 def report(trial: Trial, scores: Mapping[str, float], step: int = 1, mean: float | None = None) -> None:
-    trial.set_user_attr(problems_at(step), dict(scores))
+    trial.set_user_attr(problem_scores_key(step), dict(scores))
     trial.report(float(np.mean(list(scores.values()))) if mean is None else mean, step)
 
 
@@ -160,7 +160,7 @@ def test_a_pruner_of_optuna_takes_its_options(open_study):
 )
 def test_options_that_optuna_does_not_take(load, pruning, told):
     with pytest.raises(ConfigError, match=r"pruning\.options: are not what Optuna's") as caught:
-        pruner_of(load(TPE + f"pruning: {{every_steps: 1, {pruning}}}\n").spec.pruning)
+        make_pruner(load(TPE + f"pruning: {{every_steps: 1, {pruning}}}\n").spec.pruning)
     assert told in str(caught.value)
 
 
@@ -261,19 +261,20 @@ def test_values_a_step_apart_are_of_the_range(open_study):
 )
 def test_the_budget_ends_by_what_is_used_up_first(load, budget, begun, told):
     sweep = load(GRID, budget=budget)
-    mine, child = (Spending(SweepStudy(sweep), sweep, "call") for _ in range(2))  # two processes of one call
+    mine, child = (BudgetTracker(SweepStudy(sweep), sweep, "call") for _ in range(2))  # two processes of one call
     found = [
-        spending.begin(run, 10) for spending, run in zip((mine, child) * 2, ("one", "two", "two", "three"), strict=True)
+        spending.reserve(run, 10)
+        for spending, run in zip((mine, child) * 2, ("one", "two", "two", "three"), strict=True)
     ]
     assert found == begun
     assert mine.read() == child.read()
     assert (mine.read()["ended_by"], mine.read()["steps"]) == (told, 10 * sum(begun))
-    assert Spending(SweepStudy(sweep), sweep, "another call").read()["runs"] == []
+    assert BudgetTracker(SweepStudy(sweep), sweep, "another call").read()["runs"] == []
 
 
 def test_steps_that_are_given_back_may_be_spent(load):
     sweep = load(GRID, budget=Budget(steps=10))
-    spending = Spending(SweepStudy(sweep), sweep, "call")
-    assert spending.begin("one", 10)
-    spending.give_back(10)
-    assert spending.begin("two", 10)
+    spending = BudgetTracker(SweepStudy(sweep), sweep, "call")
+    assert spending.reserve("one", 10)
+    spending.refund(10)
+    assert spending.reserve("two", 10)

@@ -17,10 +17,10 @@ from flows.stages.stage import Stage
 from flows.stages.trainer import record_inputs
 from flows.stages.validate import Validate
 from flows.stages.warm_start import WarmStart
-from flows.sweep.points import committed
+from flows.sweep.points import committed_step_or_zero
 from flows.work.checkpoints import committed_step
 from flows.work.open_run import OpenRun, open_run
-from flows.work.origin import require_same
+from flows.work.origin import require_same_inputs
 from flows.work.protocol import Note
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -28,12 +28,12 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError
-from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.failures import append_failure, failure_from, read_failures
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.supervised import build_model
 from rlcore.tracking.lineage import Origin, read_origin
-from rlcore.user_code import code_of
+from rlcore.user_code import code_for_run
 
 TASK = """
 from pathlib import Path
@@ -84,7 +84,7 @@ def begin(config: RunConfig) -> RunLayout:
 def refused(config: RunConfig) -> str:
     """What the plan and a start say; a sweep counts the run as not begun, and so starts it."""
     told = set()
-    assert committed(config) == 0
+    assert committed_step_or_zero(config) == 0
     for go_on in (make_plan, lambda config: open_run(config).__enter__()):
         with pytest.raises(CheckpointError) as error:
             go_on(config)
@@ -109,7 +109,7 @@ def test_an_edited_scorer_is_refused_with_a_patch(config: RunConfig, tmp_path: P
     (tmp_path / "mine_helper.py").write_bytes((layout.code / "mine_helper.py").read_bytes())
     with open_run(config):
         (tmp_path / "mine_helper.py").write_text("an edit while the run goes on is for the next start")
-        assert committed(config) == committed_step(config) == 2
+        assert committed_step_or_zero(config) == committed_step(config) == 2
     assert "for the next start" in refused(config)
 
 
@@ -142,14 +142,14 @@ def test_before_its_first_checkpoint_a_run_takes_new_code(config: RunConfig, tmp
     (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
     with open_run(config):
         assert (layout.code / "mine_helper.py").read_text() != before
-        assert code_of(config).sources["mine_helper.py"].content.decode().count("isalpha") == 1
+        assert code_for_run(config).sources["mine_helper.py"].content.decode().count("isalpha") == 1
 
 
 def test_a_run_of_before_its_code_was_kept_goes_on(config: RunConfig) -> None:
     layout = begin(config)
     shutil.rmtree(layout.code)  # with the bytecode of what ran from there
     with open_run(config):
-        assert committed(config) == 2
+        assert committed_step_or_zero(config) == 2
     assert (layout.code / "mine_task.py").is_file()
 
 
@@ -167,14 +167,14 @@ def test_another_model_under_the_same_path_is_refused(
     assert len(whole) == len(other)
 
     weights.touch()
-    assert committed(config) == 2
+    assert committed_step_or_zero(config) == 2
     weights.write_bytes(other)
     told = refused(config)
     assert f"model.path, {weights.parent}: {weights.name}: " in told
     assert "--fork mine@2" in told
     weights.write_bytes(whole)
     with open_run(config):
-        assert committed(config) == 2
+        assert committed_step_or_zero(config) == 2
 
     monkeypatch.chdir(tmp_path / "there")
     assert str(tmp_path / "there" / "mm") in refused(config)
@@ -182,7 +182,7 @@ def test_another_model_under_the_same_path_is_refused(
     assert origin is not None
     replace(origin, models={}).write(layout.run_dir)  # as begun on a machine without the model
     with open_run(config):
-        assert committed(config) == 2
+        assert committed_step_or_zero(config) == 2
     monkeypatch.chdir(tmp_path / "here")
     assert str(weights.parent) in refused(config)
     layout.run_json.write_text("[]")
@@ -196,7 +196,7 @@ def test_a_run_that_was_only_validated_has_begun(config: RunConfig, tmp_path: Pa
         pass
     layout.validation.mkdir()
     (layout.validation / "before.json").touch()
-    require_same(config, layout)
+    require_same_inputs(config, layout)
     (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
     told = refused(config)
     assert told.startswith(f"{layout.run_dir}: has begun with other code, data or models, so going on would be another")
@@ -205,7 +205,7 @@ def test_a_run_that_was_only_validated_has_begun(config: RunConfig, tmp_path: Pa
         "dataset); or start another run by what is there now, from step 0, with a run_id of its own."
     )
     (layout.validation / "before.json").rename(layout.validation / "before.txt")
-    require_same(config, layout)
+    require_same_inputs(config, layout)
 
 
 def test_changed_files_are_named_with_digests(config: RunConfig, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_changed_files_are_named_with_digests(config: RunConfig, tmp_path: Path)
     line = f"  mine_numbers.txt: {then} then, {now} now"
     assert f"another run:\n{line}\nPut back what has changed" in refused(config)
     Origin(config).write(layout.run_dir)
-    require_same(config, layout)
+    require_same_inputs(config, layout)
 
 
 def test_other_demonstrations_are_refused_before_another_start_model_is_made(config: RunConfig, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_other_demonstrations_are_refused_before_another_start_model_is_made(con
     file.write_text("".join(lines))
     warm = config.warm_start.model_copy(update={"enabled": True, "demonstrations": str(file)})
     layout = begin(config := config.model_copy(update={"warm_start": warm}))
-    require_same(config, layout)
+    require_same_inputs(config, layout)
     before, now = (sha256("".join(text).encode()).hexdigest()[:16] for text in (lines, lines[1:]))
     file.write_text("".join(lines[1:]))
     line = f"  warm_start.demonstrations: {before} then, {now} now"
@@ -233,7 +233,7 @@ def test_other_demonstrations_are_refused_before_another_start_model_is_made(con
     file.unlink()
     assert f"  warm_start.demonstrations: {before} then, absent now\n" in refused(config)
     file.write_text("".join(lines))
-    assert committed(config) == 2
+    assert committed_step_or_zero(config) == 2
 
 
 def test_other_rows_are_refused_before_another_start_model_is_made(
@@ -249,7 +249,7 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
     stages: tuple[Stage[object], ...] = (Validate("last"), WarmStart())
     for stage in stages:
         with pytest.raises(CheckpointError) as error, open_run(config) as run:
-            stage.result(run)
+            stage.find_or_make(run)
         told = str(error.value)
         assert f"another run:\n  rows: {others} then, {now.filtered_directory} now\nPut back what" in told
         assert "--fork mine@2" in told
@@ -258,10 +258,10 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
     shutil.copytree(now.filtered_directory, same)
     for known in (now.filtered_directory, same, artifacts_root / "filtered" / "deleted"):
         replace(now, filtered_directory=known).write(config, layout)
-        require_same(config, layout, now)
+        require_same_inputs(config, layout, now)
     shutil.rmtree(layout.checkpoints)
     replace(now, filtered_directory=others).write(config, layout)
-    require_same(config, layout, now)
+    require_same_inputs(config, layout, now)
 
 
 def test_events_are_passed_on_inside_the_block(config: RunConfig) -> None:
@@ -269,7 +269,7 @@ def test_events_are_passed_on_inside_the_block(config: RunConfig) -> None:
     with open_run(config, ["millrace", "run"], "a title") as run:
         assert (run.command, run.title, run.run_id) == (("millrace", "run"), "a title", "mine")
         before = run.trainer.on_event, run.trainer.on_line, run.trainer.on_wait
-        with suppress(KeyError), run.heard_by(heard.append, heard.append, lambda: heard.append("waits")):
+        with suppress(KeyError), run.route_events(heard.append, heard.append, lambda: heard.append("waits")):
             run.trainer.on_event(Note("a"))
             run.trainer.on_line("b")
             run.trainer.on_wait()
@@ -283,12 +283,12 @@ def test_events_are_passed_on_inside_the_block(config: RunConfig) -> None:
 def test_an_early_fault_is_noted_once(config: RunConfig) -> None:
     layout = RunLayout.of(config)
     with suppress(DataError), open_run(config):
-        note_fault(layout.run_dir, fault_of(DataError("of the trainer"), "gen", 0))
+        append_failure(layout.run_dir, failure_from(DataError("of the trainer"), "gen", 0))
         raise DataError("of the trainer")
-    assert [fault.phase for fault in read_faults(layout.run_dir)] == ["gen"]
+    assert [fault.phase for fault in read_failures(layout.run_dir)] == ["gen"]
     with pytest.raises(DataError), open_run(config):
         raise DataError("of the flow")
-    assert [(fault.phase, fault.message, fault.step) for fault in read_faults(layout.run_dir)] == [
+    assert [(fault.phase, fault.message, fault.step) for fault in read_failures(layout.run_dir)] == [
         ("gen", "of the trainer", 0),
         ("", "of the flow", 0),
     ]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from flows.work.open_run import anchored
+from flows.work.open_run import with_absolute_paths
 from flows.work.runs import (
     Outcome,
     all_runs,
     collect_garbage,
+    find_named_runs,
+    find_run,
     find_runs,
-    named_run,
-    named_runs,
     prune,
-    settings_of,
+    read_settings,
     sync,
 )
 from rlcore.checkpoint.state import TrainerState
@@ -40,7 +40,7 @@ def made(tmp_path: Path) -> Made:
         config = load_config([f"paths.root={tmp_path}", f"run_id={run_id}", *overrides], experiment="debug")
         layout = RunLayout.of(config)
         layout.run_dir.mkdir(parents=True)
-        Origin(anchored(config, layout)).write(layout.run_dir)
+        Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
         return layout
 
     return make
@@ -50,11 +50,11 @@ def test_a_run_is_named_by_folder_id_or_prefix(made: Made, tmp_path: Path) -> No
     one, two, long = (made(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
     (tmp_path / "runs" / "empty").mkdir()
     assert all_runs(tmp_path) == [one, long, two]
-    assert named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
+    assert find_named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
     only = tmp_path / "other" / "runs" / "div-7"
     only.mkdir(parents=True)
     (only / "run.json").touch()
-    assert named_runs(["d", "div-"], tmp_path / "other") == [only, only]
+    assert find_named_runs(["d", "div-"], tmp_path / "other") == [only, only]
     runs = tmp_path / "runs"
     rest = "Name one of them, or another root (--root, or paths.root)."
     for name, told in (
@@ -66,10 +66,10 @@ def test_a_run_is_named_by_folder_id_or_prefix(made: Made, tmp_path: Path) -> No
         ("", f"'': is neither the folder nor the id of a run; under {runs} there are: sum-1, sum-10, sum-2. {rest}"),
     ):
         with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
-            named_runs([name], tmp_path)
+            find_named_runs([name], tmp_path)
     nothing = tmp_path / "nothing"
     with pytest.raises(DataError, match=rf"under {nothing}/runs there are: none\. Name"):
-        named_runs(["sum"], nothing)
+        find_named_runs(["sum"], nothing)
 
 
 def test_eight_runs_are_all_named_in_a_message(tmp_path: Path) -> None:
@@ -77,21 +77,21 @@ def test_eight_runs_are_all_named_in_a_message(tmp_path: Path) -> None:
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
         (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
     with pytest.raises(DataError, match=r"there are: run-0, .*, run-7\. Name one of them"):
-        named_runs(["other"], tmp_path)
+        find_named_runs(["other"], tmp_path)
 
 
 def test_one_run_by_a_word_or_by_settings(made: Made, tmp_path: Path) -> None:
     layout = made("sum-1")
     for words in (["sum-1"], [str(layout.run_dir)], ["experiment=debug", "run_id=sum-1"]):
-        config, found = named_run(words, tmp_path)
+        config, found = find_run(words, tmp_path)
         assert (config.run_id, found.run_dir, found.root) == ("sum-1", layout.run_dir, tmp_path)
     for words in (["sum-1", "sum-2"], ["experiment=debug", "sum-1"]):
         with pytest.raises(ConfigError, match=f"^RUN: must be one run, .*; got {' '.join(words)}$"):
-            named_run(words, tmp_path)
+            find_run(words, tmp_path)
     with pytest.raises(DataError, match=r"runs/sum-3: there is no such run: the settings name it"):
-        named_run(["experiment=debug", "run_id=sum-3"], tmp_path)
+        find_run(["experiment=debug", "run_id=sum-3"], tmp_path)
     odd = shutil.copytree(layout.run_dir, tmp_path / "runs" / "seed=1")
-    assert named_run([str(odd)], None)[1].run_dir == odd, "a folder's name may look like a setting"
+    assert find_run([str(odd)], None)[1].run_dir == odd, "a folder's name may look like a setting"
 
 
 def test_settings_of_another_version_are_told_with_their_file(made: Made) -> None:
@@ -99,7 +99,7 @@ def test_settings_of_another_version_are_told_with_their_file(made: Made) -> Non
     layout.run_json.write_text('{"settings": {"from_tomorrow": 1}}')
     told = rf"^{layout.run_json}: cannot be read \(.*\); use the version of Millrace that wrote it"
     with pytest.raises(DataError, match=told):
-        settings_of(layout.run_dir)
+        read_settings(layout.run_dir)
 
 
 def checkpoints(config: RunConfig, layout: RunLayout, steps: int) -> list[Path]:
@@ -119,7 +119,7 @@ def checkpoints(config: RunConfig, layout: RunLayout, steps: int) -> list[Path]:
 def test_pruning_reports_what_it_deletes(made: Made) -> None:
     layout = made("sum-1", "checkpoint.keep_last=2", "checkpoint.keep_best=0")
     assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "no checkpoints", ok=True)
-    folders = checkpoints(settings_of(layout.run_dir), layout, 5)
+    folders = checkpoints(read_settings(layout.run_dir), layout, 5)
     told = prune(layout.run_dir, dry_run=True)
     assert str(told) == "sum-1: would delete 3 of 5 checkpoints, 1.2 MB"
     assert (told.ok, all(folder.is_dir() for folder in folders)) == (True, True)

@@ -9,7 +9,7 @@ import pytest
 
 from flows.cli import exit_code
 from flows.commands.runs import slots as slots_command
-from flows.work.slots import HeldSlots, Slots, State, Wish
+from flows.work.slots import HeldSlots, SlotRequest, Slots, SlotState
 from flows.work.status import status_of
 from rlcore.errors import ConfigError, DataError
 from rlcore.storage.locks import RUN_LOCK, FileLock, HeldLock
@@ -19,17 +19,17 @@ from tests.storage.small_disk import fill, mounted
 PAGE_BYTES = 4_096
 
 
-def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> Wish:
-    return Wish(run_id, number, priority, since, 1)
+def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> SlotRequest:
+    return SlotRequest(run_id, number, priority, since, 1)
 
 
-def take_later(slots: Slots, wish: Wish, held: list[tuple[str, HeldSlots]]) -> Thread:
+def take_later(slots: Slots, wish: SlotRequest, held: list[tuple[str, HeldSlots]]) -> Thread:
     def take() -> None:
-        held.append((wish.run_id, slots.take(wish, lambda reason: None)))
+        held.append((wish.run_id, slots.acquire(wish, lambda reason: None)))
 
     thread = Thread(target=take, daemon=True)
     thread.start()
-    wait_until(lambda: wish in slots.look().waiting or not thread.is_alive(), "a change of the slots")
+    wait_until(lambda: wish in slots.read_state().waiting or not thread.is_alive(), "a change of the slots")
     return thread
 
 
@@ -39,8 +39,8 @@ def nobody_waits(reason: str) -> None:
 
 def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
-    assert [slots.take(wish(name), nobody_waits).descriptors for name in "abc"] == [[], [], []]
-    held = slots.take(wish("d"), nobody_waits)
+    assert [slots.acquire(wish(name), nobody_waits).descriptors for name in "abc"] == [[], [], []]
+    held = slots.acquire(wish("d"), nobody_waits)
     assert not held.must_yield()
     held.release()
     assert not slots.folder.exists()
@@ -49,17 +49,17 @@ def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
 def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "0"])
-    first = slots.take(wish("first", 2), nobody_waits)
+    first = slots.acquire(wish("first", 2), nobody_waits)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     wishes = [wish("late", since=3), wish("wide", 2, since=2), wish("urgent", priority=1, since=4)]
     held: list[tuple[str, HeldSlots]] = []
     threads = [take_later(slots, one, held) for one in wishes]
-    state = slots.look()
+    state = slots.read_state()
     assert [one.run_id for one in state.waiting] == ["urgent", "wide", "late"]
-    assert "before it in line: urgent (priority 1), wide (priority 0)" in state.reason(wishes[0])
+    assert "before it in line: urgent (priority 1), wide (priority 0)" in state.wait_reason(wishes[0])
     first.release()
     wait_until(lambda: len(held) == 1, "a change of the slots")
-    assert slots.look().num_free == 1, "'late' does not pass 'wide', which waits for both"
+    assert slots.read_state().num_free == 1, "'late' does not pass 'wide', which waits for both"
     for number in (2, 3):
         held[number - 2][1].release()
         wait_until(lambda number=number: len(held) == number, "a change of the slots")
@@ -67,7 +67,7 @@ def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> Non
     held[-1][1].release()
     for thread in threads:
         thread.join()
-    assert slots.look() == State(("0", "0"), {}, ())
+    assert slots.read_state() == SlotState(("0", "0"), {}, ())
 
 
 def test_a_run_yields_by_a_naive_twin() -> None:
@@ -84,7 +84,7 @@ def test_a_run_yields_by_a_naive_twin() -> None:
             wish(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
             for i in range(random.randint(0, 3))
         ]
-        state = State(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
+        state = SlotState(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
         for holder in set(holders.values()):
             left = num_slots - len(holders)
             for one in state.waiting:
@@ -97,14 +97,14 @@ def test_a_run_yields_by_a_naive_twin() -> None:
 def test_the_reason_of_a_wait() -> None:
     first, second = wish("first", 2), wish("second", 3, priority=1)
     mine = wish("mine", 2, since=5)
-    state = State(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, wish("later", since=6)))
-    assert (state.num_free, state.num_wanted_before(mine)) == (1, 0)
-    assert state.reason(mine) == (
+    state = SlotState(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, wish("later", since=6)))
+    assert (state.num_free, state.num_requested_before(mine)) == (1, 0)
+    assert state.wait_reason(mine) == (
         "waits for 2 of 4 slots with priority 0: 1 free, held by first (priority 0), second (priority 1)"
     )
-    empty = State(("",), {}, (second, mine))
-    assert empty.num_wanted_before(mine) == 3
-    assert empty.reason(mine) == (
+    empty = SlotState(("",), {}, (second, mine))
+    assert empty.num_requested_before(mine) == 3
+    assert empty.wait_reason(mine) == (
         "waits for 2 of 1 slots with priority 0: 1 free, held by nobody; before it in line: second (priority 1)"
     )
 
@@ -112,17 +112,17 @@ def test_the_reason_of_a_wait() -> None:
 def test_a_trainer_sees_the_devices_of_its_slots(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "", "1", "1"])
-    first = slots.take(wish("first"), nobody_waits)
-    cpu = slots.take(wish("cpu"), nobody_waits)
-    wide = slots.take(wish("wide", 2), nobody_waits)
+    first = slots.acquire(wish("first"), nobody_waits)
+    cpu = slots.acquire(wish("cpu"), nobody_waits)
+    wide = slots.acquire(wish("wide", 2), nobody_waits)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     assert cpu.environment == {}
     assert wide.environment == {"CUDA_VISIBLE_DEVICES": "1"}
     assert [len(one.descriptors) for one in (first, cpu, wide)] == [1, 1, 2]
-    assert slots.look().holders == {0: wish("first"), 1: wish("cpu"), 2: wish("wide", 2), 3: wish("wide", 2)}
+    assert slots.read_state().holders == {0: wish("first"), 1: wish("cpu"), 2: wish("wide", 2), 3: wish("wide", 2)}
     first.release()
     cpu.release()
-    both = slots.take(wish("both", 2), nobody_waits)
+    both = slots.acquire(wish("both", 2), nobody_waits)
     assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     for held in (both, wide, wide):
         held.release()
@@ -131,7 +131,7 @@ def test_a_trainer_sees_the_devices_of_its_slots(tmp_path: Path) -> None:
 def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = slots.take(wish("low"), nobody_waits)
+    held = slots.acquire(wish("low"), nobody_waits)
     answers = []
 
     def look(reason: str) -> None:
@@ -140,7 +140,7 @@ def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
 
     for priority in (1, 0):
         with pytest.raises(TimeoutError):
-            slots.take(wish("urgent", priority=priority), look)
+            slots.acquire(wish("urgent", priority=priority), look)
     assert answers == [True, False]
     held.release()
     assert not held.must_yield()
@@ -151,10 +151,10 @@ def test_a_slot_without_text_is_taken(tmp_path: Path) -> None:
     slots.set_devices(["", ""])
     lock = FileLock(slots.path(1))
     assert lock.try_acquire()
-    assert slots.look().holders == {1: Wish("a run that has just begun", 1, 0, 0.0, 0)}
+    assert slots.read_state().holders == {1: SlotRequest("a run that has just begun", 1, 0, 0.0, 0)}
     lock.release()
-    assert slots.look().holders == {}
-    assert slots.reason_of("nobody") == ""
+    assert slots.read_state().holders == {}
+    assert slots.wait_reason("nobody") == ""
     slots.require(2)
 
 
@@ -162,25 +162,25 @@ def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:
     with mounted(tmp_path) as disk:
         slots = Slots(disk)
         slots.set_devices(["", ""])
-        held = slots.take(wish("first"), nobody_waits)
+        held = slots.acquire(wish("first"), nobody_waits)
         ballast = fill(disk)
         held.release()
         for num_pages in (0, 1):  # too few for the waiting run's file; too few for the second slot's
             fill(disk, num_pages * PAGE_BYTES)
             with pytest.raises(OSError, match="No space left"):
-                slots.take(wish("second", 2), nobody_waits)
-            assert slots.look() == State(("", ""), {}, ())
+                slots.acquire(wish("second", 2), nobody_waits)
+            assert slots.read_state() == SlotState(("", ""), {}, ())
         ballast.unlink()
-        slots.take(wish("second", 2), nobody_waits).release()
+        slots.acquire(wish("second", 2), nobody_waits).release()
 
 
 def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = slots.take(wish("first"), nobody_waits)
+    held = slots.acquire(wish("first"), nobody_waits)
     with pytest.raises(AssertionError, match="held by first"):
-        slots.take(wish("second"), nobody_waits)
-    assert slots.look().waiting == ()
+        slots.acquire(wish("second"), nobody_waits)
+    assert slots.read_state().waiting == ()
     held.release()
 
 
@@ -188,7 +188,7 @@ def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
 def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
-    held = slots.take(wish("first", 2), nobody_waits)
+    held = slots.acquire(wish("first", 2), nobody_waits)
     second = wish("second", 2)
     reasons: list[str] = []
 
@@ -199,9 +199,9 @@ def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
 
     if number:
         with pytest.raises(ConfigError, match=r"at most the slots of .*, which are 1; got 2"):
-            slots.take(second, on_wait)
+            slots.acquire(second, on_wait)
     else:
-        assert slots.take(second, on_wait).descriptors == []
+        assert slots.acquire(second, on_wait).descriptors == []
     held.release()
 
 
@@ -210,7 +210,7 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
     slots.set_devices([""])
     run_dir.mkdir(parents=True)
     (run_dir / "run.json").write_text("{}")
-    held = slots.take(wish("first"), nobody_waits)
+    held = slots.acquire(wish("first"), nobody_waits)
     with HeldLock(run_dir / RUN_LOCK, what="the run"):
         got: list[tuple[str, HeldSlots]] = []
         thread = take_later(slots, wish("second"), got)
@@ -239,9 +239,9 @@ def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureF
         Slots(tmp_path).require(5)
     (tmp_path / "slots" / "slots.json").unlink()
     (tmp_path / "slots" / "slots.json").mkdir()
-    assert exit_code(Slots(tmp_path).look) == 1
+    assert exit_code(Slots(tmp_path).read_state) == 1
     assert capsys.readouterr().err == f"{tmp_path}/slots/slots.json: is no ordinary file\n"
     (tmp_path / "slots" / "slots.json").rmdir()
     (tmp_path / "slots" / "slots.json").write_text("{")
     with pytest.raises(DataError, match="is damaged"):
-        Slots(tmp_path).look()
+        Slots(tmp_path).read_state()

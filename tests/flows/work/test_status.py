@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.stack.state import WORKERS_COMMAND
-from flows.work.open_run import STOP_FILE, anchored, note_told
-from flows.work.status import SAME_COMMAND, failure_of, how_it_goes_on, size_of, status_of, was_told, worker_of
+from flows.stack.state import FLOW_RUN_COMMAND
+from flows.work.open_run import STOP_FILE, record_stop_request, with_absolute_paths
+from flows.work.status import SAME_COMMAND, failure_of, is_stop_requested, resume_hint, size_of, status_of, worker_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
@@ -18,7 +18,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.run.disk import GOES_ON, PAUSED
-from rlcore.run.faults import fault_of, note_fault
+from rlcore.run.failures import append_failure, failure_from
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
@@ -40,7 +40,7 @@ def layout(config: RunConfig) -> RunLayout:
     """A run's folder as it is before its trainer begins."""
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
-    Origin(anchored(config, layout)).write(layout.run_dir)
+    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
     return layout
 
 
@@ -131,30 +131,30 @@ def test_the_score_of_a_run(layout: RunLayout, config: RunConfig) -> None:
 def test_who_works_on_a_run_holds_its_lock(layout: RunLayout) -> None:
     run_dir = layout.run_dir
     assert worker_of(run_dir) is None
-    assert not was_told(run_dir, None)
-    note_told(run_dir, Holder.me())
+    assert not is_stop_requested(run_dir, None)
+    record_stop_request(run_dir, Holder.me())
     with RunLock(run_dir):
         worker = worker_of(run_dir)
         assert worker is not None
-        assert (worker.pid, was_told(run_dir, worker)) == (os.getpid(), True)
-        assert not was_told(run_dir, replace(worker, pid=1))
-        assert not was_told(run_dir, replace(worker, born=worker.born + 1))
+        assert (worker.pid, is_stop_requested(run_dir, worker)) == (os.getpid(), True)
+        assert not is_stop_requested(run_dir, replace(worker, pid=1))
+        assert not is_stop_requested(run_dir, replace(worker, born=worker.born + 1))
     (run_dir / STOP_FILE).write_text("[]")
-    assert not was_told(run_dir, Holder.me())
+    assert not is_stop_requested(run_dir, Holder.me())
 
 
 def test_how_a_run_goes_on_says_whose_it_was(layout: RunLayout) -> None:
     run_dir, me = layout.run_dir, Holder.me()
-    assert how_it_goes_on(run_dir) == SAME_COMMAND == "the same command goes on"
+    assert resume_hint(run_dir) == SAME_COMMAND == "the same command goes on"
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(me)))
-    assert how_it_goes_on(run_dir) == SAME_COMMAND
-    (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {WORKERS_COMMAND}"))))
-    assert how_it_goes_on(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
+    assert resume_hint(run_dir) == SAME_COMMAND
+    (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {FLOW_RUN_COMMAND}"))))
+    assert resume_hint(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
     told = {"process": [me.pid, me.born], "time": 1.0, "flow_run": "7f"}
     (run_dir / STOP_FILE).write_text(json.dumps(told))
-    assert how_it_goes_on(run_dir) == "`prefect flow-run retry 7f` goes on, or Retry on its page"
+    assert resume_hint(run_dir) == "`prefect flow-run retry 7f` goes on, or Retry on its page"
     (run_dir / STOP_FILE).write_text(json.dumps(told | {"process": [1, 1.0]}))
-    assert how_it_goes_on(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
+    assert resume_hint(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
 
 
 def test_the_later_of_stop_and_fault_counts(layout: RunLayout) -> None:
@@ -163,12 +163,12 @@ def test_the_later_of_stop_and_fault_counts(layout: RunLayout) -> None:
 
     (layout.run_dir / STOP_FILE).write_text('{"time": 5.0}')
     assert (state(), failure_of(layout.run_dir)) == ("stopped", "")
-    note_fault(layout.run_dir, replace(fault_of(DataError("old"), "", 0), time=4.0))
+    append_failure(layout.run_dir, replace(failure_from(DataError("old"), "", 0), time=4.0))
     assert state() == "stopped"
-    note_fault(layout.run_dir, replace(fault_of(DataError("row 7\nmore"), "", 0), time=5.0))
+    append_failure(layout.run_dir, replace(failure_from(DataError("row 7\nmore"), "", 0), time=5.0))
     assert (state(), failure_of(layout.run_dir)) == ("failed", "failed: data after step 0: row 7")
     begin(layout)
-    note_fault(layout.run_dir, fault_of(DataError("row 8"), "gen", 2))
+    append_failure(layout.run_dir, failure_from(DataError("row 8"), "gen", 2))
     assert failure_of(layout.run_dir) == "lost: data in gen after step 2: row 8"
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.work.protocol import Event, Happening, Note, Progress
-from flows.work.slots import Slots, Wish
-from flows.work.trainer import WAITS, TrainerProcess
+from flows.work.protocol import Event, Note, Progress, RunEvent
+from flows.work.slots import SlotRequest, Slots
+from flows.work.trainer import WAITS_FOR_SLOTS, TrainerProcess
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
-from rlcore.run.faults import read_faults
+from rlcore.run.failures import read_failures
 from tests.helpers import small_trainer
 
 WAIT_S = 60.0
@@ -37,8 +37,8 @@ class Heard:
         return [event.step for event in self.events if isinstance(event, Progress)]
 
 
-def wish(run_id: str = "a", priority: int = 0) -> Wish:
-    return Wish(run_id, 1, priority, time.time(), os.getpid())
+def wish(run_id: str = "a", priority: int = 0) -> SlotRequest:
+    return SlotRequest(run_id, 1, priority, time.time(), os.getpid())
 
 
 Start = Callable[..., TrainerProcess]
@@ -149,7 +149,7 @@ def test_a_call_after_a_kill_resumes(start: Start, heard: Heard, tmp_path: Path)
             client.call("train", to_step=5)
         assert client.call("train", to_step=5) == {"step": 5}
     assert heard.steps == [1, 2, 3, 3, 4, 5]
-    assert [(fault.kind, fault.step) for fault in read_faults(tmp_path)] == [("lost worker", 3)]
+    assert [(fault.kind, fault.step) for fault in read_failures(tmp_path)] == [("lost worker", 3)]
 
 
 def test_a_dead_process_whose_pipe_is_held(start: Start, tmp_path: Path) -> None:
@@ -342,7 +342,9 @@ class Run:
 
     @property
     def waits(self) -> list[str]:
-        return [event.data["text"] for event in self.events if isinstance(event, Happening) and event.name == WAITS]
+        return [
+            event.data["text"] for event in self.events if isinstance(event, RunEvent) and event.name == WAITS_FOR_SLOTS
+        ]
 
 
 def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
     assert (low.step, urgent.step) == (21, 2)
     assert "waits for 1 of 1 slots with priority 5: 0 free, held by low (priority 0)" in urgent.waits[0]
     assert "held by urgent (priority 5)" in low.waits[-1]
-    assert Slots(tmp_path).look().holders == {}
+    assert Slots(tmp_path).read_state().holders == {}
 
 
 def test_a_damaged_list_of_slots_ends_no_trainer(tmp_path: Path) -> None:
@@ -391,8 +393,8 @@ def test_a_killed_flow_keeps_its_slot_until_its_trainer_has_saved(tmp_path: Path
     trainer.suspend()  # it must not end before it was looked at
     parent.send_signal(signal.SIGKILL)
     assert parent.wait() == -signal.SIGKILL
-    assert Slots(tmp_path).look().num_free == 0
+    assert Slots(tmp_path).read_state().num_free == 0
     trainer.resume()
-    wait_until(lambda: Slots(tmp_path).look().num_free == 1)
+    wait_until(lambda: Slots(tmp_path).read_state().num_free == 1)
     assert not is_running(trainer.pid)
     assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()

@@ -1,7 +1,7 @@
 """Steps of vLLM's scheduler in which every response grows by one token, ordered in arrays.
 
 `shortened_scheduler(base)` is given to vLLM as its scheduler class before an engine starts. All names of vLLM that it
-uses are in `names.py`, where `scheduler_obstacle` checks them when an engine starts. Where one differs, vLLM orders
+uses are in `names.py`, where `unsupported_reason` checks them when an engine starts. Where one differs, vLLM orders
 every step itself, and one warning gives the reason.
 """
 

@@ -29,9 +29,9 @@ SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
 """The same for the scheduler's own numbers and texts."""
 
 
-def scheduler_obstacle(scheduler: Any) -> str | None:
+def unsupported_reason(scheduler: Any) -> str | None:
     """Why this scheduler cannot take short steps; None where it can."""
-    missing = _missing("scheduler", scheduler, SCHEDULER_NAMES) + _missing_of_requests()
+    missing = _missing_names("scheduler", scheduler, SCHEDULER_NAMES) + _missing_request_names()
     if missing:
         return _without(missing)
     groups = scheduler.kv_cache_config.kv_cache_groups
@@ -59,20 +59,20 @@ def _part(owner: Any, path: str, absent: Any = None) -> Any:
     return owner
 
 
-def _missing(kind: str, owner: Any, names: Mapping[str, str]) -> list[str]:
+def _missing_names(kind: str, owner: Any, names: Mapping[str, str]) -> list[str]:
     """Names that an object of vLLM lacks."""
     wanted = [f"{path}.{name}".lstrip(".") for path, of_path in names.items() for name in of_path.split()]
     return [f"{kind}.{name}" for name in wanted if _part(owner, name, _ABSENT) is _ABSENT]
 
 
-def _missing_of_requests() -> list[str]:
+def _missing_request_names() -> list[str]:
     """Names that a request of vLLM lacks, by what its class defines and its constructor sets."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     defined = {*dir(Request), *Request.__init__.__code__.co_names}
     missing = [f"request.{name}" for name in REQUEST_NAMES.split() if name not in defined]
-    return missing + _missing("sampling_params", SamplingParams(), {"": SAMPLING_NAMES})
+    return missing + _missing_names("sampling_params", SamplingParams(), {"": SAMPLING_NAMES})
 
 
 def _without(missing: list[str]) -> str:

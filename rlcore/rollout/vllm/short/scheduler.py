@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.rollout.vllm.short.names import REQUEST_CHANGES, SCHEDULER_CHANGES, scheduler_obstacle
+from rlcore.rollout.vllm.short.names import REQUEST_CHANGES, SCHEDULER_CHANGES, unsupported_reason
 
 log = logging.getLogger(__name__)
 
 _Scheduler: Any = object
 """Stands for vLLM's scheduler class, which follows `ShortSteps` in the class that is made of both."""
 
-_MOST_STEPS = 256
+_MAX_SHORT_STEPS = 256
 """Short steps after which vLLM's requests are told of their tokens in any case."""
 
 
-class _Kept:
+class _BufferedTokens:
     """Tokens of one answer that no output has carried yet, with their log-probabilities."""
 
     __slots__ = ("logprobs", "token_ids")
@@ -63,8 +63,8 @@ class _Rows:
         self.to_come = np.array(limits, dtype=np.int64) - 1 - self.computed
         self.running = np.arange(len(requests))
         self.num_ordered = self.num_taken = 0
-        self.token_ids = np.zeros((len(requests), _MOST_STEPS), dtype=np.int64)
-        self.logprobs = np.zeros((len(requests), _MOST_STEPS), dtype=np.float32)
+        self.token_ids = np.zeros((len(requests), _MAX_SHORT_STEPS), dtype=np.int64)
+        self.logprobs = np.zeros((len(requests), _MAX_SHORT_STEPS), dtype=np.float32)
         self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
 
     def ready(self) -> Any:
@@ -88,7 +88,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reason = scheduler_obstacle(self)
+        reason = unsupported_reason(self)
         if reason is not None:
             log.warning("rollout.engine: vLLM's own scheduler orders every step, which takes longer: %s", reason)
         self.short_steps_allowed = reason is None
@@ -102,15 +102,15 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self.num_preempting_steps = 0
         self.num_short_steps = 0
         self._hashes_behind = False
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _BufferedTokens] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the next step."""
-        if self.short_steps_allowed and self._may_be_short and self._example is not None and not self._fills_up():
+        if self.short_steps_allowed and self._may_be_short and self._example is not None and not self._admits_waiting():
             order = self._one_token_each()
             if order is not None:
                 return order
-        return self._general(*args, **kwargs)
+        return self._full_step(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take in a step's tokens; the outputs of a short step are those of the answers that may have ended."""
@@ -118,29 +118,29 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             _, rows, ordered = self._short_steps.popleft()
             if rows is self._rows:
                 if model_runner_output.sampled_token_ids:
-                    return self._take(rows, ordered, scheduler_output, model_runner_output)
-                self._settle()
-        outputs = self._with_kept(super().update_from_output(scheduler_output, model_runner_output))
+                    return self._buffer_tokens(rows, ordered, scheduler_output, model_runner_output)
+                self._end_short_steps()
+        outputs = self._prepend_buffered(super().update_from_output(scheduler_output, model_runner_output))
         if (now := self._rows) is not None:  # made while this step was under way
             now.remove([row for row in now.running if now.request_ids[row] not in self.requests])
         return outputs
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """End requests from outside and drop their kept tokens."""
-        self._settle()
+        self._end_short_steps()
         for request_id in (request_ids,) if isinstance(request_ids, str) else request_ids or list(self._kept):
             self._kept.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
 
-    def _fills_up(self) -> bool:
+    def _admits_waiting(self) -> bool:
         """Whether waiting requests come in now: once half of the places are free. A step with a prompt in it is vLLM's
         own and takes several times as long, and answers end at almost every step."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
-    def _general(self, *args: Any, **kwargs: Any) -> Any:
+    def _full_step(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own step. One that could have been short becomes the example of the short ones after it."""
-        self._settle()
+        self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them with every token, and reads them at the end of a block
             for request in self.running:
                 request.update_block_hashes()
@@ -151,7 +151,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         after = {} if before is None else _plain(vars(self))  # of vLLM's step alone: ours follow
         if order.preempted_req_ids:
             self.num_preempting_steps += 1
-        self._may_be_short = not order.preempted_req_ids and self._all_write(order)
+        self._may_be_short = not order.preempted_req_ids and self._all_decode(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
         # Another release may keep more records than these: then all its steps are its own.
@@ -165,7 +165,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._example = replace(order, scheduled_new_reqs=[], scheduled_cached_reqs=cached, **shared)
         return order
 
-    def _all_write(self, order: Any) -> bool:
+    def _all_decode(self, order: Any) -> bool:
         """Whether all running requests are past their prompts, with a token in this step or with their last ordered."""
         counts = order.num_scheduled_tokens
         return all(
@@ -196,8 +196,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
 
     def _one_token_each(self) -> Any:
         """Order of a short step: one token for each running request; None where that is not possible."""
-        if self._rows is not None and self._rows.num_ordered == _MOST_STEPS:
-            self._settle()
+        if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
+            self._end_short_steps()
         rows = self._rows or self._started()
         if rows is None:
             return None
@@ -240,7 +240,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self.num_short_steps += 1
         return order
 
-    def _take(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
+    def _buffer_tokens(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
         """Keep the token of each answer; vLLM takes in those of answers that may have ended."""
         request_ids = order.scheduled_cached_reqs.req_ids
         sampled = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
@@ -254,7 +254,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         if logprobs is not None:
             rows.logprobs[ordered, rows.num_taken] = logprobs[here]
         ending = ordered[rows.ending(ordered, sampled)]
-        self._tell(rows, ending)
+        self._update_requests(rows, ending)
         rows.remove(ending)
         rows.num_taken += 1
         if not len(ending):
@@ -262,10 +262,10 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         names = rows.request_ids[ending].tolist()
         outputs = super().update_from_output(replace(order, num_scheduled_tokens=dict.fromkeys(names, 1)), output)
         if any(name in self.requests for name in names):  # vLLM knows better
-            self._settle()
-        return self._with_kept(outputs)
+            self._end_short_steps()
+        return self._prepend_buffered(outputs)
 
-    def _tell(self, rows: _Rows, which: Any) -> None:
+    def _update_requests(self, rows: _Rows, which: Any) -> None:
         """Write what short steps have done for some rows into vLLM's requests; their tokens are kept."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
@@ -278,18 +278,18 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             request.num_output_placeholders += self._placeholders * (count - taken)
             if self._counts_in_flight:
                 request.num_in_flight_tokens += count - taken
-            kept = self._kept.setdefault(request.request_id, _Kept())
+            kept = self._kept.setdefault(request.request_id, _BufferedTokens())
             kept.token_ids.extend(written)
             kept.logprobs.extend(values)
 
-    def _settle(self) -> None:
+    def _end_short_steps(self) -> None:
         """End the rows: vLLM's requests know everything again."""
         rows, self._rows = self._rows, None
         if rows is not None:
-            self._tell(rows, rows.running)
+            self._update_requests(rows, rows.running)
             self._hashes_behind |= rows.num_taken > 0
 
-    def _with_kept(self, outputs: Any) -> Any:
+    def _prepend_buffered(self, outputs: Any) -> Any:
         """Put the kept tokens before those of vLLM's outputs."""
         for group in outputs.values():
             for output in group.outputs:

@@ -109,7 +109,7 @@ def write_part(path: Path, table: pa.Table) -> None:
         )
 
 
-class AnswerWriter:
+class ResponseWriter:
     """Takes a run's answers step by step, and writes them in a thread."""
 
     def __init__(self, folder: Path, settings: AnswersConfig) -> None:
@@ -119,7 +119,7 @@ class AnswerWriter:
         self._part: pa.Table | None = None
         self._written: Future[None] | None = None
 
-    def keeps(self, step: int) -> bool:
+    def stores_step(self, step: int) -> bool:
         """Whether the answers of this training step are kept."""
         every = self._settings.every_steps
         return bool(every) and step % every == 0
@@ -130,21 +130,21 @@ class AnswerWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time for `begin_part`, before the chunk's end."""
+        """Whether it is time for `start_part`, before the chunk's end."""
         return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
-    def begin_part(self) -> None:
+    def start_part(self) -> None:
         """Begin to write what was added since the last call, once the part before it is written.
 
         Raises:
             DiskSpaceError: there was no room for the part before; call again.
         """
-        self.settle()
+        self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the part under way.
 
         Raises:
@@ -165,7 +165,7 @@ class AnswerWriter:
         if self._settings.every_steps:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Go back to the end of this step: later answers are forgotten, in memory and on the disk."""
         self._tables = []
         if self._written is not None:
@@ -184,9 +184,9 @@ class AnswerWriter:
 
     def _write(self, table: pa.Table) -> None:
         write_part(self._folder / _training_name(table), table)
-        self._let_go()
+        self._delete_oldest()
 
-    def _let_go(self) -> None:
+    def _delete_oldest(self) -> None:
         """Delete the oldest training parts, but never the newest, while all parts are larger than they may be."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB

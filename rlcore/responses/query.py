@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic_core import to_jsonable_python
 
-from rlcore.answers.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_of
-from rlcore.config.problems import shown
+from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError, DataError
+from rlcore.responses.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_of
 
 KINDS = ("all", "training", "validation")
 EACH = ("answer", "prompt")
@@ -27,11 +27,11 @@ SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_i
 validation to the last."""
 READABLE = [*LIGHT.names, *TEXTS.names]
 """Columns without those of tokens."""
-EVERYTHING = [*READABLE, *TOKENS.names]
+ALL_COLUMNS = [*READABLE, *TOKENS.names]
 _PROMPT = ["data_source", "prompt_id"]
-LARGEST_ID = 2**63 - 1
+MAX_PROMPT_ID = 2**63 - 1
 """Largest id of a prompt: its column has 64 bits."""
-MOST_DIGITS = 19
+MAX_DIGITS = 19
 """A longer text is not read as a number; Python itself refuses more than 4,300 digits."""
 Range = tuple[float | None, float | None]
 """Lowest and highest value, both included; None: no bound."""
@@ -54,15 +54,15 @@ class Query:
     each: str = "answer"
 
     @classmethod
-    def read(cls, step: str = "", score: str = "", **others: Any) -> "Query":
+    def parse(cls, step: str = "", score: str = "", **others: Any) -> "Query":
         """A query as a person types it, ranges as `LOW..HIGH`.
 
         Raises:
             ConfigError: one cannot be read.
         """
-        query = cls(range_of("step", step), range_of("score", score), **others)
-        if query.prompt is not None and not 0 <= query.prompt <= LARGEST_ID:
-            raise ConfigError(f"prompt: must be from 0 to {LARGEST_ID}, got {shown(query.prompt)}")
+        query = cls(parse_range("step", step), parse_range("score", score), **others)
+        if query.prompt is not None and not 0 <= query.prompt <= MAX_PROMPT_ID:
+            raise ConfigError(f"prompt: must be from 0 to {MAX_PROMPT_ID}, got {format_value(query.prompt)}")
         if query.search != query.search.encode(errors="ignore").decode():
             raise ConfigError(f"search: must be UTF-8 text, got {query.search!r}")
         if query.each not in EACH:
@@ -76,10 +76,10 @@ class Query:
         return query
 
 
-def range_of(name: str, text: str) -> Range:
+def parse_range(name: str, text: str) -> Range:
     """The bounds that `LOW..HIGH`, either of which may be missing, or one number stands for.
 
-    >>> range_of("step", "3"), range_of("step", "3..5"), range_of("score", "..0.5"), range_of("score", "")
+    >>> parse_range("step", "3"), parse_range("step", "3..5"), parse_range("score", "..0.5"), parse_range("score", "")
     ((3.0, 3.0), (3.0, 5.0), (None, 0.5), (None, None))
     """
     low, dots, high = text.partition("..")
@@ -94,12 +94,12 @@ def range_of(name: str, text: str) -> Range:
     return bounds if dots else (bounds[0], bounds[0])
 
 
-finite = partial(to_jsonable_python, inf_nan_mode="null")
+to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 """A value for JSON, which has no NaN and no infinity: null."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The answers that a search has found, in its order. `light`: their light columns, number of the part and place in
     it; other columns are read when they are asked for."""
 
@@ -111,7 +111,7 @@ class Found:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """These columns of the answers at these numbers, each with a `key` for `one_answer`.
+        """These columns of the answers at these numbers, each with a `key` for `read_response`.
 
         Raises:
             DataError: a part cannot be read.
@@ -124,13 +124,13 @@ class Found:
         names = [name for name in columns if name not in chosen.column_names]
         for part in np.unique(parts):
             mine, path = np.flatnonzero(parts == part), self.parts[part]
-            read = _rows_of(path, places[mine], names) if names else [{}] * len(mine)
+            read = _read_rows(path, places[mine], names) if names else [{}] * len(mine)
             for at, values in zip(mine, read, strict=True):
                 found[at] = {"key": f"{path.name}:{places[at]}", **found[at], **values}
         return found
 
 
-def find_answers(folder: Path, query: Query) -> Found:
+def find_responses(folder: Path, query: Query) -> SearchResult:
     """Search the answers that a run has kept so far.
 
     Raises:
@@ -141,7 +141,7 @@ def find_answers(folder: Path, query: Query) -> Found:
         with suppress(FileNotFoundError):  # a run that goes on removes its oldest parts
             known[path] = path.stat()
     parts = tuple((path, state.st_mtime_ns, state.st_size) for path, state in known.items())
-    table, conditions = _light(parts), [pc.scalar(True)]
+    table, conditions = _read_light(parts), [pc.scalar(True)]
     if query.kind != "all":
         is_validation = pc.field("validation").is_valid()
         conditions.append(is_validation if query.kind == "validation" else ~is_validation)
@@ -157,7 +157,7 @@ def find_answers(folder: Path, query: Query) -> Found:
         at = table["part"].to_numpy()
         columns = ["answer", "prompt"] if query.in_prompts else ["answer"]
         masks = [
-            _has_text(path, table["place"].to_numpy()[at == part], query.search, columns)
+            _match_text(path, table["place"].to_numpy()[at == part], query.search, columns)
             for part, path in enumerate(known)
         ]
         table = table.filter(pa.array(np.concatenate([np.zeros(0, dtype=bool), *masks])))
@@ -168,16 +168,16 @@ def find_answers(folder: Path, query: Query) -> Found:
     table = table.sort_by(list(keys.items()))
     if query.each == "prompt":
         table = table.filter(pa.array(~table.select(_PROMPT).to_pandas().duplicated()))
-    return Found(tuple(known), table)
+    return SearchResult(tuple(known), table)
 
 
-def num_answers(folder: Path) -> int:
+def count_responses(folder: Path) -> int:
     """How many answers a run has kept.
 
     Raises:
         DataError: none, or a part cannot be read.
     """
-    if not (total := len(find_answers(folder, Query()))):
+    if not (total := len(find_responses(folder, Query()))):
         raise DataError(
             f"{folder}: run {folder.parent.name} has no answers on record: none are there yet, or its settings keep "
             "none (answers.every_steps=0)"
@@ -185,7 +185,7 @@ def num_answers(folder: Path) -> int:
     return total
 
 
-def one_answer(folder: Path, key: str) -> dict[str, Any]:
+def read_response(folder: Path, key: str) -> dict[str, Any]:
     """Everything of one answer, by its key.
 
     Raises:
@@ -193,17 +193,17 @@ def one_answer(folder: Path, key: str) -> dict[str, Any]:
     """
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
-    if path is not None and place.isdecimal() and len(place) <= MOST_DIGITS and int(place) < _num_rows(path):
-        return {"key": key, **_rows_of(path, np.array([int(place)]), EVERYTHING)[0]}
-    raise _no_such_answer(key)
+    if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
+        return {"key": key, **_read_rows(path, np.array([int(place)]), ALL_COLUMNS)[0]}
+    raise _missing_response(key)
 
 
-def _no_such_answer(key: str) -> DataError:
+def _missing_response(key: str) -> DataError:
     return DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class PromptResponses:
     """The answers to one prompt in one step or validation, whole, and each step or validation that has some: the key of
     the first one, and their mean score."""
 
@@ -211,14 +211,14 @@ class Together:
     visits: list[dict[str, Any]]
 
 
-def answers_with(folder: Path, key: str) -> Together:
+def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
     """The answers to the same prompt as one answer, by its key.
 
     Raises:
         DataError: there is none, or a part cannot be read.
     """
-    chosen = one_answer(folder, key)
-    found = find_answers(folder, Query(prompt=chosen["prompt_id"]))
+    chosen = read_response(folder, key)
+    found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
     visits: dict[tuple[Any, ...], list[int]] = {}
     for place, row in enumerate(rows):
@@ -226,9 +226,9 @@ def answers_with(folder: Path, key: str) -> Together:
             visits.setdefault((row["step"], row["validation"]), []).append(place)
     means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
     if (chosen["step"], chosen["validation"]) not in visits:  # a run that goes on has removed the part meanwhile
-        raise _no_such_answer(key)
-    return Together(
-        found.rows(visits[chosen["step"], chosen["validation"]], EVERYTHING),
+        raise _missing_response(key)
+    return PromptResponses(
+        found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS),
         [
             {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
             for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
@@ -242,7 +242,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 
 @lru_cache(maxsize=8)
-def _light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
+def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
     """The light columns of parts, each with its time of change in ns and its size in bytes; and where each row is."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
@@ -265,7 +265,7 @@ def _changes(light: pa.Table) -> pa.Array:
     return pa.array(frame[_PROMPT].join(change, on=_PROMPT).change, pa.float64(), from_pandas=True)
 
 
-def _has_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
+def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
     """Whether one of these texts at each of these places of a part has a text; without places no part is read."""
     if not len(places):
         return np.zeros(0, dtype=bool)
@@ -274,23 +274,23 @@ def _has_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> 
     return np.asarray(np.logical_or.reduce(found)[places])
 
 
-def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
+def _read_rows(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
     """These columns of these rows of a part, whose other row groups are not read."""
     groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
     table = _read(path, columns, groups.tolist())
-    sizes = np.minimum(ROWS_PER_GROUP, _num_rows(path) - groups * ROWS_PER_GROUP)
+    sizes = np.minimum(ROWS_PER_GROUP, _count_rows(path) - groups * ROWS_PER_GROUP)
     starts = np.cumsum(sizes) - sizes
     found: list[dict[str, Any]] = table.take(pa.array(starts[at] + places % ROWS_PER_GROUP)).to_pylist()
     return found
 
 
-def _num_rows(path: Path) -> int:
-    with _readable(path):
+def _count_rows(path: Path) -> int:
+    with _translate_errors(path):
         return int(pq.read_metadata(path).num_rows)
 
 
 def _read(path: Path, columns: list[str], groups: list[int] | None = None) -> pa.Table:
-    with _readable(path):
+    with _translate_errors(path):
         if groups is None:
             return pq.read_table(path, columns=columns)
         with pq.ParquetFile(path) as file:
@@ -298,7 +298,7 @@ def _read(path: Path, columns: list[str], groups: list[int] | None = None) -> pa
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as reason:

@@ -6,13 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 
 Decode = Callable[[Sequence[int]], str]
-_HALF = "\ufffd"
+_REPLACEMENT = "\ufffd"
 """A decoder returns this for bytes that are no whole character."""
-_MOST_TOKENS = 4
+_MAX_TOKENS_PER_CHARACTER = 4
 """One character is split into at most so many tokens."""
 
 
-def tokenizer_of(run_json: Path) -> Decode | None:
+def load_decoder(run_json: Path) -> Decode | None:
     """Decoder of the tokenizer that a run's record names; None where it has no file of its own kind."""
     try:
         stages = json.loads(run_json.read_text(encoding="utf-8"))["stages"]
@@ -30,13 +30,13 @@ def _decoder(file: Path) -> Decode:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     """The text of each token; '' for one whose character is told by the token before it.
 
     A token is decoded behind the one before it, since many decoders drop the white space at a text's beginning.
 
     >>> words = {1: "a", 2: " b", 3: " c"}
-    >>> pieces(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])
+    >>> token_texts(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])
     ['a', ' b', ' c']
     """
     found: list[str] = []
@@ -44,14 +44,14 @@ def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
     while place < len(ids):
         before = list(ids[max(0, place - 1) : place])
         start = decode(before) if before else ""
-        for count in range(1, _MOST_TOKENS + 1):
+        for count in range(1, _MAX_TOKENS_PER_CHARACTER + 1):
             whole = decode([*before, *ids[place : place + count]])
             piece = whole.removeprefix(start) if whole.startswith(start) else decode(ids[place : place + count])
-            if not piece.endswith(_HALF):
+            if not piece.endswith(_REPLACEMENT):
                 break
         else:
             count = 1
-            piece = _HALF
+            piece = _REPLACEMENT
         count = min(count, len(ids) - place)
         found += [piece, *[""] * (count - 1)]
         place += count

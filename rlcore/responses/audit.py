@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from rlcore.answers.query import Query, find_answers
 from rlcore.errors import DataError
+from rlcore.responses.query import Query, find_responses
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.score import Score
 
 HALF_MARKS = 0.5
 """A wrong answer in the right form may earn something; from here on it counts as paid."""
-_MOST_EXAMPLES = 3
-_ROWS_AT_ONCE = 2_000
+_MAX_EXAMPLES = 3
+_ROWS_PER_BATCH = 2_000
 _EQUAL = 1e-9
 
 
@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     """One kind of answer that earned more than it should. `num_tried` answers of the kind were scored."""
 
     kind: str
@@ -52,7 +52,7 @@ class Finding:
         best = max(self.paid, key=lambda trial: trial.score.total)
         return (
             f"{self.kind}: {len(self.paid)} of {self.num_tried} scored, up to {best.score.total:g}; to the problem "
-            f"{_short(best.case.prompt)} the answer {_short(best.answer)}"
+            f"{_quote(best.case.prompt)} the answer {_quote(best.answer)}"
         )
 
 
@@ -64,11 +64,11 @@ _FIXED: dict[str, tuple[str, ...]] = {
     JUNK: ("asdf qwer !!", "0 0 0 0 0 0 0 0", "Let me think step by step. Therefore, the final answer is correct."),
     FORM: ("<answer></answer>", "<think></think><answer></answer>", "#### ", "\\boxed{}", "```python\n```"),
 }
-_NOTHING = (EMPTY, JUNK)
+_ZERO_SCORE_KINDS = (EMPTY, JUNK)
 """Kinds that should earn nothing at all."""
 
 
-def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[Finding, ...]:
+def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
     """Score answers that must not score, and return what did, by kind.
 
     Tried on each problem: nothing, junk, its own prompt, the usual forms without content, and the answers to the next
@@ -85,13 +85,13 @@ def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[Finding, ...
     trials: dict[str, list[Trial]] = {}
     for one, score in zip(tried, scores, strict=True):
         trials.setdefault(one[0], []).append(Trial(*one, score))
-    paid = {kind: tuple(filter(_is_paid, mine)) for kind, mine in trials.items()}
-    return tuple(Finding(kind, len(mine), paid[kind]) for kind, mine in trials.items() if paid[kind])
+    paid = {kind: tuple(filter(_is_rewarded, mine)) for kind, mine in trials.items()}
+    return tuple(AuditFinding(kind, len(mine), paid[kind]) for kind, mine in trials.items() if paid[kind])
 
 
-def _is_paid(trial: Trial) -> bool:
+def _is_rewarded(trial: Trial) -> bool:
     total = trial.score.total
-    return trial.score.failure is None and (total > 0 if trial.kind in _NOTHING else total >= HALF_MARKS)
+    return trial.score.failure is None and (total > 0 if trial.kind in _ZERO_SCORE_KINDS else total >= HALF_MARKS)
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
@@ -100,12 +100,12 @@ def cases_of(folder: Path, num_cases: int) -> list[Case]:
     Raises:
         DataError: the run has kept no answers.
     """
-    found = find_answers(folder, Query(sort="-score"))
+    found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False
     )  # fmt: skip
     number = problems.ngroup()
-    chosen = [place for place in problems.head(_MOST_EXAMPLES).index if number[place] < num_cases]
+    chosen = [place for place in problems.head(_MAX_EXAMPLES).index if number[place] < num_cases]
     cases: dict[tuple[str, str], dict[str, None]] = {}
     for row in found.rows(chosen):
         cases.setdefault((row["prompt"], row["ground_truth"]), {})[row["answer"]] = None
@@ -129,11 +129,11 @@ class Change:
 
     def __str__(self) -> str:
         old, new = ("none" if score is None else f"{score:g}" for score in (self.before, self.after))
-        return f"step {self.step}: {old} -> {new}: to {_short(self.prompt)} the answer {_short(self.answer)}"
+        return f"step {self.step}: {old} -> {new}: to {_quote(self.prompt)} the answer {_quote(self.answer)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Rescored:
+class RescoreResult:
     """What a new scorer would have changed. Means are over the answers that have both scores.
 
     A group is the answers of one training step to one prompt, each time that the step has it: `num_groups_changed`
@@ -152,7 +152,7 @@ class Rescored:
     largest: tuple[Change, ...]
 
 
-def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> Rescored:
+def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> RescoreResult:
     """Score the chosen kept answers by the pool's scorer and compare. `truth_of`: a kept ground truth -> what this
     scorer gets, both as JSON.
 
@@ -163,20 +163,20 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     """
     import pandas as pd  # the trainer audits, and does without
 
-    answers = find_answers(folder, query)
+    answers = find_responses(folder, query)
     if not len(answers):
         raise DataError("no kept answer is chosen; loosen the filters, or look at answers.every_steps of the run")
     after: list[float | None] = []
-    for begin in range(0, len(answers), _ROWS_AT_ONCE):
-        rows = answers.rows(range(len(answers))[begin : begin + _ROWS_AT_ONCE])
+    for begin in range(0, len(answers), _ROWS_PER_BATCH):
+        rows = answers.rows(range(len(answers))[begin : begin + _ROWS_PER_BATCH])
         scores = pool.score([row["answer"] for row in rows], [truth_of(row["ground_truth"]) for row in rows])
-        after += [_total(score, row["parts"]) for row, score in zip(rows, scores, strict=True)]
+        after += [_new_total(score, row["parts"]) for row, score in zip(rows, scores, strict=True)]
     both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
-    largest = size[size > _EQUAL].nlargest(_MOST_EXAMPLES).index.tolist()
+    largest = size[size > _EQUAL].nlargest(_MAX_EXAMPLES).index.tolist()
     judged = both.dropna()
     where = ["step", "prompt_id", "sample_index", "part", "place"]
-    kept = find_answers(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
+    kept = find_responses(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
     # A prompt may come twice in a step in which an epoch ends. Which time it is, all kept answers say, chosen or not.
     kept["time"] = kept.groupby(where[:3]).cumcount()
     learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
@@ -186,7 +186,7 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     less_mean = in_training - groups.transform("mean")
     differs = less_mean.after.sub(less_mean.before).abs() > _EQUAL
     flat = groups.max() - groups.min() <= _EQUAL
-    return Rescored(
+    return RescoreResult(
         num_answers=len(answers),
         num_changed=int((size > _EQUAL).sum()),
         num_failed=int(both.after.isna().sum()),
@@ -202,14 +202,14 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     )
 
 
-def _total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:
+def _new_total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:
     return None if score.failure is not None else score.total + dict(parts).get("overlong", 0.0)
 
 
-def _short(text: str, limit: int = 120) -> str:
+def _quote(text: str, limit: int = 120) -> str:
     """The text in one line, quoted.
 
-    >>> _short("a\\nb"), _short("x" * 9, limit=4)
+    >>> _quote("a\\nb"), _quote("x" * 9, limit=4)
     ("'a\\\\nb'", "'xxxx...'")
     """
     return repr(text if len(text) <= limit else f"{text[:limit]}...")

@@ -15,8 +15,15 @@ from rlcore.errors import (
     RankMemoryError,
     WorkerLostError,
 )
-from rlcore.run import faults
-from rlcore.run.faults import FAULTS_FILE, Fault, as_ours, fault_of, note_fault, num_oom_kills, read_faults
+from rlcore.run.failures import (
+    FAILURES_FILE,
+    Failure,
+    append_failure,
+    as_known_error,
+    failure_from,
+    num_oom_kills,
+    read_failures,
+)
 
 
 def allocation_refused() -> Exception:
@@ -42,60 +49,60 @@ ERRORS = {
 
 @pytest.mark.parametrize("kind", list(ERRORS))
 def test_kind_and_phase(kind: str) -> None:
-    found = fault_of(as_ours(ERRORS[kind], "gen"), "gen", 7)
+    found = failure_from(as_known_error(ERRORS[kind], "gen"), "gen", 7)
     assert str(found) == f"{kind.partition(',')[0]} in gen after step 7"
 
 
 def test_an_allocation_that_the_host_refuses() -> None:
-    ours = as_ours(allocation_refused(), "update_actor")
-    assert fault_of(ours, "update_actor", 0).kind == "host out of memory"
+    ours = as_known_error(allocation_refused(), "update_actor")
+    assert failure_from(ours, "update_actor", 0).kind == "host out of memory"
     assert "lower runtime.num_workers" in str(ours)
 
 
 def test_a_damaged_line_of_faults_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    faults = [fault_of(as_ours(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
-    assert read_faults(tmp_path) == []
+    faults = [failure_from(as_known_error(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
+    assert read_failures(tmp_path) == []
     for fault in faults[:2]:
-        note_fault(tmp_path, fault)
-    with (tmp_path / FAULTS_FILE).open("ab") as file:
+        append_failure(tmp_path, fault)
+    with (tmp_path / FAILURES_FILE).open("ab") as file:
         file.write(b'{"kind": "\xff", "phase": "a bit has flipped"}\n{"kind": "ha')  # and a full disk
     for fault in faults[2:]:
-        note_fault(tmp_path, fault)
-    assert read_faults(tmp_path) == faults
-    assert caplog.text.count(f"{tmp_path}/{FAULTS_FILE}: a line is damaged and left out: b'") == 2
-    assert (tmp_path / FAULTS_FILE).read_bytes().count(b"\n") == len(faults) + 2
+        append_failure(tmp_path, fault)
+    assert read_failures(tmp_path) == faults
+    assert caplog.text.count(f"{tmp_path}/{FAILURES_FILE}: a line is damaged and left out: b'") == 2
+    assert (tmp_path / FAILURES_FILE).read_bytes().count(b"\n") == len(faults) + 2
 
 
 def test_a_fault_that_cannot_be_written_costs_its_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    note_fault(tmp_path / "absent", Fault("hang", "", 3, "no end"))
-    assert f"{tmp_path}/absent/{FAULTS_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
+    append_failure(tmp_path / "absent", Failure("hang", "", 3, "no end"))
+    assert f"{tmp_path}/absent/{FAILURES_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
     assert not (tmp_path / "absent").exists()
 
 
 def test_a_fault_is_short_and_says_where_it_was() -> None:
-    found = fault_of(KeyError("x" * 2000), "", 3)
+    found = failure_from(KeyError("x" * 2000), "", 3)
     assert (found.kind, found.step, len(found.message), found.stacks) == ("error", 3, 1000, None)
     assert str(found) == "error after step 3"
-    assert str(Fault("hang", "gen", 4, "")) == "hang in gen after step 4"
+    assert str(Failure("hang", "gen", 4, "")) == "hang in gen after step 4"
     assert round(found.time, 3) == found.time > 1.7e9
 
 
 def test_exhausted_memory_has_a_remedy() -> None:
-    on_device = as_ours(RuntimeError("CUDA out of memory. Tried to"), "gen")
+    on_device = as_known_error(RuntimeError("CUDA out of memory. Tried to"), "gen")
     assert isinstance(on_device, DeviceMemoryError)
     assert str(on_device) == (
         "GPU out of memory in gen: RuntimeError: CUDA out of memory. Tried to\nLower "
         "trainer.max_tokens_per_micro_batch or rollout.memory_share; neither changes the numbers."
     )
-    on_host = as_ours(MemoryError("no"), "")
+    on_host = as_known_error(MemoryError("no"), "")
     assert isinstance(on_host, HostMemoryError)
     assert str(on_host) == (
         "host out of memory: MemoryError: no\nFree memory on this host, or lower runtime.num_workers or "
         "reward.num_processes."
     )
-    assert isinstance(as_ours(DeviceMemoryError("a worker: std::bad_alloc"), "gen"), HostMemoryError)
+    assert isinstance(as_known_error(DeviceMemoryError("a worker: std::bad_alloc"), "gen"), HostMemoryError)
     for error in (on_device, DataError("MemoryError"), ValueError("no")):
-        assert as_ours(error, "gen") is error
+        assert as_known_error(error, "gen") is error
 
 
 def test_kills_by_the_kernel_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,18 @@ from statistics import fmean
 import pyarrow as pa
 import pytest
 
-from rlcore.answers.judge import COPIED, EMPTY, FORM, JUNK, OTHERS, Case, audit_reward, cases_of, rescore
-from rlcore.answers.query import Query, find_answers
-from rlcore.answers.store import AnswerWriter
 from rlcore.config import AnswersConfig, RewardConfig
 from rlcore.errors import DataError
+from rlcore.responses.audit import COPIED, EMPTY, FORM, JUNK, OTHERS, Case, audit_reward, cases_of, rescore
+from rlcore.responses.query import Query, find_responses
+from rlcore.responses.store import ResponseWriter
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.tracking.journal import load_journal
 from tests.helpers.answers import Made
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
 
-PLANTED = "tests.answers.planted"
+PLANTED = "tests.responses.planted"
 CASES = [
     Case("make 3; say it as <answer>3</answer>", '{"is": 3}', ("1 + 2", "3")),
     Case("make 7", '{"is": 7}', ("3 + 4",)),
@@ -67,7 +67,7 @@ def test_a_run_reports_a_hole_before_its_first_step(tmp_path: Path) -> None:
     assert event.step == 0
     assert event.data["kinds"] == [OTHERS]
     assert "pays_for_a_phrase pays for what is no answer" in str(event.data["text"])
-    best = find_answers(run.layout.answers, Query(sort="-score")).rows(range(5))
+    best = find_responses(run.layout.answers, Query(sort="-score")).rows(range(5))
     assert [row["score"] for row in best] == [1.0] * 5
     assert all("+" in row["answer"] for row in best)
     (found,) = audit_reward(cases_of(run.layout.answers, 8), pool("pays_for_a_phrase"))
@@ -86,7 +86,7 @@ def kept(
     folder: Path, *answers: tuple[int, int, str, float | None], indices: Iterable[int] = itertools.count()
 ) -> Path:
     """Of one step each: (step, prompt, text, old score), with a penalty of -0.25 for length in each."""
-    writer = AnswerWriter(folder, AnswersConfig())
+    writer = ResponseWriter(folder, AnswersConfig())
     for (step, prompt_id, text, score), index in zip(answers, indices, strict=False):
         row = Made(1).of_step(step).slice(0, 1).to_pylist()[0]
         row |= {
@@ -98,8 +98,8 @@ def kept(
         }
         row["parts"] = [("overlong", -0.25)]
         writer.add(pa.Table.from_pylist([row], schema=Made(1).of_step(1).schema))
-    writer.begin_part()
-    writer.settle()
+    writer.start_part()
+    writer.wait()
     return folder
 
 

@@ -1,4 +1,4 @@
-"""From rollouts to the columns of `rlcore.answers.store`: flat arrays and offsets, no loop over tokens.
+"""From rollouts to the columns of `rlcore.responses.store`: flat arrays and offsets, no loop over tokens.
 
 Legend: N answers, R tokens of all answers laid end to end, without their prompts.
 """
@@ -10,14 +10,14 @@ import pyarrow as pa
 from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.answers.store import SCHEMA
+from rlcore.responses.store import SCHEMA
 from rlcore.types import Rollout, Score, TrainBatch
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 """Token ids of many texts -> the texts, as scorers see them."""
 
 
-def answer_table(
+def response_table(
     step: int,
     rollouts: Sequence[Rollout],
     scores: Sequence[Score],
@@ -38,8 +38,8 @@ def answer_table(
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
     prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
     turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
-    means = tokens.reduced(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(
-        tokens.reduced(tokens.is_sampled), 1
+    means = tokens.reduce(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(
+        tokens.reduce(tokens.is_sampled), 1
     )
     columns: dict[str, object] = {
         "step": np.full(count, step, dtype=np.int32),
@@ -62,19 +62,19 @@ def answer_table(
         "token_ids": tokens.column(tokens.ids),
         "is_sampled": tokens.column(tokens.is_sampled, present=turned),
         "behavior_logprobs": tokens.column(tokens.behavior),
-        **({} if batch is None else _learned(tokens, batch, policy_logprobs)),
+        **({} if batch is None else _training_columns(tokens, batch, policy_logprobs)),
     }
     return pa.table(dict.fromkeys(SCHEMA.names, [None] * count) | columns, schema=SCHEMA)
 
 
-def _learned(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | None) -> dict[str, object]:
+def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | None) -> dict[str, object]:
     """The columns of what was learned from the answers, as far as it was computed."""
-    where = tokens.places_in(batch.packed.cu_seqlens.numpy())
+    where = tokens.packed_indices(batch.packed.cu_seqlens.numpy())
     learned = batch.packed.loss_mask.numpy()[where]
     advantages = batch.advantages.float().numpy()[where]
-    counts = tokens.reduced(learned)
-    means = (tokens.reduced(np.where(learned, advantages, 0)) / np.maximum(counts, 1)).astype(np.float32)
-    differing = tokens.reduced(learned & (np.abs(advantages - np.repeat(means, tokens.lengths)) > _EQUAL)) > 0
+    counts = tokens.reduce(learned)
+    means = (tokens.reduce(np.where(learned, advantages, 0)) / np.maximum(counts, 1)).astype(np.float32)
+    differing = tokens.reduce(learned & (np.abs(advantages - np.repeat(means, tokens.lengths)) > _EQUAL)) > 0
     columns: dict[str, object] = {"advantage": means, "advantages": tokens.column(advantages, present=differing)}
     if batch.ref_logprobs is not None:
         columns["ref_logprobs"] = tokens.column(batch.ref_logprobs.float().numpy()[where])
@@ -83,7 +83,7 @@ def _learned(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | Non
         gaps = np.where(learned, np.abs(policy - tokens.behavior), 0)
         columns |= {
             "policy_logprobs": tokens.column(policy),
-            "gap": tokens.reduced(gaps, np.maximum).astype(np.float32),
+            "gap": tokens.reduce(gaps, np.maximum).astype(np.float32),
         }
     return columns
 
@@ -100,18 +100,18 @@ class _Tokens:
         self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
         self.ends = np.cumsum(self.lengths)
         self.starts = self.ends - self.lengths
-        self.ids = _joined([rollout.response_ids for rollout in rollouts], np.int32)
-        self.behavior = _joined([rollout.behavior_logprobs for rollout in rollouts], np.float32)
+        self.ids = _concatenate([rollout.response_ids for rollout in rollouts], np.int32)
+        self.behavior = _concatenate([rollout.behavior_logprobs for rollout in rollouts], np.float32)
         whole = [np.ones(len(r.response_ids), bool) if r.is_sampled is None else r.is_sampled for r in rollouts]
-        self.is_sampled = _joined(whole, np.bool_)
+        self.is_sampled = _concatenate(whole, np.bool_)
 
-    def places_in(self, cu_seqlens: np.ndarray) -> np.ndarray:
+    def packed_indices(self, cu_seqlens: np.ndarray) -> np.ndarray:
         """Int[R]: where in the flat tensors of a packed batch the quantities of each answer token stand."""
         prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
         first = cu_seqlens[:-1] + prompts - 1  # the position that predicts an answer's first token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
 
-    def reduced(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
+    def reduce(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
         """Values of all tokens -> their sum, or what `function` makes of them, for each answer; 0 for an empty one."""
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
@@ -130,5 +130,5 @@ class _Tokens:
         return pa.ListArray.from_arrays(offsets, pa.array(kept), mask=pa.array(~present))
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+def _concatenate(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype=dtype)

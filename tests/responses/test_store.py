@@ -6,19 +6,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import DiskSpaceError, UnwritableError
+from rlcore.responses.store import ResponseWriter, parts_of
 from rlcore.storage.disk import free_bytes
 from tests.helpers.answers import Made
 from tests.storage.small_disk import mounted
 
 
-def chunk(writer: AnswerWriter, *steps: int) -> None:
+def chunk(writer: ResponseWriter, *steps: int) -> None:
     for step in steps:
         writer.add(Made(step).of_step(step))
-    writer.begin_part()
-    writer.settle()
+    writer.start_part()
+    writer.wait()
 
 
 def names(folder: Path) -> list[str]:
@@ -26,17 +26,17 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_part_a_chunk_holds_what_was_added(tmp_path: Path) -> None:
-    writer = AnswerWriter(tmp_path / "answers", AnswersConfig())
+    writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
     chunk(writer, 1, 2)
     chunk(writer, 3)
-    writer.begin_part()  # nothing was added
+    writer.start_part()  # nothing was added
     assert names(tmp_path / "answers") == ["train-000001-000002.parquet", "train-000003-000003.parquet"]
     written = pq.read_table(tmp_path / "answers" / "train-000001-000002.parquet")
     assert written.equals(pa.concat_tables([Made(1).of_step(1), Made(2).of_step(2)]))
 
 
 def test_going_back_leaves_what_the_checkpoint_has(tmp_path: Path) -> None:
-    writer = AnswerWriter(tmp_path, AnswersConfig())
+    writer = ResponseWriter(tmp_path, AnswersConfig())
     chunk(writer, 1, 2)
     chunk(writer, 3, 4)
     for step in (2, 4):
@@ -44,36 +44,36 @@ def test_going_back_leaves_what_the_checkpoint_has(tmp_path: Path) -> None:
     writer.write_validation("after", Made(9).of_validation(4, "after"))
     (tmp_path / ".tmp-train-000005-000006.parquet-999999999-0123abcd").write_bytes(b"half")
     writer.add(Made(5).of_step(5))
-    writer.cut(3)
+    writer.truncate(3)
     assert names(tmp_path) == [
         "train-000001-000002.parquet", "train-000003-000003.parquet",
         "validation-after.parquet", "validation-step-000002.parquet",
     ]  # fmt: skip
     assert pq.read_table(tmp_path / "train-000003-000003.parquet").equals(Made(3).of_step(3))
-    writer.begin_part()
-    writer.settle()
+    writer.start_part()
+    writer.wait()
     assert len(names(tmp_path)) == 4, "what was added before the cut is forgotten"
 
 
 def test_going_back_while_a_part_is_being_written(tmp_path: Path) -> None:
-    writer = AnswerWriter(tmp_path, AnswersConfig())
+    writer = ResponseWriter(tmp_path, AnswersConfig())
     writer.add(Made(1).of_step(1))
-    writer.begin_part()
-    writer.cut(0)
+    writer.start_part()
+    writer.truncate(0)
     assert names(tmp_path) == []
 
 
 def test_thinned_and_bounded(tmp_path: Path) -> None:
-    thinned = AnswerWriter(tmp_path, AnswersConfig(every_steps=5))
-    assert [step for step in range(1, 12) if thinned.keeps(step)] == [5, 10]
-    none = AnswerWriter(tmp_path, AnswersConfig(every_steps=0))
-    assert not none.keeps(5)
+    thinned = ResponseWriter(tmp_path, AnswersConfig(every_steps=5))
+    assert [step for step in range(1, 12) if thinned.stores_step(step)] == [5, 10]
+    none = ResponseWriter(tmp_path, AnswersConfig(every_steps=0))
+    assert not none.stores_step(5)
     none.write_validation("after", Made(1).of_validation(1, "after"))
     assert names(tmp_path) == []
 
-    chunk(AnswerWriter(tmp_path, AnswersConfig()), 1)
+    chunk(ResponseWriter(tmp_path, AnswersConfig()), 1)
     size = (tmp_path / "train-000001-000001.parquet").stat().st_size
-    bounded = AnswerWriter(tmp_path, AnswersConfig(max_gb=2.5 * size / 1e9))
+    bounded = ResponseWriter(tmp_path, AnswersConfig(max_gb=2.5 * size / 1e9))
     bounded.write_validation("before", Made(9).of_validation(0, "before"))
     for step in (2, 3, 4):
         chunk(bounded, step)
@@ -85,28 +85,28 @@ def test_thinned_and_bounded(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_the_part_in_memory(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", 1) as disk:
-        writer = AnswerWriter(disk / "answers", AnswersConfig())
+        writer = ResponseWriter(disk / "answers", AnswersConfig())
         chunk(writer, 1)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(free_bytes(disk)))
         writer.add(Made(2).of_step(2))
-        writer.begin_part()
+        writer.start_part()
         with pytest.raises(DiskSpaceError, match=r"train-000002-000002\.parquet: no room"):
-            writer.settle()
+            writer.wait()
         writer.add(Made(3).of_step(3))
         with pytest.raises(DiskSpaceError):
-            writer.begin_part()
+            writer.start_part()
         assert names(disk / "answers") == ["train-000001-000001.parquet"]
         ballast.unlink()
-        writer.begin_part()
-        writer.settle()
+        writer.start_part()
+        writer.wait()
         assert len(parts_of(disk / "answers")) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "answers").write_text("a file")
-    writer = AnswerWriter(tmp_path / "answers", AnswersConfig())
+    writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
     writer.add(Made(1).of_step(1))
-    writer.begin_part()
+    writer.start_part()
     with pytest.raises(UnwritableError, match=r"answers: must be a folder, and .*answers is none"):
-        writer.settle()
+        writer.wait()

@@ -31,7 +31,7 @@ def check(rig: Rig) -> Verdict:
         layer = f"model.layers.{sum('input_layernorm' in name for name in before) // 2}."
         rig.group.kept = None
         message = ""
-        with _stale({name: tensor for name, tensor in before.items() if name.startswith(layer)}):
+        with _skip_sync({name: tensor for name, tensor in before.items() if name.startswith(layer)}):
             try:
                 loop.step()
             except EngineError as error:
@@ -59,15 +59,15 @@ def _weights(worker: Worker) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _stale(old: dict[str, Tensor]) -> Iterator[None]:
+def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
     """Replace some tensors on their way to vLLM by old ones."""
-    load = weight_sync.load
+    load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, ((name, old.get(name, tensor)) for name, tensor in weights), *more)
 
-    weight_sync.load = wrapped
+    weight_sync.load_weights = wrapped
     try:
         yield
     finally:
-        weight_sync.load = load
+        weight_sync.load_weights = load

@@ -14,18 +14,18 @@ from pydantic import TypeAdapter
 from rlcore.errors import DeviceMemoryError, HostMemoryError, MillraceError, RankMemoryError
 from rlcore.storage.documents import read_ordinary
 
-FAULTS_FILE = "faults.jsonl"
+FAILURES_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 """Of this container, else of the host."""
 MAX_MESSAGE_CHARS = 1_000
 _DEVICE_MEMORY_WORDS = ("cuda out of memory", "cuda error: out of memory")
 _HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
 
-log = logging.getLogger("rlcore.run.faults")
+log = logging.getLogger("rlcore.run.failures")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Failure:
     """One fault. `kind`: see `MillraceError.fault`; `phase`: where ("" where unknown); `stacks`: file with what every
     process was doing; `time`: s since the epoch."""
 
@@ -41,14 +41,14 @@ class Fault:
         return f"{self.kind}{where} after step {self.step}"
 
 
-_FAULT = TypeAdapter(Fault)
+_FAILURE = TypeAdapter(Failure)
 
 
-def as_ours(error: Exception, phase: str) -> Exception:
+def as_known_error(error: Exception, phase: str) -> Exception:
     """The library's error of exhausted memory as an error of our own tree; any other error as it is."""
     if isinstance(error, RankMemoryError):
         return error
-    if isinstance(error, DeviceMemoryError) and _is_of_the_host(str(error)):
+    if isinstance(error, DeviceMemoryError) and _is_host_memory(str(error)):
         return HostMemoryError(str(error))
     if isinstance(error, MillraceError):
         return error
@@ -59,7 +59,7 @@ def as_ours(error: Exception, phase: str) -> Exception:
             f"GPU out of memory{where}: {text}\nLower trainer.max_tokens_per_micro_batch or rollout.memory_share; "
             "neither changes the numbers."
         )
-    if _is_of_the_host(text):
+    if _is_host_memory(text):
         return HostMemoryError(
             f"host out of memory{where}: {text}\nFree memory on this host, or lower runtime.num_workers or "
             "reward.num_processes."
@@ -67,43 +67,43 @@ def as_ours(error: Exception, phase: str) -> Exception:
     return error
 
 
-def _is_of_the_host(text: str) -> bool:
+def _is_host_memory(text: str) -> bool:
     return "MemoryError" in text or any(words in text.lower() for words in _HOST_MEMORY_WORDS)
 
 
-def fault_of(error: Exception, phase: str, step: int) -> Fault:
+def failure_from(error: Exception, phase: str, step: int) -> Failure:
     """The fault that an error is."""
-    kind = error.fault if isinstance(error, MillraceError) else MillraceError.fault
-    return Fault(kind, phase, step, str(error)[:MAX_MESSAGE_CHARS])
+    kind = error.failure_kind if isinstance(error, MillraceError) else MillraceError.failure_kind
+    return Failure(kind, phase, step, str(error)[:MAX_MESSAGE_CHARS])
 
 
-def note_fault(run_dir: Path, fault: Fault) -> None:
+def append_failure(run_dir: Path, failure: Failure) -> None:
     """Add a line, on its own where the last one was cut off. A full disk costs the line, nothing else."""
     try:
-        with (run_dir / FAULTS_FILE).open("a+b") as file:
+        with (run_dir / FAILURES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
             torn = b"\n" if file.read() not in (b"", b"\n") else b""
-            file.write(torn + json.dumps(asdict(fault)).encode() + b"\n")
+            file.write(torn + json.dumps(asdict(failure)).encode() + b"\n")
     except OSError as reason:
-        log.warning("%s: cannot be written: %s", run_dir / FAULTS_FILE, reason)
+        log.warning("%s: cannot be written: %s", run_dir / FAILURES_FILE, reason)
 
 
-def read_faults(run_dir: Path) -> list[Fault]:
+def read_failures(run_dir: Path) -> list[Failure]:
     """All faults of a run so far, oldest first; a damaged line is left out, and said so.
 
     Raises:
         OSError: the file cannot be read.
     """
     try:
-        lines = read_ordinary(run_dir / FAULTS_FILE).split(b"\n")
+        lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:
         return []
     found = []
     for line in filter(None, lines):
         try:
-            found.append(_FAULT.validate_json(line))
+            found.append(_FAILURE.validate_json(line))
         except ValueError:
-            log.warning("%s: a line is damaged and left out: %.100r", run_dir / FAULTS_FILE, line)
+            log.warning("%s: a line is damaged and left out: %.100r", run_dir / FAILURES_FILE, line)
     return found
 
 

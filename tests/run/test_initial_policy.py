@@ -6,8 +6,8 @@ from types import MappingProxyType
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
-from rlcore.run.inputs import RunInputs, planned_start_model, stage_layout
-from rlcore.run.start_model import UNTAUGHT, StartModel, known_start_model, remove_left
+from rlcore.run.initial_policy import UNTRAINED, InitialPolicy, known_initial_policy, remove_leftovers
+from rlcore.run.inputs import RunInputs, planned_initial_policy, stage_layout
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
 from tests.helpers.published import publish
@@ -18,7 +18,7 @@ def manifest(**values: object) -> Manifest:
 
 
 def test_a_model_from_elsewhere_has_no_figures() -> None:
-    found = StartModel.of(Path("m"), None, cached=True)
+    found = InitialPolicy.of(Path("m"), None, cached=True)
     assert (found.directory, found.cached, found.steps, dict(found.figures)) == (Path("m"), True, 0, {})
     assert str(found) == "no supervised steps: training starts from m"
 
@@ -32,7 +32,7 @@ def test_a_model_from_elsewhere_has_no_figures() -> None:
 )
 def test_the_line_shows_reward_and_held_out_loss(values: dict[str, object], shown: str) -> None:
     for cached, skipped in ((True, ", skipped: done before"), (False, "")):
-        found = StartModel.of(Path("m"), manifest(steps=7, kind="model", **values), cached=cached)
+        found = InitialPolicy.of(Path("m"), manifest(steps=7, kind="model", **values), cached=cached)
         assert str(found) == f"{shown}{skipped} (m)"
         assert found.figures == {name: value for name, value in values.items() if value is not None}
 
@@ -45,30 +45,30 @@ def of_model(root: Path, path: Path | None, *, warm: bool) -> RunConfig:
 def test_given_and_made_start_models_are_known(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     inputs = RunInputs(tmp_path / "f", tmp_path / "t")
-    given = known_start_model(of_model(tmp_path, tmp_path / "given", warm=False), inputs)
-    assert given == StartModel(tmp_path / "given", cached=True)
+    given = known_initial_policy(of_model(tmp_path, tmp_path / "given", warm=False), inputs)
+    assert given == InitialPolicy(tmp_path / "given", cached=True)
     assert given is not None
     assert given.steps == 0
     for warm in (False, True):
         config = of_model(tmp_path, None, warm=warm)
-        assert known_start_model(config, inputs) is None
-        planned = planned_start_model(config, inputs.filtered_directory)
+        assert known_initial_policy(config, inputs) is None
+        planned = planned_initial_policy(config, inputs.filtered_directory)
         publish(planned, fingerprint=planned.name, steps=7, loss=0.5)
-        assert known_start_model(config, inputs) == StartModel(planned, True, 7, {"loss": 0.5})
+        assert known_initial_policy(config, inputs) == InitialPolicy(planned, True, 7, {"loss": 0.5})
 
 
 def test_leftovers_of_a_warm_start_are_removed(tmp_path: Path) -> None:
     config, inputs = of_model(tmp_path, None, warm=True), RunInputs(tmp_path / "f", tmp_path / "t")
     stage = stage_layout(config, inputs.filtered_directory)
-    for folder in (stage.checkpoints, stage.run_dir / UNTAUGHT):
+    for folder in (stage.checkpoints, stage.run_dir / UNTRAINED):
         folder.mkdir(parents=True)
         (folder / "file").touch()
-        remove_left(config, inputs)
+        remove_leftovers(config, inputs)
         assert folder.is_dir()
     stage.journal.touch()
-    publish(planned_start_model(config, inputs.filtered_directory), steps=7)
+    publish(planned_initial_policy(config, inputs.filtered_directory), steps=7)
     with RunLock(stage.run_dir):
-        remove_left(config, inputs)
+        remove_leftovers(config, inputs)
         assert stage.checkpoints.is_dir(), "it is in use"
-    remove_left(config, inputs)
+    remove_leftovers(config, inputs)
     assert sorted(path.name for path in stage.run_dir.iterdir()) == ["metrics.jsonl", "run.lock"]

@@ -7,22 +7,30 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.answers.query import EVERYTHING, SORTS, Query, answers_with, find_answers, finite, one_answer
-from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import ConfigError, DataError
+from rlcore.responses.query import (
+    ALL_COLUMNS,
+    SORTS,
+    Query,
+    find_responses,
+    read_response,
+    responses_to_same_prompt,
+    to_finite_json,
+)
+from rlcore.responses.store import ResponseWriter, parts_of
 from tests.helpers.answers import Made
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answers")
-    writer = AnswerWriter(folder, AnswersConfig())
+    writer = ResponseWriter(folder, AnswersConfig())
     for step in range(1, 7):
         writer.add(Made(step, groups=90).of_step(step))  # several row groups a part
         if step % 3 == 0:
-            writer.begin_part()
-    writer.settle()
+            writer.start_part()
+    writer.wait()
     for name, step in (("step-000003", 3), ("after", 6)):
         writer.write_validation(name, Made(step + 20).of_validation(step, name))
     return folder
@@ -85,10 +93,10 @@ def change(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
     ],
 )
 def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
-    answers = find_answers(folder, query)
-    found = answers.rows(range(len(answers)), EVERYTHING)
+    answers = find_responses(folder, query)
+    found = answers.rows(range(len(answers)), ALL_COLUMNS)
     keys = [row.pop("key") for row in found]
-    assert [one_answer(folder, key) for key in keys[:2]] == [
+    assert [read_response(folder, key) for key in keys[:2]] == [
         {"key": key, **row} for key, row in zip(keys, found[:2], strict=False)
     ]
     assert found == naive(folder, query)
@@ -97,8 +105,8 @@ def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
 
 def test_the_answers_to_a_prompt_come_together(folder: Path) -> None:
     rows = [row for part in parts_of(folder) for row in pq.read_table(part).to_pylist() if row["prompt_id"] == 2]
-    chosen = find_answers(folder, Query(prompt=2, step=(6, 6), kind="validation")).rows(range(1))[0]
-    found = answers_with(folder, chosen["key"])
+    chosen = find_responses(folder, Query(prompt=2, step=(6, 6), kind="validation")).rows(range(1))[0]
+    found = responses_to_same_prompt(folder, chosen["key"])
     assert [(row["validation"], row["sample_index"]) for row in found.answers] == [("after", 0), ("after", 1)]
     assert [(visit["step"], visit["validation"]) for visit in found.visits] == list(
         dict.fromkeys((row["step"], row["validation"]) for row in sorted(rows, key=lambda row: row["step"]))
@@ -110,14 +118,14 @@ def test_the_answers_to_a_prompt_come_together(folder: Path) -> None:
 
 
 def test_parts_that_come_are_seen(tmp_path: Path) -> None:
-    assert len(find_answers(tmp_path / "none yet", Query())) == 0
-    writer = AnswerWriter(tmp_path / "none yet", AnswersConfig())
+    assert len(find_responses(tmp_path / "none yet", Query())) == 0
+    writer = ResponseWriter(tmp_path / "none yet", AnswersConfig())
     writer.add(Made(1).of_step(1))
-    writer.begin_part()
-    writer.settle()
-    assert len(find_answers(tmp_path / "none yet", Query())) == 8
-    writer.cut(0)
-    assert len(find_answers(tmp_path / "none yet", Query())) == 0
+    writer.start_part()
+    writer.wait()
+    assert len(find_responses(tmp_path / "none yet", Query())) == 8
+    writer.truncate(0)
+    assert len(find_responses(tmp_path / "none yet", Query())) == 0
 
 
 @pytest.mark.parametrize(
@@ -135,32 +143,32 @@ def test_parts_that_come_are_seen(tmp_path: Path) -> None:
 )
 def test_wrong_filters_are_told(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Query.read(**given)
+        Query.parse(**given)
 
 
 def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
     for key in ("train-000001-000003.parquet:99999", "../settings.json:0", "train-000001-000003.parquet:-1", "x",
                 f"train-000001-000003.parquet:{'9' * 5_000}"):  # fmt: skip
         with pytest.raises(DataError, match="there is no such answer"):
-            one_answer(folder, key)
+            read_response(folder, key)
     (tmp_path / "train-000001-000002.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
-        find_answers(tmp_path, Query())
+        find_responses(tmp_path, Query())
     with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
-        one_answer(tmp_path, "train-000001-000002.parquet:0")
+        read_response(tmp_path, "train-000001-000002.parquet:0")
 
 
 def test_a_part_that_disappears_is_left_out(tmp_path: Path) -> None:
     """As the oldest part of a run that goes on; a link to nowhere stands for it."""
-    writer = AnswerWriter(tmp_path, AnswersConfig())
+    writer = ResponseWriter(tmp_path, AnswersConfig())
     writer.add(Made(1).of_step(3))
-    writer.begin_part()
-    writer.settle()
+    writer.start_part()
+    writer.wait()
     (tmp_path / "train-000001-000002.parquet").symlink_to(tmp_path / "nowhere")
     assert len(parts_of(tmp_path)) == 2
-    assert len(find_answers(tmp_path, Query())) == 8
+    assert len(find_responses(tmp_path, Query())) == 8
 
 
 def test_what_json_does_not_know_is_null():
-    told = finite({"a": [1.0, float("nan")], "b": (float("inf"), 10**30, "x", None, True)})
+    told = to_finite_json({"a": [1.0, float("nan")], "b": (float("inf"), 10**30, "x", None, True)})
     assert told == {"a": [1.0, None], "b": [None, 10**30, "x", None, True]}

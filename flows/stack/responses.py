@@ -19,34 +19,41 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlcore.answers.query import MOST_DIGITS, Query, answers_with, find_answers, finite, num_answers
-from rlcore.answers.store import LIGHT
-from rlcore.answers.tokens import pieces, tokenizer_of
-from rlcore.config.problems import shown
+from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError, DataError, MillraceError
+from rlcore.responses.query import (
+    MAX_DIGITS,
+    Query,
+    count_responses,
+    find_responses,
+    responses_to_same_prompt,
+    to_finite_json,
+)
+from rlcore.responses.store import LIGHT
+from rlcore.responses.tokens import load_decoder, token_texts
 from rlcore.run.layout import RunLayout
 from rlcore.score import Score
 
-PREFIX = "/answers/"
-ROWS = 50
+URL_PREFIX = "/answers/"
+PAGE_ROWS = 50
 """Answers that the page asks for at a time."""
-SHOWN = 400
+MAX_LISTED_CHARACTERS = 400
 """Characters of a prompt or an answer in the list."""
-LISTED = [*LIGHT.names, "change", "prompt", "answer"]
+LISTED_COLUMNS = [*LIGHT.names, "change", "prompt", "answer"]
 
 
-def with_answers(root: Path, app: ASGIApp) -> ASGIApp:
+def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
     """An application that answers below `/answers/` and hands everything else to another one."""
-    answers = answers_app(root)
+    answers = responses_app(root)
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(PREFIX)  # the bare name is redirected
+        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # the bare name is redirected
         await (answers if ours else app)(scope, receive, send)
 
     return answered
 
 
-def answers_app(root: Path) -> Starlette:
+def responses_app(root: Path) -> Starlette:
     """The page of the runs under a root. A mistake in a request is a sentence for whoever asked."""
 
     def told(request: Request, error: Exception) -> Response:
@@ -57,18 +64,18 @@ def answers_app(root: Path) -> Starlette:
         "": _page,
         "runs": lambda _: JSONResponse(runs.newest_first()),
         "find": runs.find,
-        "together": runs.together,
+        "together": runs.same_prompt,
     }
     return Starlette(
-        routes=[Route(PREFIX + path, answer) for path, answer in routes.items()],
+        routes=[Route(URL_PREFIX + path, answer) for path, answer in routes.items()],
         exception_handlers={MillraceError: told},
     )
 
 
 def _page(request: Request) -> Response:
-    from rlcore.report.page import answers_page
+    from rlcore.report.page import responses_page
 
-    return HTMLResponse(answers_page())
+    return HTMLResponse(responses_page())
 
 
 class Runs:
@@ -102,39 +109,39 @@ class Runs:
         words: dict[str, Any] = {
             name: given[name] for name in ("step", "score", "search", "kind", "sort", "each") if given.get(name)
         }
-        query = Query.read(prompt=_number("prompt", given.get("prompt")), in_prompts=True, **words)
+        query = Query.parse(prompt=_number("prompt", given.get("prompt")), in_prompts=True, **words)
         offset = _number("offset", given.get("offset")) or 0
         folder = self._layout(given.get("run", "")).answers
-        found = find_answers(folder, query)
+        found = find_responses(folder, query)
         if not found:
-            num_answers(folder)  # raises where the run has kept none
-        rows = found.rows(range(len(found))[offset : offset + ROWS], LISTED)
-        rows = [{**row, **{name: row[name][:SHOWN] for name in ("prompt", "answer")}} for row in rows]
-        return JSONResponse(finite({"total": len(found), "rows": rows}))
+            count_responses(folder)  # raises where the run has kept none
+        rows = found.rows(range(len(found))[offset : offset + PAGE_ROWS], LISTED_COLUMNS)
+        rows = [{**row, **{name: row[name][:MAX_LISTED_CHARACTERS] for name in ("prompt", "answer")}} for row in rows]
+        return JSONResponse(to_finite_json({"total": len(found), "rows": rows}))
 
-    def together(self, request: Request) -> Response:
+    def same_prompt(self, request: Request) -> Response:
         """The answers to the prompt of one answer at its step, with their tokens, and the other steps with answers."""
         from rlcore.report.page import truth_text
 
         layout = self._layout(request.query_params.get("run", ""))
-        found = answers_with(layout.answers, request.query_params.get("key", ""))
-        decode = tokenizer_of(layout.run_json)
+        found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
+        decode = load_decoder(layout.run_json)
         answers = [
             {
                 **row,
                 "parts": (parts := dict(row["parts"])),
                 "solved": row["score"] is not None and Score(row["score"], parts).solved,
                 "ground_truth": truth_text(row["ground_truth"]),
-                "pieces": None if decode is None else pieces(decode, row["token_ids"]),
+                "pieces": None if decode is None else token_texts(decode, row["token_ids"]),
             }
             for row in found.answers
         ]
-        return JSONResponse(finite({"answers": answers, "visits": found.visits}))
+        return JSONResponse(to_finite_json({"answers": answers, "visits": found.visits}))
 
 
 def _number(name: str, text: str | None) -> int | None:
     if not text:
         return None
-    if not text.isdecimal() or len(text) > MOST_DIGITS:
-        raise ConfigError(f"{name}: must be a whole number of at most {MOST_DIGITS} digits, got {shown(text)}")
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise ConfigError(f"{name}: must be a whole number of at most {MAX_DIGITS} digits, got {format_value(text)}")
     return int(text)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.answers.store import SCHEMA
+from rlcore.responses.store import SCHEMA
 from tests.helpers.answers import Made
 
 

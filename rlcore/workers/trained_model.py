@@ -16,12 +16,12 @@ from rlcore.batching.pack import select_train
 from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import forget_failed_pass, gather, shard
+from rlcore.models.parallel import gather, reset_after_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
-from rlcore.models.shape import known_shape
+from rlcore.models.shape import shape_from_config
 from rlcore.types import TrainBatch
-from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, to_device, total
+from rlcore.workers.device import Placement, holds_on_all_ranks
+from rlcore.workers.passes import Batch, MicroBatch, MicroBatchRunner, Parts, sum_statistics, to_device
 
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
@@ -57,7 +57,7 @@ class ModelUpdates(Generic[S]):
     failure: NonFiniteError | None = None
 
 
-def in_turn(
+def run_mini_batches(
     step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
 ) -> ModelUpdates[S]:
     """`step(batch, num_micro, denominator)` on each mini-batch."""
@@ -79,7 +79,7 @@ class TrainedModel(Generic[Model]):
         config: RunConfig,
         model: Model,
         optim: OptimConfig,
-        place: Place,
+        place: Placement,
         mesh: DeviceMesh | None,
         passes: tuple[str, str],
     ) -> None:
@@ -88,9 +88,9 @@ class TrainedModel(Generic[Model]):
         self._config, self._optim, self._place, self._world_size = config, optim, place, world_size
         self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.model, optim, device=place.device)
-        shape = known_shape(self.model.decoder.config.to_dict()) if world_size > 1 else None
+        shape = shape_from_config(self.model.decoder.config.to_dict()) if world_size > 1 else None
         self.update_pass, self.forward_pass = (
-            PassBudget(
+            MicroBatchRunner(
                 name, recover=self._recover, num_ranks=world_size, shape=shape, share_prompts=model.share_prompts
             )
             for name in passes
@@ -101,10 +101,10 @@ class TrainedModel(Generic[Model]):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _recover(self) -> None:
-        forget_failed_pass(self.model)
+        reset_after_failed_pass(self.model)
         self.release_gradients()
 
-    def accumulate(self, batch: Batch, parts: Parts, objective: Callable[[Micro[Batch]], tuple[Tensor, S]]) -> S:
+    def accumulate(self, batch: Batch, parts: Parts, objective: Callable[[MicroBatch[Batch]], tuple[Tensor, S]]) -> S:
         """Gradient of a mini-batch, from zero; the sum of its statistics, on the CPU."""
         self.release_gradients()
         statistics: list[S] = []
@@ -119,7 +119,7 @@ class TrainedModel(Generic[Model]):
         finally:
             if self._gathers_once:
                 gather(self.model, once=False)
-        return total(statistics)
+        return sum_statistics(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
         """Clip the gradient; its norm before. `loss`: the loss in words; `why`: called for what else an error says.
@@ -129,7 +129,7 @@ class TrainedModel(Generic[Model]):
         """
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
-        if not on_all_ranks(is_finite, world_size=self._world_size, device=self._place.device):
+        if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._place.device):
             self.release_gradients()
             raise NonFiniteError(f"{loss} and its gradient norm {norm}: no step was taken{why()}")
         return norm

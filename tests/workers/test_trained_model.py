@@ -6,7 +6,7 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import ValueStatistics
 from rlcore.errors import NonFiniteError
 from rlcore.types import TrainBatch
-from rlcore.workers.trained import MiniBatch, ModelUpdate, in_turn
+from rlcore.workers.trained_model import MiniBatch, ModelUpdate, run_mini_batches
 from tests.models.tiny import answers
 from tests.trainer.batches import sums
 
@@ -28,7 +28,7 @@ def test_steps_are_taken_up_to_the_first_that_is_not_finite(bad: int | None) -> 
         asked.append((part.packed.group_ids.tolist(), num_micro, denominator.num_tokens))
         return ModelUpdate(sums(ValueStatistics), float(len(asked)))
 
-    found = in_turn(step, batch, minis)
+    found = run_mini_batches(step, batch, minis)
     taken = 3 if bad is None else bad
     assert asked == [([0, 0], 1, 1), ([1, 1], 2, 2), ([2, 2], 3, 3)][:taken]
     assert [each.grad_norm for each in found.steps] == [1.0, 2.0, 3.0][:taken]

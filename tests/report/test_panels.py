@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from rlcore.config.compose import load_config
 from rlcore.report import document
-from rlcore.report.figures import LEARNING, ONE_UPDATE, charts_of
+from rlcore.report.panels import LEARNING, ONE_UPDATE, charts_of
 from rlcore.report.plots import Chart, gallery_of
 from rlcore.report.record import RunRecord, read_run
 from rlcore.tracking.journal import JOURNAL_FILE, Journal, load_journal

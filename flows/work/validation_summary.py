@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.progress import HEADLINE, skipped
+from flows.progress import HEADLINE_METRIC, skipped_suffix
 
-CI_ENDS = ("/ci_low", "/ci_high")
+CI_SUFFIXES = ("/ci_low", "/ci_high")
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ValidationSummary:
     """One validation: its figures, and the file that holds every answer."""
 
     name: str
@@ -20,11 +20,11 @@ class Judgement:
     summary: Mapping[str, float]
 
     def __str__(self) -> str:
-        return f"{self.figures()}{skipped(self.cached)}"
+        return f"{self.headline()}{skipped_suffix(self.cached)}"
 
-    def figures(self) -> str:
+    def headline(self) -> str:
         """The validation's main figures with their intervals."""
-        shown = [name for name in self.summary if HEADLINE.search(name) and f"{name}/ci_low" in self.summary]
+        shown = [name for name in self.summary if HEADLINE_METRIC.search(name) and f"{name}/ci_low" in self.summary]
         several = len({_source_of(name) for name in shown}) > 1
         labels = {name: f"{_source_of(name)} " if several else "" for name in shown}
         parts = (f"{labels[name]}{name.rpartition('/')[2]} {with_interval(self.summary, name)}" for name in shown)
@@ -39,7 +39,7 @@ def with_interval(summary: Mapping[str, float], figure: str) -> str:
     """
     if figure not in summary:
         return ""
-    low, high = (summary.get(f"{figure}{end}") for end in CI_ENDS)
+    low, high = (summary.get(f"{figure}{end}") for end in CI_SUFFIXES)
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
     return f"{summary[figure]:.3f}{interval}"
 

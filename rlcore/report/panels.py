@@ -19,25 +19,25 @@ from rlcore.report.plots import (
     CYCLE,
     FEW_POINTS,
     LIGHT,
-    MOST_POINTS,
+    MAX_POINTS,
     Chart,
+    format_axes,
     plot_group,
     plot_intervals,
     plot_series,
-    tidy,
 )
 from rlcore.report.record import RunRecord, Runs
 from rlcore.report.series import (
     Series,
-    against,
     first_tenth,
     last_tenth,
     late_mean,
     series_of,
+    series_over,
     smooth,
-    thinned,
+    thin,
     trend_of,
-    warmed_up,
+    without_first_step,
 )
 from rlcore.tracking.catalog import describe
 
@@ -91,7 +91,7 @@ class Panel:
         if self.band is not None:
             low, high = (record.series(metric) for metric in self.band[:2])
             if low is not None and high is not None:
-                low, high = thinned(low, MOST_POINTS), thinned(high, MOST_POINTS)
+                low, high = thin(low, MAX_POINTS), thin(high, MAX_POINTS)
                 axes.fill_between(low.index, low, high, color=LIGHT["blue"], alpha=0.14, lw=0, label=self.band[2])
         found = [(series, look) for metric, look in self.lines.items() if (series := record.series(metric)) is not None]
         for series, look in [one for one in found if one[0].any()] or found[:1]:
@@ -104,7 +104,7 @@ class Panel:
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
                 plot_intervals(axes, [(step + aside, interval) for step, interval in points], colour, label)
-        tidy(axes, y=self.unit)
+        format_axes(axes, y=self.unit)
         if self.limit is not None and axes.lines:
             label, height = self.limit[0], self.limit[1](record.config)
             if height < 3 * axes.get_ylim()[1]:
@@ -119,7 +119,7 @@ def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
         points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
         if (series := series_of(points)) is not None:
             plot_series(axes, series, colour, label, smoothed=False)
-    tidy(axes, y=panel.unit)
+    format_axes(axes, y=panel.unit)
 
 
 def _has_critic(record: RunRecord) -> bool:
@@ -166,8 +166,8 @@ SPEED = (
           {"perf/throughput": ("green", "throughput")}, from_zero=True, height_in=3.2),
 )  # fmt: skip
 
-Find = Callable[[RunRecord], Series | None]
-_AXES: tuple[tuple[str, str, Find], ...] = (
+GetSeries = Callable[[RunRecord], Series | None]
+_AXES: tuple[tuple[str, str, GetSeries], ...] = (
     ("step", "training step", lambda run: None),
     ("tokens", "tokens trained on", lambda run: run.tokens),
     ("seconds", "seconds of training steps", lambda run: run.seconds),
@@ -193,7 +193,7 @@ def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
 
 def reward_charts(groups: Groups) -> list[Chart]:
     """Held-out and training reward of several runs against steps, tokens and seconds."""
-    kinds: tuple[tuple[str, str, Find], ...] = (
+    kinds: tuple[tuple[str, str, GetSeries], ...] = (
         ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
         ("training", "Training reward", partial(_metric, REWARD)),
     )
@@ -215,19 +215,19 @@ def _compared(groups: Groups, panel: Panel) -> Chart:
 def _metric(name: str, run: RunRecord) -> Series | None:
     """Moving mean of a metric: the noise of several runs over each other would hide their lines."""
     series = run.series(name)
-    return series if series is None or len(series) <= FEW_POINTS else thinned(smooth(series), MOST_POINTS)
+    return series if series is None or len(series) <= FEW_POINTS else thin(smooth(series), MAX_POINTS)
 
 
-def _draw(groups: Groups, find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
+def _draw(groups: Groups, find: GetSeries, totals: GetSeries, x_label: str, unit: str, figure: "Figure") -> None:
     axes = figure.subplots()
     for place, (label, runs) in enumerate(groups.items()):
         found = [(run, series) for run in runs if (series := find(run)) is not None]
         if found:
             count = num_seeds([run for run, _ in found])
             seeds = f" ({count} seeds)" if count > 1 else ""
-            curves = [against(series, totals(run)) for run, series in found]
+            curves = [series_over(series, totals(run)) for run, series in found]
             plot_group(axes, curves, CYCLE[place % len(CYCLE)], label + seeds)
-    tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
+    format_axes(axes, x=x_label, y=unit, steps=x_label == "training step")
 
 
 def num_seeds(runs: Sequence[RunRecord]) -> int:
@@ -247,7 +247,7 @@ class Measure(NamedTuple):
 
     label: str
     metric: str
-    sum_up: Callable[[Series], Value]
+    summarize: Callable[[Series], Value]
     kind: Kind = "number"
     unit: str = ""
     note: str = ""
@@ -258,7 +258,7 @@ class Measure(NamedTuple):
         if self.of_run is not None:
             return self.of_run(record)
         series = record.series(self.metric)
-        return None if series is None else self.sum_up(series)
+        return None if series is None else self.summarize(series)
 
 
 def _last(series: Series) -> float:
@@ -294,7 +294,11 @@ def _wall_seconds(record: RunRecord) -> Value:
 
 
 def _gpu_seconds_a_point(record: RunRecord) -> Value:
-    return None if record.gpu_seconds is None or record.gained <= 0 else 0.01 * record.gpu_seconds / record.gained
+    return (
+        None
+        if record.gpu_seconds is None or record.reward_gain <= 0
+        else 0.01 * record.gpu_seconds / record.reward_gain
+    )
 
 
 def _idle_share(record: RunRecord) -> Value:
@@ -332,7 +336,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
                 of_run=_wall_seconds),
         Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
                 note="Sum over steps; validation, checkpoints and start-up come on top."),
-        Measure("Seconds a step", STEP_S, lambda each: warmed_up(each).mean(), "seconds",
+        Measure("Seconds a step", STEP_S, lambda each: without_first_step(each).mean(), "seconds",
                 note="Mean without the first step, which warms up."),
         Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
         Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),

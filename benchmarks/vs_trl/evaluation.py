@@ -1,6 +1,6 @@
 """The judge of `benchmarks.vs_trl`: held-out rewards of the weights that all sides kept, with one engine for all.
 
-python -m benchmarks.vs_trl.judge DIR vllm      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.evaluation DIR vllm      # started by benchmarks.vs_trl
 """
 
 import json
@@ -18,13 +18,13 @@ from rlcore.models.load import load_policy
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.experience import Answerer
+from rlcore.trainer.experience import ResponseSampler
 from rlcore.trainer.validate import validate
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.worker import Worker
 
 
-def judge(jobs: Sequence[Job]) -> None:
+def evaluate(jobs: Sequence[Job]) -> None:
     """Add to each side's report, which lies beside its folder, the points of its learning curve one by one."""
     group = LocalGroup(settings(jobs[0]), jobs[0].model)
     try:
@@ -33,7 +33,7 @@ def judge(jobs: Sequence[Job]) -> None:
             report = json.loads(file.read_text()) if file.exists() else {"side": job.name, "seed": job.seed}
             report["held_out"] = []
             for step in filter(lambda step: job.weights(step).exists(), (0, *job.judged_steps)):
-                point = _judged(job, group, step)
+                point = _evaluate_step(job, group, step)
                 print(f"{job.name}, seed {job.seed}: {json.dumps(point)}", flush=True)
                 report["held_out"].append(point)
                 file.write_text(json.dumps(report))
@@ -41,7 +41,7 @@ def judge(jobs: Sequence[Job]) -> None:
         group.close()
 
 
-def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
+def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     """Rewards of the weights after a step: sampled, with its 95% interval, and greedy. The workers' own check shows
     that the engine computes with them."""
     config = settings(job)
@@ -50,12 +50,12 @@ def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
         group.each(lambda worker: worker.actor.model)[0], weights, options=StateDictOptions(full_state_dict=True)
     )
     prompts = as_prompts(read_rows(Path(job.folder) / HELD_OUT), config.data.task)
-    group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
-    group.each(Worker.hand_over, step)
+    group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
+    group.each(Worker.sync_weights, step)
     with ScoringPool(job.scorer, config.reward) as scoring:
-        answerer = Answerer(config, group, scoring, text_decoder(load_tokenizer(job.model)))
+        answerer = ResponseSampler(config, group, scoring, text_decoder(load_tokenizer(job.model)))
         found = validate(answerer, prompts, name=f"step-{step}", step=step, policy_version=step)
-    figures = found.summary()
+    figures = found.metrics()
     sampled = f"val-core/{found.data_source}/reward/mean@{found.num_samples}"
     return {
         "step": step,
@@ -66,11 +66,11 @@ def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     }
 
 
-def kept(out: Path, engine: str) -> list[Job]:
+def saved_weights(out: Path, engine: str) -> list[Job]:
     """The jobs whose weights lie in `out`, with `engine` in place of the one that they trained with."""
     jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
     return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
 
 
 if __name__ == "__main__":
-    judge(kept(Path(sys.argv[1]), sys.argv[2]))
+    evaluate(saved_weights(Path(sys.argv[1]), sys.argv[2]))

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from flows.server.guard import Guard
-from flows.stack.answers import with_answers
-from rlcore.answers.store import SCHEMA, AnswerWriter
+from flows.stack.responses import with_responses
 from rlcore.config import AnswersConfig, RunConfig
+from rlcore.responses.store import SCHEMA, ResponseWriter
 from rlcore.tracking.lineage import Origin, Stage
 from tests.helpers.answers import Made
 from tests.helpers.chromium import open_tab
@@ -44,24 +44,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "runs" / "bare").mkdir(parents=True)
     words = {HOSTILE if token == 3 else f"w{token}": token for token in range(60)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(root / "tokenizer.json"))
-    told = AnswerWriter(root / "runs" / TOLD / "answers", AnswersConfig())
+    told = ResponseWriter(root / "runs" / TOLD / "answers", AnswersConfig())
     told.add(hostile_tokens(Made(1).of_step(1)))
-    told.begin_part()
-    told.settle()
+    told.start_part()
+    told.wait()
     Origin(RunConfig(), stages=(Stage("tokenizer", "t", str(root)),)).write(root / "runs" / TOLD)
-    writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
+    writer = ResponseWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
         writer.add(Made(step, turns=True).of_step(step))
     row = Made(1).of_step(21).to_pylist()[0] | {"answer": HOSTILE, "prompt": HOSTILE, "score": 99.0}
     writer.add(pa.Table.from_pylist([row], schema=SCHEMA))
-    writer.begin_part()
-    writer.settle()
+    writer.start_part()
+    writer.wait()
     return root
 
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    return TestClient(Guard(with_answers(root, elsewhere)), base_url="http://127.0.0.1:5000")
+    return TestClient(Guard(with_responses(root, elsewhere)), base_url="http://127.0.0.1:5000")
 
 
 def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
@@ -121,7 +121,7 @@ def served(root: Path) -> Iterator[str]:
     """The page's server on a free port, in a thread."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(Guard(with_answers(root, elsewhere)), log_level="warning", lifespan="off")
+        config = uvicorn.Config(Guard(with_responses(root, elsewhere)), log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
