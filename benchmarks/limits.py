@@ -1,4 +1,4 @@
-"""What the hardware allows: measured rates of this device, and the seconds that a step's work takes at these rates."""
+"""Measured rates of a device and the least seconds of a step at these rates."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured on this device: bfloat16 matrix products in FLOP/s, memory traffic in bytes/s."""
+    """Measured rates of this device: bfloat16 matrix products in FLOP/s, memory traffic in bytes/s."""
 
     matrix_flops: float
     memory_bytes: float
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Best of several runs; a product of 8,192 squares and a copy of 2 GiB (far less on a CPU)."""
+    """Measure a product of 8,192 squares and a copy of 2 GiB, far smaller on a CPU. The best of several runs counts."""
     on_gpu = device.type == "cuda"
     size, elements = (8_192, 1 << 30) if on_gpu else (512, 1 << 22)
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -40,18 +40,17 @@ def _best_seconds(work: Any, device: torch.device) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done what was ordered."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step's work on one device.
+    """Work of a step on one device.
 
-    `body`, `head`: parameters of the layers and of the projection to the vocabulary. `tokens` go through the body,
-    `answer_tokens` through the head too. `reference`: whether there is a pass of the reference. `attended`: pairs of
-    tokens in causal attention, summed over sequences; `width`: query heads x head size; `layers`.
+    `body`, `head`: parameters of the layers and of the output head. `tokens` go through the body, `answer_tokens` also
+    through the head. `reference`, `old_pass`: whether these forward passes exist. `attended`: pairs of tokens in causal
+    attention, summed over sequences. `width`: query heads x head size.
     """
 
     body: int
@@ -68,17 +67,16 @@ class Work:
 
     @property
     def forward_flops(self) -> float:
-        """One forward pass over all tokens: 2 FLOP for each parameter and token, 4 for each pair and head element."""
+        """FLOP of one forward pass: 2 for each parameter and token, 4 for each pair and head element."""
         linear = 2.0 * (self.body * self.tokens + self.head * self.answer_tokens)
         return linear + 4.0 * self.attended * self.width * self.layers
 
 
 def least_seconds(work: Work, rates: Rates) -> dict[str, float]:
-    """Seconds of each phase if nothing but its arithmetic and its memory traffic took time.
+    """Return the seconds of each phase if only arithmetic and memory traffic took time.
 
-    gen: prefill as matrix products; then, for as many turns as the longest answer has tokens, all bfloat16 weights are
-    read. update: three forward passes' worth; AdamW reads and writes 28 bytes a parameter. update_weights: read in
-    float32, written in bfloat16.
+    gen: the prefill's matrix products, then one read of all bfloat16 weights per token of the longest response. update:
+    three forward passes' work, and 28 bytes per parameter for AdamW. update_weights: float32 reads, bfloat16 writes.
     """
     parameters = work.body + work.head
     passes = int(work.reference), int(work.old_pass)
@@ -97,5 +95,4 @@ def least_seconds(work: Work, rates: Rates) -> dict[str, float]:
 
 
 def as_json(rates: Rates) -> dict[str, float]:
-    """For the record."""
     return asdict(rates)
