@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.seeds import RESULTS, read_seed
+from benchmarks.seeds import RESULTS, read_seed, table
 from rlcore.config.algo import ADVANTAGES, POLICY_LOSSES
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
@@ -56,20 +56,6 @@ def train(name: str, overrides: list[str]) -> dict[str, object]:
     return {**run, "command_s": round(time.perf_counter() - begun, 1)}
 
 
-def table(runs: list[dict[str, object]]) -> str:
-    lines = ["| method | before | after | rise |", "| --- | --- | --- | --- |"]
-    for run in runs:
-        points = run["validations"]
-        assert isinstance(points, list)
-        shown = [
-            f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (points[0], points[-1])
-        ]
-        lines.append(
-            f"| `{run['method']}` | {shown[0]} | {shown[1]} | {points[-1]['sampled'] - points[0]['sampled']:+.3f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="settings as on the command line, for each method")
@@ -95,7 +81,7 @@ def main() -> int:
             given.to.parent.mkdir(parents=True, exist_ok=True)
             given.to.write_text(json.dumps([done[each] for each in SETTINGS if each in done], indent=1) + "\n")
             print(f"{run['method']}: {run['command_s']} s", flush=True)
-    print(table([done[each] for each in SETTINGS if each in done]))
+    print(table([done[each] for each in SETTINGS if each in done], "method", lambda run: f"`{run['method']}`"))
     return 1 if failed else 0
 
 

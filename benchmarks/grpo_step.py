@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import PHASES, describe_lengths, draw_lengths, has, run_steps
-from benchmarks.limits import Work, as_json, least_seconds, measure_rates
-from benchmarks.shapes import SHAPES, matrix_weights, model_of
+from benchmarks.harness import PHASES, describe_lengths, draw_lengths, run_steps
+from benchmarks.shapes import SHAPES, model_of
 from rlcore.batching.balance import Sizes
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
@@ -77,23 +76,18 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return medians over the measured steps and the limits of this device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates = measure_rates(device)
+    """Return medians over the measured steps. MFU is None on a device without a known peak."""
+
+    def median(name: str) -> float | None:
+        values = [result.metrics[name] for result in results if name in result.metrics]
+        return statistics.median(values) if values else None
+
     first = results[0]
-    phases = {
-        name: statistics.median(result.metrics[f"timing_s/{name}"] for result in results)
-        for name in PHASES
-        if has(first, name)
-    }
+    phases = {name: seconds for name in PHASES if (seconds := median(f"timing_s/{name}")) is not None}
     step_s = statistics.median(result.metrics["perf/time_per_step"] for result in results)
-    work = _work_of(arguments.shape, first, config)
-    least = least_seconds(work, rates)
+    assert first.batch is not None, "a step of reinforcement learning has a batch"
     tokens = int(first.metrics["perf/total_num_tokens"])
-    update_flops = 6.0 * (work.body + work.head) * tokens / arguments.ranks
-    name = "training/rollout_probs_diff_mean"
     speed = tokens / step_s / arguments.ranks
-    apart = [result.metrics[name] for result in results if name in result.metrics]
     return {
         "what": "GRPO step of verl's Llama-3.2-1B GSM8K benchmark",
         "shape": arguments.shape,
@@ -101,12 +95,14 @@ def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "ranks": arguments.ranks,
         "prompts": arguments.prompts,
         "longest": arguments.longest,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         "torch": torch.__version__,
         "overrides": arguments.overrides,
         "steps": len(results),
         "tokens": tokens,
-        "computed_tokens": work.tokens * arguments.ranks,
+        "computed_tokens": Sizes.from_batch(
+            first.batch.packed, share_prompts=config.model.share_prompts
+        ).num_computed(),
         "answer_tokens": sum(len(one.response_ids) for one in first.experience.rollouts),
         "step_s": step_s,
         "tokens_per_s": speed,
@@ -114,54 +110,24 @@ def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "phases_s": phases,
         "rest_s": step_s - sum(phases.values()),
         "update_tokens_per_s": tokens / phases["update_actor"],
-        # 6 x parameters (tied embeddings once) x all tokens, over the measured matrix rate
-        "update_mfu": update_flops / phases["update_actor"] / rates.matrix_flops,
-        # computed products: shared prompts once, the head at response tokens, attention included
-        "update_mfu_computed": 3 * work.forward_flops / phases["update_actor"] / rates.matrix_flops,
-        "least_s": least,
-        "share_of_limits": sum(least.values()) / step_s,
-        "rates": as_json(rates),
-        "probs_diff_mean": statistics.median(apart) if apart else None,
+        "update_mfu": median("perf/mfu/actor"),
+        "update_mfu_verl": median("perf/mfu_verl/actor"),
+        "probs_diff_mean": median("training/rollout_probs_diff_mean"),
     }
-
-
-def _work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
-    known = SHAPES[shape]
-    assert result.batch is not None, "a step of reinforcement learning has a batch"
-    computed = Sizes.from_batch(result.batch.packed, share_prompts=config.model.share_prompts).num_computed()
-    heads, ranks = known["num_attention_heads"], config.runtime.num_workers
-    body, head = matrix_weights(shape)
-    lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]
-    return Work(
-        body=body,
-        head=head,
-        tokens=computed // ranks,
-        answer_tokens=sum(len(one.response_ids) for one in result.experience.rollouts) // ranks,
-        longest_answer=max(len(one.response_ids) for one in result.experience.rollouts),
-        updates=-(-config.trainer.batch_size // config.trainer.mini_batch_size),
-        reference=config.algo.kl.where != "off",
-        old_pass=has(result, "old_log_prob"),
-        attended=sum(length * (length + 1) // 2 for length in lengths) // ranks,
-        width=heads * known.get("head_dim", known["hidden_size"] // heads),
-        layers=known["num_hidden_layers"],
-    )
 
 
 def _print_table(found: dict[str, Any]) -> None:
     device = f"{found['ranks']} x {found['device']}"
     print(f"\n{device}, {found['engine']}, median of {found['steps']} steps, {found['tokens']:,} tokens")
-    print(f"{'phase':<16}{'seconds':>9}{'share':>8}{'least':>9}")
-    for name, value in found["phases_s"].items():
-        least = found["least_s"].get(name)
-        print(f"{name:<16}{value:>9.3f}{value / found['step_s']:>8.1%}{'' if least is None else f'{least:>9.3f}'}")
-    print(f"{'rest':<16}{found['rest_s']:>9.3f}{found['rest_s'] / found['step_s']:>8.1%}")
-    print(f"{'step':<16}{found['step_s']:>9.3f}{1:>8.1%}{sum(found['least_s'].values()):>9.3f}")
-    ratio = found["ratio_to_reference"]
-    print(
-        f"{found['tokens_per_s']:,.0f} tokens/s/GPU{'' if ratio is None else f', {ratio:.2f} times the reference'}; "
-        f"update MFU {found['update_mfu']:.3f} ({found['update_mfu_computed']:.3f} of the computed products); "
-        f"{found['share_of_limits']:.1%} of the physical limits; peak memory {found['peak_reserved_gb']:.1f} GB"
-    )
+    print(f"{'phase':<16}{'seconds':>9}{'share':>8}")
+    for name, value in {**found["phases_s"], "rest": found["rest_s"], "step": found["step_s"]}.items():
+        print(f"{name:<16}{value:>9.3f}{value / found['step_s']:>8.1%}")
+    line = f"{found['tokens_per_s']:,.0f} tokens/s/GPU"
+    if found["ratio_to_reference"] is not None:
+        line += f", {found['ratio_to_reference']:.2f} times the reference"
+    if found["update_mfu"] is not None:
+        line += f"; update MFU {found['update_mfu']:.3f} ({found['update_mfu_verl']:.3f} as verl counts)"
+    print(f"{line}; peak memory {found['peak_reserved_gb']:.1f} GB")
 
 
 def describe_step(parser: argparse.ArgumentParser) -> None:

@@ -257,9 +257,6 @@ def _profiled(wanted: bool) -> Iterator[None]:
 
 
 def seconds_line(result: StepResult) -> str:
-    phases = (f"{name} {result.metrics[f'timing_s/{name}']:.2f}" for name in PHASES if has(result, name))
+    seconds = {name: result.metrics.get(f"timing_s/{name}") for name in PHASES}
+    phases = (f"{name} {value:.2f}" for name, value in seconds.items() if value is not None)
     return f"{result.metrics['perf/time_per_step']:.2f} s = {', '.join(phases)}"
-
-
-def has(result: StepResult, phase: str) -> bool:
-    return f"timing_s/{phase}" in result.metrics

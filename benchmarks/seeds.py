@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.config.compose import load_config
@@ -91,16 +92,19 @@ def _label(run: dict[str, object]) -> str:
     return f"seed {run['seed']}{adapters}{', with a critic' if run['last_step'] else ''}"
 
 
-def table(runs: list[dict[str, object]]) -> str:
-    lines = ["| seed | before | after | rise | greedy before | greedy after |", "| --- | --- | --- | --- | --- | --- |"]
+def table(runs: list[dict[str, object]], column: str, label: Callable[[dict[str, object]], str]) -> str:
+    """Return a Markdown table of the rewards before and after each run."""
+    lines = [
+        f"| {column} | before | after | rise | greedy before | greedy after |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for run in runs:
         points = run["validations"]
         assert isinstance(points, list)
         first, last = points[0], points[-1]
         shown = [f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (first, last)]
-        rise = last["sampled"] - first["sampled"]
         greedy = [f"{point['greedy']:.3f}" if "greedy" in point else "" for point in (first, last)]
-        cells = [_label(run).removeprefix("seed "), *shown, f"{rise:+.3f}", *greedy]
+        cells = [label(run), *shown, f"{last['sampled'] - first['sampled']:+.3f}", *greedy]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -124,7 +128,7 @@ def main() -> None:
     stem = RESULTS / f"{arguments.experiment}_seeds"
     stem.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
     draw(arguments.experiment, runs, stem.with_suffix(".svg"))
-    print(table(runs))
+    print(table(runs, "seed", lambda run: _label(run).removeprefix("seed ")))
 
 
 if __name__ == "__main__":

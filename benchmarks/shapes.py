@@ -31,16 +31,6 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def matrix_weights(shape: str) -> tuple[int, int]:
-    """Return the weights of all layers' matrix products, and of the head."""
-    known = SHAPES[shape]
-    heads, hidden = known["num_attention_heads"], known["hidden_size"]
-    head_dim = known.get("head_dim", hidden // heads)
-    projections = hidden * head_dim * (2 * heads + 2 * known["num_key_value_heads"])
-    body = known["num_hidden_layers"] * (projections + 3 * hidden * known["intermediate_size"])
-    return body, known["vocab_size"] * hidden
-
-
 def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
     """Write config, bfloat16 weights of deviation 0.02, and a tokenizer with a word for each id."""
     import torch

@@ -1,4 +1,4 @@
-"""One side of `benchmarks.vs_trl` in a fresh process, the GPU's memory watched from outside."""
+"""A side of `benchmarks.vs_trl` in a new process, with the GPU's memory watched from outside."""
 
 import contextlib
 import json
@@ -19,7 +19,6 @@ LOOK_EVERY_S = 0.2
 
 
 def run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
-    """Start it, wait, read its report."""
     begun = time.perf_counter()
     with _driver_memory(job.device) as most_gb:
         start(
@@ -50,7 +49,7 @@ def run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
 
 
 def start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
-    """Run a module of this package in a process of its own; `site`: a folder first on its path."""
+    """Run a module of this package in a new process, with the folder `site` first on its path."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         "CUDA_VISIBLE_DEVICES": "0",
@@ -76,7 +75,7 @@ def _described(lengths: tuple[int, ...]) -> str:
 
 @contextlib.contextmanager
 def _driver_memory(device: str) -> Iterator[Callable[[], float]]:
-    """The most memory in use on the first GPU, GB of 1e9 bytes, beyond what was in use before; 0 where nobody knows."""
+    """Yield a function that returns the additional memory in use on the first GPU, in GB of 1e9 bytes, or 0."""
     tool = shutil.which("nvidia-smi") if device == "cuda" else None
     if tool is None:
         yield lambda: 0.0
@@ -100,5 +99,5 @@ def _driver_memory(device: str) -> Iterator[Callable[[], float]]:
 
 
 def _used_gb(ask: list[str]) -> float:
-    told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    return float(told) * 2**20 / 1e9 if told.isdigit() else 0.0
+    output = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    return float(output) * 2**20 / 1e9 if output.isdigit() else 0.0
