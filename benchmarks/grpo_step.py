@@ -86,6 +86,7 @@ def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
     phases = {name: seconds for name in PHASES if (seconds := median(f"timing_s/{name}")) is not None}
     step_s = statistics.median(result.metrics["perf/time_per_step"] for result in results)
     assert first.batch is not None, "a step of reinforcement learning has a batch"
+    sizes = Sizes.from_batch(first.batch.packed, share_prompts=config.model.share_prompts)
     tokens = int(first.metrics["perf/total_num_tokens"])
     speed = tokens / step_s / arguments.ranks
     return {
