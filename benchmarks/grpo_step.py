@@ -101,9 +101,7 @@ def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "overrides": arguments.overrides,
         "steps": len(results),
         "tokens": tokens,
-        "computed_tokens": Sizes.from_batch(
-            first.batch.packed, share_prompts=config.model.share_prompts
-        ).num_computed(),
+        "computed_tokens": sizes.num_computed(),
         "answer_tokens": sum(len(one.response_ids) for one in first.experience.rollouts),
         "step_s": step_s,
         "tokens_per_s": speed,
