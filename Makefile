@@ -2,7 +2,7 @@
 #   make demo    install, then the whole pipeline: data, filter, model, GRPO, validation, report
 #   make test    install, then all tests except the lengthy ones
 #   make test-lengthy   the others: whole stacks, further ways to similar failures
-#   make check   format, lint, types, import rules, links of the documentation
+#   make check   format, lint, types, import rules, language, links of the documentation
 #   make docs    the documentation as a site in build/site
 #   make install-vllm   the real vLLM for a CPU (make test does it too)
 # Another interpreter: make demo PYTHON=python3.12. More arguments of demo and test: ARGS="trainer.total_steps=40".
@@ -31,7 +31,7 @@ export TOKENIZERS_PARALLELISM := false
 # Keep bytecode. Otherwise each of many processes compiles the sources, and pytest the packages that it rewrites.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-dev install-vllm demo test test-lengthy check lint format types imports docs generated clean
+.PHONY: help install install-dev install-vllm demo test test-lengthy check lint format types imports language docs generated clean
 .DEFAULT_GOAL := help
 
 help:
@@ -65,7 +65,7 @@ test: $(VENV)/.installed-dev install-vllm
 test-lengthy: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m lengthy $(ARGS)
 
-check: lint types imports docs
+check: lint types imports language docs
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check $(SOURCES)
@@ -80,6 +80,10 @@ types: $(VENV)/.installed-dev
 
 imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
+
+# Words, names, docstrings and sentences by the rules of CONTRIBUTING.md.
+language: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.language
 
 # A dead link or anchor is an error.
 docs: $(VENV)/.installed-dev
