@@ -57,8 +57,8 @@ def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) 
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     config = settings(arguments, directory, ranks=arguments.ranks)
     vocab_size = SHAPES[arguments.shape]["vocab_size"]
-    num_answers = arguments.prompts * config.rollout.samples_per_prompt
-    lengths = draw_lengths(num_answers, arguments.mean, arguments.longest)
+    num_responses = arguments.prompts * config.rollout.samples_per_prompt
+    lengths = draw_lengths(num_responses, arguments.mean, arguments.longest)
     steps = run_steps(
         config,
         directory,

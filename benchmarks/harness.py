@@ -216,12 +216,12 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def watched_memory(wanted: bool = True) -> Iterator[Callable[[], float]]:
+def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
     """Yield a function that returns the most GPU memory in use inside, by all processes, in GB of 1e9 bytes.
 
-    It is 0 on a CPU. The driver is asked every 20 ms, which costs the engine some time.
+    It is 0 on a CPU. The driver is asked each `every_s` seconds.
     """
-    if not wanted or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         yield lambda: 0.0
         return
     most = 0
@@ -229,7 +229,7 @@ def watched_memory(wanted: bool = True) -> Iterator[Callable[[], float]]:
 
     def watch() -> None:
         nonlocal most
-        while not done.wait(0.02):
+        while not done.wait(every_s):
             free, total = torch.cuda.mem_get_info()
             most = max(most, total - free)
 

@@ -9,9 +9,9 @@
 
 A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, a
 condition, or a deleted statement (a call, a raise, a break, a `+=`). In a copy of the checkout, the tests that execute
-its statement run up to the first failure: first the 20 quickest in a forked child, which has the libraries, then the
-others. Without --lines the folder's own tests run; it knows neither other processes nor what an import executes. A run
-over --limit counts as noticed. At the end the noticing tests run without a mutation, and those that fail do not count.
+its statement run up to the first failure, first the 20 quickest. Without --lines, or where it has no test, the folder's
+tests run. A run over --limit counts as noticed. At the end the noticing tests run without a mutation, and those that
+fail do not count.
 
 Writes each mutation and its test to --out (JSON), keeping folders that were not tried. Whether an unnoticed mutation
 changes any behavior is for a reader to write, as `equivalent` in that file, which is kept. The exit code is 0.
@@ -19,10 +19,8 @@ changes any behavior is for a reader to write, as `equivalent` in that file, whi
 
 import argparse
 import ast
-import contextlib
 import copy
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -35,7 +33,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +51,6 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 FIRST = 20
 """Tests of a line that run first. They notice most mutations."""
-LIBRARIES = ("torch", "transformers", "datasets", "pandas", "pyarrow.parquet", "mlflow.tracking", "prefect", "ray")
-"""Libraries with the longest imports."""
 NO_TESTS = 5
 """Exit code of pytest without tests, as when all are lengthy."""
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
@@ -209,39 +204,6 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
     return _failed_test(output, process.returncode)
 
 
-def quick_failure(checkout: Path, tests: list[str], limit_s: float) -> str | None:
-    """Return the same from a forked child, which need not import the libraries."""
-    for library in LIBRARIES:
-        import_module(library)
-    with tempfile.NamedTemporaryFile("r") as output:
-        child = multiprocessing.get_context("fork").Process(target=_test_here, args=(checkout, tests, output.name))
-        child.start()
-        assert child.pid, "the child has started"
-        child.join(limit_s)
-        is_late = child.is_alive()
-        with contextlib.suppress(ProcessLookupError):  # processes of the tests may be left
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-        return "limit" if is_late else _failed_test(output.read(), child.exitcode)
-
-
-def _test_here(checkout: Path, tests: list[str], output: str) -> None:
-    import pytest
-
-    os.setsid()
-    os.chdir(checkout)
-    descriptor = os.open(output, os.O_WRONLY)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.environ.update(_environment(checkout))
-    sys.path.insert(0, str(checkout))
-    sys.dont_write_bytecode = True
-    # Two of the libraries have pytest plugins, imported here before pytest could rewrite their asserts.
-    code = pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist", *_pytest_arguments(tests)])
-    sys.stdout.flush()
-    os._exit(code)
-
-
 def _environment(checkout: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -307,11 +269,9 @@ def main() -> None:
             known = tests_by_line(chosen.lines).get(one.file, {}) if chosen.lines else {}
             tests = known.get(one.start[0]) or known.get(one.statement) or []
             one.tried = len(tests)
-            if tests:
-                one.noticed_by = quick_failure(checkout, tests[:FIRST], chosen.limit)
-            others = tests[FIRST:] if tests else [_tests_of(one.folder)]
-            if others and one.noticed_by is None:
-                one.noticed_by = first_failure(checkout, others, chosen.limit, chosen.processes)
+            for some in (tests[:FIRST], tests[FIRST:]) if tests else ([_tests_of(one.folder)],):
+                if some and one.noticed_by is None:
+                    one.noticed_by = first_failure(checkout, some, chosen.limit, chosen.processes)
             (checkout / one.file).write_text(source)
             shown = one.noticed_by or "NOT NOTICED"
             print(f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {shown}", flush=True)

@@ -24,15 +24,21 @@ problems, with one engine (`--engine`), and adds each point to DIR.
 
 import argparse
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import write_result
+from benchmarks.vs_trl.job import Job
 from benchmarks.vs_trl.prepare import prepare_experiment, prepare_random
-from benchmarks.vs_trl.run import run_side, start
 from benchmarks.vs_trl.table import show, summary
 
+ROOT = Path(__file__).resolve().parents[2]
 SIDES = {"cuda": ("trl-fp32", "ours", "trl-bf16"), "cpu": ("trl", "ours")}
 
 
@@ -43,7 +49,7 @@ def main() -> None:
         if not (arguments.combine or arguments.judge):
             measure(arguments, out, Path(scratch))
         if not arguments.combine and any(out.glob("*/step-0")):
-            start("evaluation", str(out), arguments.engine, threads=arguments.threads)
+            _start("evaluation", str(out), arguments.engine, threads=arguments.threads)
         found = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
     table = summary([one for one in found if "step_s" in one])  # an interrupted side has none
     show(table)
@@ -61,8 +67,55 @@ def measure(arguments: argparse.Namespace, out: Path, scratch: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             job = prepare(arguments, side, folder, seed=seed, shared=scratch)
-            report = run_side(job, trl_site=arguments.trl_site) | {"seed": seed}
+            report = _run_side(job, trl_site=arguments.trl_site) | {"seed": seed}
             folder.with_suffix(".json").write_text(json.dumps(report))
+
+
+def _run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
+    begun = time.perf_counter()
+    module, site = ("peer", trl_site) if job.is_trl else ("ours", None)
+    _start(module, str(job.write()), threads=job.threads, site=site)
+    found: dict[str, Any] = json.loads((Path(job.folder) / "report.json").read_text())
+    return {
+        "side": job.name,
+        "device": job.device,
+        "engine": job.engine,
+        "responses": job.prompts * job.samples,
+        "updates": job.updates,
+        "threads": job.threads,
+        "micro_batch": job.micro_batch if job.is_trl else None,
+        "engine_share": job.engine_share if job.engine == "vllm" else None,
+        "lengths": _described(job.lengths),
+        "overrides": [] if job.is_trl else list(job.overrides),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        "command_s": round(time.perf_counter() - begun, 1),
+        **found,
+    }
+
+
+def _start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
+    """Run a module of this package in a new process, with the folder `site` first on its path."""
+    path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", f"benchmarks.vs_trl.{module}", *arguments]
+    subprocess.run(command, env=environment, check=True, cwd=ROOT)
+
+
+def _described(lengths: tuple[int, ...]) -> str:
+    if not lengths:
+        return "as the responses end"
+    if len(set(lengths)) == 1:
+        return f"all {lengths[0]}"
+    return f"drawn, mean {sum(lengths) / len(lengths):.0f}, longest {max(lengths)}"
 
 
 def _parse() -> argparse.Namespace:

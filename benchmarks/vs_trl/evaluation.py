@@ -52,8 +52,8 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
     group.each(Worker.sync_weights, step)
     with ScoringPool(job.scorer, config.reward) as scoring:
-        answerer = ResponseSampler(config, group, scoring, text_decoder(load_tokenizer(job.model)))
-        found = validate(answerer, prompts, name=f"step-{step}", step=step, policy_version=step)
+        sampler = ResponseSampler(config, group, scoring, text_decoder(load_tokenizer(job.model)))
+        found = validate(sampler, prompts, name=f"step-{step}", step=step, policy_version=step)
     metrics = found.metrics()
     sampled = f"val-core/{found.data_source}/reward/mean@{found.num_samples}"
     return {

@@ -44,7 +44,6 @@ class Job:
     lr: float
     seed: int
     threads: int
-    watch_memory: bool
     evaluated_steps: tuple[int, ...]
     overrides: tuple[str, ...]
 

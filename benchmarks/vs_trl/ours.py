@@ -1,6 +1,6 @@
 """Our side of `benchmarks.vs_trl`, in one process.
 
-python -m benchmarks.vs_trl.ours JOB_TEMPLATE.json      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.ours JOB.json      # started by benchmarks.vs_trl
 """
 
 import resource
@@ -78,7 +78,7 @@ def run(job: Job) -> dict[str, Any]:
     tokenizer = load_tokenizer(Path(job.model))
     results: list[StepResult] = []
     cpu_s: list[float] = []
-    with watched_memory(job.watch_memory) as most:
+    with watched_memory(every_s=0.2) as most:
         group = (
             FixedLengths(config, job.model, job.lengths, vocab_size=len(tokenizer), real=True)
             if job.lengths
@@ -88,8 +88,8 @@ def run(job: Job) -> dict[str, Any]:
             group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
             group.each(Worker.sync_weights, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                answerer = ResponseSampler(config, group, scoring, text_decoder(tokenizer))
-                collector = ExperienceCollector(answerer, InOrder(prompts))
+                sampler = ResponseSampler(config, group, scoring, text_decoder(tokenizer))
+                collector = ExperienceCollector(sampler, InOrder(prompts))
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
                 for number in range(job.num_steps):

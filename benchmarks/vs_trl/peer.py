@@ -1,6 +1,6 @@
 """TRL's side of `benchmarks.vs_trl`: its GRPOTrainer, timed by a callback.
 
-python -m benchmarks.vs_trl.peer JOB_TEMPLATE.json      # started by benchmarks.vs_trl, with trl on the path
+python -m benchmarks.vs_trl.peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
 """
 
 import os
@@ -58,10 +58,12 @@ def _now() -> float:
 
 def settings(job: Job) -> GRPOConfig:
     """Return TRL's settings for the same work. Others keep TRL's defaults."""
-    answers = job.prompts * job.samples
-    accumulation = answers // job.updates // job.micro_batch
-    if accumulation * job.updates * job.micro_batch != answers:
-        raise SystemExit(f"--trl-micro {job.micro_batch} must divide the {answers // job.updates} answers of an update")
+    num_responses = job.prompts * job.samples
+    accumulation = num_responses // job.updates // job.micro_batch
+    if accumulation * job.updates * job.micro_batch != num_responses:
+        raise SystemExit(
+            f"--trl-micro {job.micro_batch} must divide the {num_responses // job.updates} responses of an update"
+        )
     generation: dict[str, Any] = {}
     if job.lengths:
         most = max(job.lengths)
@@ -125,7 +127,7 @@ def run(job: Job) -> dict[str, Any]:
             return found
 
         tokenizer = load_tokenizer(job.model)
-        with watched_memory(job.watch_memory) as most:
+        with watched_memory(every_s=0.2) as most:
             trainer = GRPOTrainer(
                 model=job.model,
                 reward_funcs=reward,

@@ -82,7 +82,7 @@ def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *
     steps = arguments.steps or 60 - arguments.warm_up
     num_steps = arguments.warm_up + steps
     count = num_steps * config.trainer.batch_size
-    answers = config.trainer.batch_size * config.rollout.samples_per_prompt
+    num_responses = config.trainer.batch_size * config.rollout.samples_per_prompt
     write_rows(folder / PROMPTS, _rows(PromptStream(_prompts(inputs.train_parquets), seed=seed).take(0, count), model))
     write_rows(folder / HELD_OUT, _rows(_prompts(inputs.validation_parquets), model))
     job = Job(
@@ -100,7 +100,7 @@ def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *
         max_prompt_tokens=config.filter.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         lengths=(),
-        micro_batch=arguments.trl_micro or (MICRO_BATCH if on_gpu else answers),
+        micro_batch=arguments.trl_micro or (MICRO_BATCH if on_gpu else num_responses),
         engine_share=arguments.engine_share if on_gpu else 0.0,
         beta=0.0,
         lr=config.optim.lr,
@@ -118,8 +118,6 @@ def _common(arguments: argparse.Namespace, side: str, folder: Path, seed: int) -
         "warm_up": arguments.warm_up,
         "seed": seed,
         "threads": arguments.threads,
-        # nvidia-smi watches from outside; a thread inside costs the engine some time
-        "watch_memory": arguments.device == "cuda" and shutil.which("nvidia-smi") is None,
         "overrides": tuple(arguments.overrides),
     }
 

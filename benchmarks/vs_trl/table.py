@@ -36,7 +36,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "batch_s": statistics.median(statistics.median(one["step_s"]) for one in runs),
         "batch_cpu_s": statistics.median(statistics.median(one["cpu_s"]) for one in runs),
         "tokens_per_s": statistics.median(_rate(one, one["tokens"]) for one in runs),
-        "samples_per_s": statistics.median(_rate(one, [one["answers"]] * len(one["step_s"])) for one in runs),
+        "samples_per_s": statistics.median(_rate(one, [one["responses"]] * len(one["step_s"])) for one in runs),
         "peak_gb": max(peaks),
         "reward_first": statistics.fmean(one["rewards"][0] for one in runs),
         "reward_last": statistics.fmean(statistics.fmean(one["rewards"][-5:]) for one in runs),
@@ -79,7 +79,7 @@ def show(table: dict[str, Any]) -> None:
             f"{row['peak_gb']:>9.1f}{reward:>17}{held_out:>10}"
         )
     for name, row in table["sides"].items():
-        print(f"{name}: {row['what']}; answers {row['lengths']}; {row['batches']} batches")
+        print(f"{name}: {row['what']}; responses {row['lengths']}; {row['batches']} batches")
         for point in row.get("held_out", ()):
             print(
                 f"  step {point['step']:.0f}: {point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}], "
