@@ -1,4 +1,4 @@
-"""How per-token losses become one number, so that no split into micro-batches or ranks can change it."""
+"""Aggregation of per-token losses to one number that does not depend on the split into micro-batches or ranks."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -12,9 +12,9 @@ from rlcore.config.algo import Aggregation
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """What a loss is divided by: counted once over the whole mini-batch and all ranks, the same for each micro-batch.
+    """Divisor of a loss, counted once over the whole mini-batch and all ranks.
 
-    `num_tokens`: answer tokens. `num_sequences`: answers. `norm_tokens`: longest answer allowed
+    `num_tokens`: response tokens. `num_sequences`: responses. `norm_tokens`: longest response allowed
     (`rollout.max_response_tokens`), the constant of seq-mean-token-sum-norm.
     """
 
@@ -23,41 +23,41 @@ class Denominator:
     norm_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse a count below one: the loss of nothing is no number."""
+        """Reject a count below one."""
         for name in ("num_tokens", "num_sequences", "norm_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"Denominator.{name}: must be at least 1, got {getattr(self, name)}; "
-                    "a mini-batch without answer tokens has no loss, skip it"
+                    "a mini-batch without response tokens has no loss, skip it"
                 )
 
 
 def segment_sum(
     values: Float[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int
 ) -> Float[Tensor, "{num_sequences}"]:
-    """Sum of the values of each sequence: `s_n = sum_{t in n} v_t`; 0 for a sequence without tokens.
+    """Return the sum of each sequence's values: `s_n = sum_{t in n} v_t`, 0 for a sequence without tokens.
 
-    Added up in float64 and rounded once, so that the result does not depend on the order in which a GPU adds.
+    Summed in float64 and rounded once, so that the result does not depend on a GPU's order of summation.
     """
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
 
 def masked(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """The values where the mask is True, 0 elsewhere.
+    """Return the values where the mask is True, 0 elsewhere.
 
-    A selection, not a product: NaN under the mask stays out of the value and out of the gradient.
+    It selects instead of multiplying: NaN under the mask reaches neither the value nor the gradient.
     """
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def masked_sum(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
-    """`sum_{t: m_t} v_t`, added up in float64 and rounded once."""
+    """Return `sum_{t: m_t} v_t`, summed in float64 and rounded once."""
     return masked(values, mask).sum(dtype=torch.float64).to(values.dtype)
 
 
 def token_counts(mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int) -> Int[Tensor, "N"]:
-    """Answer tokens of each sequence."""
+    """Return the response tokens of each sequence."""
     counts = torch.zeros(num_sequences, dtype=torch.int64, device=mask.device)
     return counts.index_add(0, sequence_ids, mask.long())
 
@@ -71,9 +71,10 @@ def aggregate(
     denominator: Denominator,
     num_sequences: int,
 ) -> Float[Tensor, ""]:
-    """This micro-batch's share of the mini-batch loss: the shares of all micro-batches and ranks add up to the loss.
+    """Return the share of this micro-batch in the mini-batch loss. The shares of all micro-batches and ranks sum to the
+    loss.
 
-    With `l_t` the loss of answer token t, `|n|` the answer tokens of sequence n, and the denominator's counts
+    With `l_t` the loss of response token t, `|n|` the response tokens of sequence n, and the denominator's counts
     (num_tokens M, num_sequences N, norm_tokens C):
 
         token-mean                sum_t l_t / M                    DAPO, Yu et al. 2025, arXiv:2503.14476
@@ -81,8 +82,7 @@ def aggregate(
         seq-mean-token-mean       sum_n (sum_{t in n} l_t / |n|) / N    GRPO, Shao et al. 2024, arXiv:2402.03300
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
-    A sequence lies whole in one micro-batch (only seq-mean-token-mean depends on it). `num_sequences` is the number of
-    sequences in this micro-batch.
+    A whole sequence is in one micro-batch. `num_sequences` counts those of this micro-batch.
     """
     match mode:
         case "token-mean":
@@ -93,7 +93,7 @@ def aggregate(
             return masked_sum(loss, mask) / (denominator.num_sequences * denominator.norm_tokens)
         case "seq-mean-token-mean":
             sums = segment_sum(masked(loss, mask), sequence_ids, num_sequences)
-            # a sequence without answer tokens has sum 0; the clamp keeps 0 / 0 out
+            # avoids 0 / 0 for a sequence without response tokens
             counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
             return (sums / counts).sum() / denominator.num_sequences
         case _:

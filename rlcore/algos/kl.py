@@ -20,7 +20,7 @@ MAX_RELATIVE_ERROR = 0.2
 def kl_estimate(
     policy_logprobs: Float[Tensor, "T"], ref_logprobs: Float[Tensor, "T"], *, estimator: KlEstimator
 ) -> Float[Tensor, "T"]:
-    """Estimate of KL(pi || pi_ref) at each sampled token, differentiable in the policy.
+    """Estimate KL(pi || pi_ref) at each sampled token, differentiable in the policy.
 
     With `d = clamp(log pi - log pi_ref, -20, 20)`:
 
@@ -28,11 +28,10 @@ def kl_estimate(
         k2               d^2 / 2
         k3, low_var_kl   min(exp(-d) - 1 + d, 10)
 
-    Schulman 2020, "Approximating KL Divergence". k1 and k3 are unbiased in value. In the reward the policy gradient
-    multiplies the value by grad log pi: with k1 that is the divergence's gradient; with k2 and k3, which are d^2 / 2
-    near the reference, it vanishes there. In the loss the estimate itself is differentiated: k2 gives the divergence's
-    gradient, k3 that of KL(pi_ref || pi), k1 nothing in expectation (Liu et al. 2025, arXiv:2510.01555). Not masked:
-    the caller masks. The bound on d also keeps the gradient of NaN or infinity at 0.
+    Schulman 2020, "Approximating KL Divergence". k1 and k3 are unbiased in value. In the reward only k1 has the
+    divergence's gradient: near the reference that of k2 and k3 vanishes. In the loss k2 has the divergence's gradient,
+    k3 that of KL(pi_ref || pi), k1 none in expectation (Liu et al. 2025, arXiv:2510.01555). The caller masks. The bound
+    on d also keeps the gradient of NaN or infinity at 0.
     """
     difference = (policy_logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:
@@ -48,13 +47,12 @@ def kl_estimate(
 
 
 def next_kl_coef(coef: float, observed_kl: float, num_sequences: int, *, settings: KlConfig) -> float:
-    """The KL coefficient after a step in which `observed_kl` nats a token were measured over `num_sequences` answers.
+    """Return the KL coefficient after a step with `observed_kl` nats a token over `num_sequences` responses.
 
         fixed      coef
         adaptive   coef (1 + clip(observed_kl / target - 1, -0.2, 0.2) num_sequences / horizon), not below 0
 
-    Ziegler et al. 2019, arXiv:1909.08593. Its value is state: it is in the checkpoint.
-    Raises NonFiniteError if the KL is not finite.
+    Ziegler et al. 2019, arXiv:1909.08593. The checkpoint contains it. Raises NonFiniteError if the KL is not finite.
     """
     if not settings.adaptive:
         return coef

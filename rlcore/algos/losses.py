@@ -20,10 +20,10 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A policy loss token by token; 0 and False where the mask is False.
+    """A policy loss token by token, 0 and False where the mask is False.
 
-    `clipped`: the clipped branch was taken. `clipped_lower`: the dual-clip branch was taken.
-    `log_ratio`: policy - old log-probability of the token, held within +-20.
+    `clipped`: the clipped branch was taken. `clipped_lower`: the dual-clip branch was taken. `log_ratio`: policy - old
+    log-probability of the token, clamped to +-20.
     """
 
     loss: Float[Tensor, "T"]
@@ -33,48 +33,44 @@ class PolicyLoss:
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
-"""A pure function of packed tensors, with the arguments of `ppo_clip`. What lies under a False mask may be anything and
-must not be read; the gradient of the loss is with respect to `policy_logprobs` alone.
+"""A pure function of packed tensors with the arguments of `ppo_clip`. It must not read values under a False mask. The
+gradient of the loss is with respect to `policy_logprobs` alone.
 
-Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or have the name of something that
-is given: `behavior_logprobs`, the engine's log-probabilities Float[T]; `entropy`, the policy's, Float[T], without
-gradient; `group_ids`, for each sequence the number of its prompt Int[N]; `covariance_rank`, the `rank_share` of the
-token's `token_covariance` in its mini-batch Float[T].
+Other keyword arguments are options (`algo.policy_loss_options`) or one of: `behavior_logprobs`, the engine's
+log-probabilities Float[T]; `entropy`, the policy's, Float[T], without gradient; `group_ids`, the prompt of each
+sequence Int[N]; `covariance_rank`, the `rank_share` of `token_covariance` in the mini-batch Float[T].
 """
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """The function of a policy loss: one of `POLICY_LOSSES` by its name, else as `module:function`.
-
-    Raises ConfigError if there is none.
-    """
+    """Return the function of a policy loss: a name in `POLICY_LOSSES`, or `module:function`. Raises ConfigError."""
     return find_function("algo.policy_loss", name, POLICY_LOSSES)
 
 
 def has_argument(name: str, argument: str) -> bool:
-    """Whether the function of a policy loss has an argument of that name."""
+    """Return True if the function of a policy loss has an argument of that name."""
     return argument in inspect.signature(resolve_policy_loss(name)).parameters
 
 
 def token_log_ratio(
     policy_logprobs: Float[Tensor, "T"], old_logprobs: Float[Tensor, "T"], mask: Bool[Tensor, "T"]
 ) -> Float[Tensor, "T"]:
-    """`clamp(log pi - log pi_old, -20, 20)` at answer tokens, 0 elsewhere."""
+    """Return `clamp(log pi - log pi_old, -20, 20)` at response tokens, 0 elsewhere."""
     return masked(policy_logprobs - old_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(
     log_ratio: Float[Tensor, "T"], advantages: Float[Tensor, "T"], *, settings: AlgoConfig
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"], Bool[Tensor, "T"]]:
-    """The clipped surrogate loss of any importance ratio: (loss, clipped, clipped_lower), each [T].
+    """Return the clipped surrogate loss of any importance ratio: (loss, clipped, clipped_lower), each [T].
 
     With `r = exp(log_ratio)`:
 
         l = max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high))
         l = min(l, -A dual_clip)      only where A < 0 and dual_clip is set
 
-    PPO (Schulman et al. 2017, arXiv:1707.06347) is clip_low = clip_high; clip-higher is DAPO (Yu et al. 2025,
-    arXiv:2503.14476); the second line is dual clip (Ye et al. 2020, arXiv:1912.09729).
+    PPO (Schulman et al. 2017, arXiv:1707.06347) is clip_low = clip_high. Clip-higher is DAPO (Yu et al. 2025,
+    arXiv:2503.14476). The second line is dual clip (Ye et al. 2020, arXiv:1912.09729).
     """
     ratio = log_ratio.exp()
     free = -advantages * ratio
@@ -91,7 +87,7 @@ def clipped_surrogate(
 def _sequence_mean(
     log_ratio: Float[Tensor, "T"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int
 ) -> Float[Tensor, "T"]:
-    """At each answer token the mean over its sequence's, with the gradient of the token's own."""
+    """Return at each response token the mean over its sequence, with the gradient of the token's own value."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -108,10 +104,9 @@ def ppo_clip(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """Clipped surrogate of each token's own ratio `r_t = pi(t) / pi_old(t)`; see `clipped_surrogate`.
+    """Return the clipped surrogate of each token's ratio `r_t = pi(t) / pi_old(t)`; see `clipped_surrogate`.
 
-    DAPO's clip-higher is this function with clip_high > clip_low. At pi = pi_old its gradient is REINFORCE's,
-    `-A_t grad log pi(t)`.
+    DAPO's clip-higher has clip_high > clip_low. At pi = pi_old the gradient is REINFORCE's, `-A_t grad log pi(t)`.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     loss, clipped, clipped_lower = clipped_surrogate(log_ratio, masked(advantages, mask), settings=settings)
@@ -128,13 +123,13 @@ def gspo(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """Clipped surrogate of the sequence's ratio, in the form that gives each token its own gradient (GSPO-token).
+    """Return the clipped surrogate of the sequence's ratio, with each token's own gradient (GSPO-token).
 
         log s_n = (1 / |n|) sum_{t in n} (log pi(t) - log pi_old(t))
         log r_t = sg(log s_n) + log pi(t) - sg(log pi(t))            sg: no gradient
 
-    Zheng et al. 2025, arXiv:2507.18071, the GSPO-token form. With sequences of one token it is `ppo_clip`.
-    Its clip range is meant to be small (3e-4, 4e-4), its aggregation seq-mean-token-mean.
+    Zheng et al. 2025, arXiv:2507.18071. With sequences of one token it is `ppo_clip`. It needs a small clip range
+    (3e-4, 4e-4) and the aggregation seq-mean-token-mean.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     token_form = _sequence_mean(log_ratio, mask, sequence_ids, num_sequences)
@@ -152,7 +147,7 @@ def cispo(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """REINFORCE weighted by a clipped ratio without gradient: every token keeps its gradient, clipped or not.
+    """Return REINFORCE weighted by a clipped ratio without gradient: every token keeps its gradient, clipped or not.
 
         l_t = -sg(clamp(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(t)
 
@@ -177,7 +172,7 @@ def sapo(
     tau_pos: Annotated[float, Field(gt=0)] = 1.0,
     tau_neg: Annotated[float, Field(gt=0)] = 1.05,
 ) -> PolicyLoss:
-    """A soft gate in place of a clip: the further the ratio is from 1, the smaller the gradient.
+    """Return a loss with a soft gate instead of a clip: the gradient falls with the ratio's distance from 1.
 
         l_t = -A_t (4 / tau) sigmoid(tau (r_t - 1))        tau: tau_pos where A_t > 0, else tau_neg
 
@@ -201,13 +196,13 @@ def gmpo(
     settings: AlgoConfig,
     log_clip: Annotated[float, Field(gt=0)] = 0.4,
 ) -> PolicyLoss:
-    """The geometric mean of a sequence's clipped ratios, in the form that gives each token its own gradient.
+    """Return the geometric mean of a sequence's clipped ratios, with each token's own gradient.
 
         c_t     = sign(A_t) min(sign(A_t) log r_t, log_clip)
         log g_n = (1 / |n|) sum_{t in n} c_t
         l_t     = -A_t exp(sg(log g_n) + c_t - sg(c_t))            sg: no gradient
 
-    GMPO, Zhao et al. 2025, arXiv:2507.20673, whose objective this is with the aggregation seq-mean-token-mean.
+    GMPO, Zhao et al. 2025, arXiv:2507.20673, with the aggregation seq-mean-token-mean.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     advantages = masked(advantages, mask)
@@ -228,7 +223,7 @@ def gpg(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """The plain policy gradient, without a ratio: `l_t = -A_t log pi(t)`.
+    """Return the plain policy gradient without a ratio: `l_t = -A_t log pi(t)`.
 
     GPG, Chu et al. 2025, arXiv:2504.02546, without its factor for groups of equal scores.
     """
@@ -248,7 +243,7 @@ def dppo(
     settings: AlgoConfig,
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.1,
 ) -> PolicyLoss:
-    """A trust region in probability, not in its ratio: rare tokens may change by large factors.
+    """Return a loss with a trust region in probability instead of its ratio: rare tokens may change by large factors.
 
         l_t = 0                   where |pi(t) - pi_old(t)| > delta and a step would lead further away
         l_t = -A_t r_t            elsewhere
@@ -277,7 +272,7 @@ def kl_cov(
     share: Annotated[float, Field(gt=0, lt=1)] = 0.0002,
     coef: Annotated[float, Field(gt=0)] = 1.0,
 ) -> PolicyLoss:
-    """The ratio without a clip, and a penalty for what moves the tokens of the highest covariance.
+    """Return the loss without a clip, with a penalty on the tokens of the highest covariance.
 
         l_t = -A_t r_t + coef |log r_t|      for the share of the mini-batch's tokens with the largest covariance
         l_t = -A_t r_t                       elsewhere
@@ -299,12 +294,12 @@ def value_loss(
     *,
     clip: float,
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """Clipped squared error of the critic: (loss, clipped), each [T].
+    """Return the critic's clipped squared error: (loss, clipped), each [T].
 
         v' = clamp(v, v_old - clip, v_old + clip)
         l  = max((v - R)^2, (v' - R)^2) / 2
 
-    PPO's companion code (Schulman et al. 2017, arXiv:1707.06347). `clipped` is where the second error is the larger.
+    PPO's companion code (Schulman et al. 2017, arXiv:1707.06347). `clipped` is where the second error is larger.
     """
     values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
     # not v_old + clamp(v - v_old): that differs from v in the last digit, and unclipped tokens would count as clipped

@@ -1,4 +1,4 @@
-"""Correction for the distance between the policy that answers were sampled from and the one that is trained."""
+"""Correction for the distance between the policy that sampled the responses and the one being trained."""
 
 import math
 from typing import assert_never
@@ -22,10 +22,10 @@ def importance_weights(
     *,
     settings: ImportanceConfig,
 ) -> Float[Tensor, "T"]:
-    """Weight of each answer token's policy loss; without gradient, 0 where the mask is False.
+    """Return the weight of each response token's policy loss, without gradient, 0 where the mask is False.
 
-    With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence
-    `r = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n:
+    With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence `r =
+    exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n:
 
         off        1
         truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
@@ -58,16 +58,16 @@ def rejection_mask(
     *,
     settings: RejectionConfig,
 ) -> Bool[Tensor, "T"]:
-    """True for answer tokens that are too far from the sampler's policy.
+    """Return True for response tokens that are too far from the sampler's policy.
 
     With `k_t` the estimate of KL(behavior || old) at token t (`kl_estimate`):
 
         token                      |k_t| > bound
-        sequence-sum, -mean        |sum or mean of k over the answer| > bound, for all of its tokens
-        sequence-max               max |k_t| over the answer > bound, for all of its tokens
+        sequence-sum, -mean        |sum or mean of k over the response| > bound, for all of its tokens
+        sequence-max               max |k_t| over the response > bound, for all of its tokens
 
-    `bound` is log(cap) for k1, else cap. veRL's rollout correction; Liu et al. 2025, "When Speed Kills Stability". A
-    NaN is not rejected: it is to be told.
+    `bound` is log(cap) for k1, else cap. veRL's rollout correction; Liu et al. 2025, "When Speed Kills Stability". NaN
+    is not rejected, so that it is reported.
     """
     distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
     match settings.level:
@@ -99,7 +99,7 @@ def off_policy_mask(
     *,
     delta: float,
 ) -> Bool[Tensor, "T"]:
-    """True for the tokens with a negative advantage of answers that the policy has left:
+    """Return True for tokens with a negative advantage in responses that the policy has moved away from:
 
         A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta
 

@@ -1,5 +1,4 @@
-"""Statistics of a token that depend on its whole mini-batch. They are made before the mini-batch is split, from what is
-known by then, so neither the split into micro-batches nor the number of ranks reaches them."""
+"""Per-token statistics of a whole mini-batch, computed before it is split into micro-batches or ranks."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,8 +9,8 @@ from rlcore.config.algo import ClipCovConfig
 
 
 def _ranks(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Int[Tensor, "T"]:
-    """0 for the answer token with the largest value, 1 for the next, ...; of equal ones the first in the batch is
-    first. T where the mask is False."""
+    """Return 0 for the response token with the largest value, 1 for the next, ... in stable order, T where the mask is
+    False."""
     chosen = mask.nonzero().squeeze(1)
     places = torch.full_like(mask, mask.numel(), dtype=torch.int64)
     places[chosen[values[chosen].argsort(descending=True, stable=True)]] = torch.arange(chosen.numel())
@@ -19,9 +18,9 @@ def _ranks(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Int[Tensor, "
 
 
 def rank_share(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """The share of the answer tokens that come before it, the largest value first; 1 where the mask is False; float64.
+    """Return the share of response tokens with a larger value, 1 where the mask is False; float64.
 
-    So `rank_share(values, mask) < p` are the `ceil(p M)` of M answer tokens with the largest values: at least one.
+    `rank_share(values, mask) < p` selects the `ceil(p M)` of M response tokens with the largest values.
     """
     shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
     return torch.where(mask, shares, torch.ones_like(shares))
@@ -30,9 +29,10 @@ def rank_share(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Ten
 def token_covariance(
     logprobs: Float[Tensor, "T"], advantages: Float[Tensor, "T"], mask: Bool[Tensor, "T"]
 ) -> Float[Tensor, "T"]:
-    """`(log pi(t) - mean log pi) (A_t - mean A)`, means over the answer tokens; 0 where the mask is False; float64.
+    """Return `(log pi(t) - mean log pi) (A_t - mean A)`, means over the response tokens, 0 where the mask is False;
+    float64.
 
-    Its mean is the covariance that the policy's entropy falls with, Cui et al. 2025, arXiv:2505.22617.
+    Its mean is the covariance that lowers the policy's entropy, Cui et al. 2025, arXiv:2505.22617.
     """
 
     def centred(values: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
@@ -45,8 +45,8 @@ def token_covariance(
 def clipped_by_covariance(
     covariance: Float[Tensor, "T"], draws: Float[Tensor, "T"], mask: Bool[Tensor, "T"], *, settings: ClipCovConfig
 ) -> Bool[Tensor, "T"]:
-    """True for `ceil(share M)` of the M answer tokens, or for as many as there are, with `low < covariance < high`:
-    those with the largest `draws`, which are random.
+    """Return True for up to `ceil(share M)` of the M response tokens with `low < covariance < high`, those with the
+    largest random `draws`.
 
     Clip-Cov, Cui et al. 2025, arXiv:2505.22617.
     """

@@ -1,18 +1,17 @@
-"""The order of prompts: an endless stream fixed by the seed, addressed by one integer.
+"""The order of prompts: an endless stream fixed by the seed and addressed by one integer.
 
-The stream is epoch after epoch, each a fresh permutation of all prompts. Its position, the number of prompts drawn so
-far, is the whole state, so a resumed run draws what an uninterrupted one would, at an epoch's end too, and on any
-number of ranks. No prompt is dropped: a batch may hold the end of one epoch and the beginning of the next.
+Each epoch is a new permutation of all prompts. The position, the number of prompts drawn so far, is the whole state, so
+that a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
 
-A mixture draws from one stream for each part by weight. Its positions come in blocks of 1,024; the block that ends at
-position n brings part i to exactly
+A mixture draws from one stream for each part by weight, in blocks of 1,024 positions. The block that ends at position n
+brings part i to exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])        W: running sums of the weights over their total, as exact fractions
 
-prompts, so a share is exact to one prompt at every block's end; within a block the parts are shuffled.
+prompts. Within a block the parts are shuffled.
 
-A stream that is weighed draws by weights instead (`rlcore.batching.pass_counts`): what it gives until it is weighed
-again follows from the seed, the weights, and the first position that was taken since.
+A stream with weights (`rlcore.batching.pass_counts`) is fixed by the seed, the weights, and the first position taken
+after they were set.
 """
 
 from collections.abc import Sequence
@@ -28,12 +27,11 @@ from rlcore.types import Prompt
 
 T = TypeVar("T")
 WEIGHTED_SEED = 2**31
-"""First word of the seeds of weighted orders: a run's seed is below it."""
+"""First word of the seeds of weighted orders, above every run's seed."""
 
 
 class PromptStream(Generic[T]):
-    """All prompts (or demonstrations), epoch after epoch. Streams of the same seed and another `part` have orders of
-    their own."""
+    """All prompts (or demonstrations), epoch after epoch. Each `part` has a separate order."""
 
     def __init__(self, prompts: Sequence[T], *, seed: int, part: int | None = None) -> None:
         if not prompts:
@@ -47,19 +45,19 @@ class PromptStream(Generic[T]):
         self._begin: int | None = None
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """From the next position taken on, draw by weights: one a prompt, over 0. No prompt twice before all were."""
+        """Draw by positive weights from the next position on, each prompt once before any is repeated."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """Return the prompts in an epoch."""
         return len(self._prompts)
 
     def epoch_at(self, position: int) -> int:
-        """Epoch of the prompt at `position`, counted from 0."""
+        """Return the epoch of the prompt at `position`, from 0."""
         return position // len(self._prompts)
 
     def take(self, position: int, count: int) -> tuple[T, ...]:
-        """The `count` prompts from `position` on."""
+        """Return the `count` prompts from `position` on."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> T:
@@ -79,7 +77,7 @@ class PromptStream(Generic[T]):
 
 
 BLOCK = 1_024
-"""Positions that are shared out together; a part's share must be worth one prompt of them."""
+"""Positions that are shared out together. The share of a part must be at least one of them."""
 
 
 class MixedStream:
@@ -102,21 +100,21 @@ class MixedStream:
         self._places = np.empty(0, dtype=np.int64)
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """As `PromptStream.weigh`, in each part; `weights`: of the parts' prompts one part after the other."""
+        """Call `PromptStream.set_weights` of each part. `weights` lists all prompts, part after part."""
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
             stream.set_weights(mine)
 
     def __len__(self) -> int:
-        """Prompts of all parts."""
+        """Return the prompts of all parts."""
         return sum(map(len, self._streams))
 
     def epoch_at(self, position: int) -> int:
-        """Epoch at `position`, counted from 0: one for every so many prompts as all parts hold together."""
+        """Return the epoch at `position`, from 0, counted in prompts of all parts."""
         return position // len(self)
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        """The `count` prompts from `position` on."""
+        """Return the `count` prompts from `position` on."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> Prompt:
@@ -127,7 +125,7 @@ class MixedStream:
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Which part each position of a block draws from, and at which place of that part's own stream."""
+        """Choose the part, and the position in the part's stream, for each position of a block."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._seed, block, len(quotas)))
@@ -139,6 +137,6 @@ class MixedStream:
         self._block = block
 
     def _counts_before(self, position: int) -> list[int]:
-        """Prompts of each part before a position that begins a block."""
+        """Return the prompts drawn from each part before a block's first position."""
         ends = [int(position * share) for share in self._shares]  # int of a Fraction is its floor, from 0 up
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]

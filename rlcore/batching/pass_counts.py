@@ -1,18 +1,17 @@
-"""How often each training row was solved, as counted so far, and how rows are drawn by that.
+"""Pass counts of the training rows, and draws of rows by them.
 
-A row has two counts: s answers that were scored, c of them right. Its pass rate is c / s. When training has answered a
-row again, with n scored answers of which k are right,
+A row has two counts: s scored responses, c of them correct. After a step with n scored responses to the row, k of them
+correct,
 
     s <- fade s + n        c <- fade c + k
 
-so that answers of older models count less and less. A row's weight in the next draw is, with `[low, high]` the band,
+so that responses of older models count less. The weight of a row in the next draw is, with `[low, high]` the band,
 
     band          1 where s = 0 or low <= c / s <= high, else `rest_weight`
     informative   4 p (1 - p)  with  p = (c + 1/2) / (s + 1)
 
-p is the mean of the row's pass rate after s answers from Jeffreys' prior, Beta(1/2, 1/2): it is never 0 or 1, so a row
-that was never or always solved is still drawn now and then. p (1 - p) is the variance of an answer's score, and a group
-whose scores are equal has no gradient by an advantage that compares its answers.
+p is the posterior mean of the pass rate under Jeffreys' prior, Beta(1/2, 1/2), and is never 0 or 1. p (1 - p) is the
+variance of a score, and a group of equal scores has no gradient under a group advantage.
 """
 
 import base64
@@ -30,22 +29,22 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassCounts:
-    """Counts of R rows. Never changed in place."""
+    """Counts of R rows, immutable."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]
 
     @classmethod
     def of(cls, passes: Sequence[int] | Array, samples: Sequence[int] | Array) -> "PassCounts":
-        """Counts made of whole numbers."""
+        """Make counts of whole numbers."""
         return cls(np.asarray(passes, dtype=np.float32), np.asarray(samples, dtype=np.float32))
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Counts read from what `text` wrote.
+        """Read the text that `text` wrote.
 
         Raises:
-            CheckpointError: it is of another number of rows.
+            CheckpointError: the number of rows differs.
         """
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
@@ -56,19 +55,19 @@ class PassCounts:
         return cls(found[:num_rows].astype(np.float32), found[num_rows:].astype(np.float32))
 
     def text(self) -> str:
-        """All counts as text, bit for bit: 11 characters a row."""
+        """Return all counts as text, bit for bit: 11 characters a row."""
         return base64.b64encode(np.concatenate([self.passes, self.samples]).astype("<f4").tobytes()).decode()
 
     def rates(self) -> Float[Array, "R"]:
-        """c / s; NaN for a row without a scored answer."""
+        """Return c / s, NaN for a row without a scored response."""
         with np.errstate(invalid="ignore"):
             rates: Array = self.passes.astype(np.float64) / self.samples
         return rates
 
     def update(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
-        """After M groups: the row of each, every row once, its right answers and its scored ones.
+        """Return the counts after M groups: the row of each (all different), its correct and its scored responses.
 
-        A group without a scored answer changes nothing.
+        A group without a scored response changes nothing.
         """
         rows, passes, samples = (np.asarray(each) for each in (rows, passes, samples))
         scored = samples > 0
@@ -79,14 +78,14 @@ class PassCounts:
         return PassCounts(*after)
 
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
-        """Rows whose pass rate is not known or lies in the band; the others are retired."""
+        """Return True for rows whose pass rate is unknown or in the band. The others are retired."""
         low, high = settings.band
         rates = self.rates()
         inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
         return inside
 
     def weights(self, settings: PassRatesConfig) -> Float[Array, "R"]:
-        """Weight of each row in the next draw, over 0 and at most 1."""
+        """Return the weight of each row in the next draw, over 0 and at most 1."""
         if settings.draw == "band":
             return np.where(self.in_band(settings), 1.0, settings.rest_weight)
         p = (self.passes.astype(np.float64) + 0.5) / (self.samples.astype(np.float64) + 1.0)
@@ -110,12 +109,12 @@ class RowSampler:
         return PassCounts.read(text, len(self._place)) if text else self._start
 
     def weights(self, text: str) -> Float[Array, "R"]:
-        """Weight of each row in a step's draw. `text`: the counts that it begins with, '' for those of the start."""
+        """Return the weight of each row in a step's draw. `text`: the counts before it, '' at the start."""
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """The counts after a step's groups, (right answers, scored answers) by `prompt_id`, and what has changed: the
-        mean pass rate, and with a band the rows outside of it. `text`: as for `weights`."""
+        """Return the counts after a step, and metrics of the change. `groups` has (correct, scored) responses by
+        `prompt_id`."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
         before = self._counts(text)
@@ -132,10 +131,10 @@ class RowSampler:
 
 
 def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
-    """All rows in a random order, as if drawn one after the other without replacement, each by its weight among those
-    that are left.
+    """Return all rows in a random order, drawn without replacement by weight.
 
-    By the largest keys log(u) / w with u uniform: Efraimidis and Spirakis 2006, Information Processing Letters 97.
+    Rows are sorted by the keys log(u) / w with u uniform: Efraimidis and Spirakis 2006, Information Processing Letters
+    97.
     """
     keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
     return np.argsort(-keys, kind="stable")

@@ -1,4 +1,4 @@
-"""From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
+"""Validation of composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,17 @@ class ValueOverride:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Dotted keys of the values that it gives."""
+        """Dotted keys of its values."""
         return tuple(leaves({self.key: self.value}))
 
 
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Nested plain settings with overrides put over them, as a typed config without the wrong ones.
+    """Return nested plain settings with overrides as a typed config without the wrong values.
 
     Every mistake in keys, types, ranges and rules goes to `findings`.
 
     Raises:
-        ConfigError: some of the values that are wrong cannot be removed.
+        ConfigError: some of the wrong values cannot be removed.
     """
     for written in values:
         _apply_override(settings, written, findings)
@@ -56,7 +56,7 @@ def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride],
 
 
 def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: Findings) -> None:
-    """Put one override into nested plain settings, in place. Unknown keys are found later, by `_typed`."""
+    """Put one override into nested plain settings. `_validate_types` finds unknown keys."""
     key, value = written.key, written.value
     *outer, last = key.split(".")
     inner = settings
@@ -84,8 +84,7 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """The settings as JSON has them, every `${...}` replaced by its value. One that cannot be read, or points nowhere,
-    is a problem, and the value that it is in is left out."""
+    """Return the settings as JSON has them, every `${...}` replaced. Values that cannot be resolved become problems."""
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -102,7 +101,7 @@ def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]
 
 
 def _path_of(key: str, settings: Any) -> list[str]:
-    """The names of a dotted key in nested settings, where a name may have a dot itself."""
+    """Return the names of a dotted key in nested settings, where a name may contain a dot."""
     for name, inner in settings.items() if isinstance(settings, dict) else ():
         if covers(name, key):
             return [name, *_path_of(key[len(name) + 1 :], inner)]
@@ -110,7 +109,7 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _remove(settings: Any, path: Sequence[int | str]) -> Any:
-    """Remove the value at a path; a path that is not there any more is left alone."""
+    """Remove the value at a path if it exists."""
     *outer, last = path
     for part in outer:
         settings = settings.get(part, {})
@@ -118,19 +117,16 @@ def _remove(settings: Any, path: Sequence[int | str]) -> Any:
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """OmegaConf's settings as plain values; with `resolve` every `${...}` is replaced by its value."""
+    """Return OmegaConf's settings as plain values, with every `${...}` replaced if `resolve`."""
     found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
-# ---------------------------------------------------------------------- keys, types and ranges, by pydantic
-
-
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """The settings without their mistakes: wrong values are removed until the rest is right.
+    """Remove wrong values until the rest is valid.
 
-    `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
+    `texts` has the text of each number that an override gives, and '' for other values, by the dotted key.
     """
     while True:
         text = json.dumps(settings)
@@ -145,7 +141,7 @@ def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping
 
 
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
-    """Path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
+    """Return the path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
     path: list[int | str] = []
     for part in detail["loc"]:
         if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
@@ -157,7 +153,7 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Add what is wrong with the settings that were `given`, and take it out of `settings`."""
+    """Add the mistake in the settings `given` to `findings`, and remove it from `settings`."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -186,7 +182,7 @@ def _report_error(
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
-    """A mistake in a list of sections: `entry 0: data.train_size`, or by the section's name."""
+    """Return a problem in a list of sections: `entry 0: data.train_size`, or the section's name."""
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
     name = suite.get("name") if isinstance(suite, dict) else None
@@ -231,7 +227,7 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
 
 
 def rule_text(detail: ErrorDetails) -> str:
-    """The rule that a value breaks, in our words."""
+    """Return the rule that a value breaks, in this project's words."""
     told = detail["msg"].removeprefix("Value error, ")
     return told.replace("Input should be", "must be").replace("String should", "must")
 

@@ -1,4 +1,4 @@
-"""Files of settings, suites among them; a run's settings as one suite sees them, and the problems of all of them."""
+"""Files of settings, suites among them; a run's settings with one suite, and the problems of all of them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ SUITES = "validation.suites"
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
-    """Keys and values of a YAML file, as OmegaConf reads them; or why there are none."""
+    """Return the keys and values of a YAML file, as OmegaConf reads them, or an error message."""
     try:
         if not file.exists():
             return "there is no such file"
@@ -40,21 +40,21 @@ def read_yaml(file: Path) -> dict[str, Any] | str:
 
 
 def resolve_suites(settings: dict[str, Any], findings: Findings) -> None:
-    """Put the content of the files that `validation.suites` names in place of their names, in nested plain settings."""
+    """Replace the file names in `validation.suites` by the files' content, in nested plain settings."""
     named = suites_in(settings)
     if any(isinstance(entry, str) for entry in named):
         settings["validation"]["suites"] = read_suites(named, findings)
 
 
 def suites_in(settings: Mapping[str, Any]) -> list[Any]:
-    """The value of `validation.suites` in nested plain settings; empty where it is no list."""
+    """Return the value of `validation.suites` in nested plain settings, empty if it is no list."""
     section = settings.get("validation")
     named = section.get("suites") if isinstance(section, dict) else None
     return named if isinstance(named, list) else []
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """The content of the files that are named, as plain values; what is no name stays as it is."""
+    """Return the content of the named files as plain values. Entries that are no names stay."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
@@ -63,7 +63,7 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 
 
 def _read(name: str) -> dict[str, Any] | Problem:
-    """The content of a suite's file, whose `name` is the file's unless it gives another; or why there is none."""
+    """Return a suite file's content, with the file's name as the default of `name`, or a problem."""
     is_path = name.endswith(FILE_ENDINGS)
     file = expand_path(name) if is_path else SUITES_DIR / f"{name}.yaml"
     if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
@@ -77,8 +77,8 @@ def _read(name: str) -> dict[str, Any] | Problem:
 
 
 def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """A run's settings with the suite's data, seed, lengths and sampling in place of its own. Its seed fixes both the
-    rows and the sampled tokens."""
+    """Return a run's settings with the suite's data, seed, lengths and sampling. Its seed fixes both the rows and the
+    sampled tokens."""
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {
@@ -94,7 +94,7 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
 
 
 def _held_out_only(data: TaskData) -> TaskData:
-    """The settings of a task whose training rows nobody reads: they need not be there."""
+    """Return a task's settings whose training rows, which are not read, need not exist."""
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
     if isinstance(data, MappedData):
@@ -103,9 +103,9 @@ def _held_out_only(data: TaskData) -> TaskData:
 
 
 def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
-    """Every broken rule of a run, and of its datasets and suites as if each were the run's only one.
+    """Return every broken rule of a run, and of each of its datasets and suites as if it were the only one.
 
-    Rules that read a key or section named in `unsound` are left out.
+    Rules that read a key or section named in `unreliable` are skipped.
     """
     found = broken_rules(run, unsound)
     for key, name, alone in _single_datasets(run):
@@ -116,7 +116,7 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """The settings of each dataset of a mixture, and of each suite: their key, their name, a run of nothing else."""
+    """Yield the key, the name and the settings of each dataset of a mixture and each suite as the only one."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

@@ -1,4 +1,4 @@
-"""What a sweep is: which points of which settings are tried, how they are compared, and when to stop."""
+"""Settings of a sweep: the points, their comparison, and when to stop."""
 
 import itertools
 from collections.abc import Mapping
@@ -16,21 +16,21 @@ SEARCHES = ("grid", "list", "random", "optuna")
 
 
 class Range(Section):
-    """Numbers from `low` to `high`, both included (with `step`, the last that a step reaches); whole ones where both
-    ends are whole."""
+    """Numbers from `low` to `high`, both included (with `step`, up to the last step), integers if both ends are
+    integers."""
 
     low: int | float
     """Least value."""
     high: int | float
     """Largest value."""
     log: bool = False
-    """Drawn evenly over orders of magnitude, as a learning rate should be."""
+    """Drawn evenly over orders of magnitude, as for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
     """Distance of neighbouring values from `low` on; None: any value."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether its values are whole numbers."""
+        """True if its values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
 
     @model_validator(mode="after")
@@ -45,7 +45,7 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""Where mistakes in the values of a space are, beside their key."""
+"""Locations of mistakes in the values of a space, in addition to their key."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
@@ -55,7 +55,7 @@ Space = dict[str, Values]
 
 
 class RandomSearch(Section):
-    """Points drawn independently of one another by Optuna's RandomSampler."""
+    """Points drawn independently by Optuna's RandomSampler."""
 
     num_points: int = Field(ge=1)
     """Points to try. A larger number adds to those tried before."""
@@ -66,16 +66,15 @@ class RandomSearch(Section):
 
 
 class Pruning(Section):
-    """Poor points are not trained further: each is compared with those that have come to the same step before it."""
+    """Early stopping of poor points: each is compared with those that reached the same step before it."""
 
     every_steps: int = Field(ge=1)
     """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
     pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
     """paired: drops a point that the best one beats on the same held-out problems, by the interval of the paired
-    difference, unless it is among the best n / (k + 1) of n points at the k-th comparison; the others are Optuna's of
-    those names."""
+    difference, unless it is among the best n / (k + 1) of n points at the k-th comparison. The others are Optuna's."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Level of the paired interval, 0 to 1. A lower one drops more points, and sooner."""
+    """Level of the paired interval, 0 to 1. A lower one drops more points earlier."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of Optuna's pruner, such as reduction_factor: 3."""
 
@@ -89,32 +88,32 @@ class Pruning(Section):
 
 
 class OptunaSearch(RandomSearch):
-    """Points chosen by Optuna's TPE from the scores of those before. The seed fixes them, given the same scores."""
+    """Points chosen by Optuna's TPE from the scores of earlier ones. The seed fixes them for equal scores."""
 
     startup_points: int = Field(default=10, ge=1)
     """Points drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
-    """Points trained at a time with --on-workers."""
+    """Points trained concurrently with --on-workers."""
 
 
 class Budget(Section):
-    """What one call may spend. Finished runs cost nothing; the next call goes on where this one ends."""
+    """Limits of one call. Finished runs cost nothing, and the next call continues."""
 
     runs: int | None = Field(default=None, ge=1)
-    """Runs that are worked on."""
+    """Most runs."""
     steps: int | None = Field(default=None, ge=1)
     """Training steps."""
     hours: float | None = Field(default=None, gt=0)
-    """Hours after which no further run is begun."""
+    """Hours after which no further run starts."""
 
 
 class Objective(Section):
-    """The score of a point: the mean over seeds of a held-out figure at the last step."""
+    """The score of a point: the mean over seeds of a held-out metric at the last step."""
 
     metric: str | None = None
-    """A figure of the validation, such as reward/greedy; None: reward/mean@k, as everywhere."""
+    """A metric of the validation, such as reward/greedy; None: reward/mean@k."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """Which end is the better one."""
+    """Direction of improvement."""
 
 
 class SweepSpec(Section):
@@ -123,11 +122,11 @@ class SweepSpec(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """First part of the sweep's id."""
     experiment: str | None = None
-    """What is varied: a name in conf/experiment, or the path of a file; None: the defaults."""
+    """Base of all points: a name in conf/experiment, or the path of a file; None: the defaults."""
     overrides: tuple[str, ...] = ()
     """Settings that all points share, as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
-    """Each point is run with each of them, and its score is the mean."""
+    """Seeds of each point, whose score is the mean over them."""
     objective: Objective = Objective()
     grid: dict[str, tuple[JsonValue, ...]] | None = None
     """Every combination of these values."""
@@ -141,32 +140,29 @@ class SweepSpec(Section):
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """The members of `SEARCHES` that the file has: one, if it is sound."""
+        """Names of the search in the file: exactly one, if it is valid."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
     def search(self) -> RandomSearch | None:
-        """The random or Optuna search; None where the file lists its points."""
+        """The random or Optuna search, None where the file lists its points."""
         return self.random or self.optuna
 
     @property
     def space(self) -> Mapping[str, Values]:
-        """Space of the search; empty without one."""
+        """Space of the search, empty without one."""
         return {} if self.search is None else self.search.space
 
 
-# ---------------------------------------------------------------------- points
-
-
 def points_of(spec: SweepSpec) -> list[Point]:
-    """The points of a grid or a list, in order; none of a search, which draws them during the sweep."""
+    """Return the points of a grid or a list, in order. A search draws its points during the sweep."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ())
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Points with every end and every choice of a space at least once, to be checked before the search."""
+    """Return points that contain every end and choice of a space at least once, to be checked before the search."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -176,7 +172,7 @@ def edge_points(space: Mapping[str, Values]) -> list[Point]:
 
 
 def point_overrides(point: Point) -> list[str]:
-    """A point as overrides.
+    """Return a point as overrides.
 
     >>> point_overrides({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
     ['optim.lr=1e-05', 'algo=dapo', "data.operations=['+','-']", "filter.overlong='off'"]
@@ -185,7 +181,7 @@ def point_overrides(point: Point) -> list[str]:
 
 
 def format_point(point: Point) -> str:
-    """A point in a line.
+    """Return a point as one line.
 
     >>> format_point({"optim.lr": 1e-5, "algo": "dapo"})
     'optim.lr=1e-05 algo=dapo'

@@ -1,4 +1,4 @@
-"""From a sweep's file to a checked `Sweep`. Mistakes in the file come together, then those in its points' settings."""
+"""Reading and checking of a sweep's file, first its form, then the settings of its points."""
 
 import json
 import math
@@ -31,17 +31,17 @@ NOT_SWEPT = {
     "name": "It names a run and changes nothing of it",
     "run_id": "It names a run and changes nothing of it",
     "tags": "They label a run and change nothing of it",
-    "paths": "All runs of a sweep lie under one root; set it for the sweep: paths.root=...",
+    "paths": "All runs of a sweep have one root; set it for the sweep: paths.root=...",
     "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
 }
-"""Keys that no point may have, and what to do instead."""
+"""Keys that no point may have, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep that has been checked.
+    """A checked sweep.
 
-    `base`: the settings without any point; `points`: those of a grid or a list in order, none of a search.
+    `base`: the settings without any point. `points`: those of a grid or a list in order, none of a search.
     """
 
     spec: SweepSpec
@@ -51,7 +51,7 @@ class Sweep:
 
     @property
     def sweep_id(self) -> str:
-        """Name of the sweep's folder. A budget, or more points, go on with the same sweep."""
+        """Name of the sweep's folder. It does not depend on the budget or the number of points of a search."""
         spec = self.spec.model_dump(mode="json", exclude={"budget", "experiment", "overrides"})
         for search in ("random", "optuna"):
             if spec[search] is not None:
@@ -68,39 +68,39 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """Points that are wanted; the sweep's study may have more, of an earlier call."""
+        """Requested points. The sweep's study may have more from an earlier call."""
         return len(self.points) if self.spec.search is None else self.spec.search.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
-        """The steps at which a point with these settings is compared, ending with its last step."""
+        """Return the steps at which a point with these settings is compared, ending with its last step."""
         total = config.trainer.total_steps
         every = total if self.spec.pruning is None else self.spec.pruning.every_steps
         return (*range(every, total, every), total)
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
-        """The settings of one run, beyond the experiment."""
+        """Return the settings of one run on top of the experiment."""
         return [*self.overrides, *point_overrides(point), f"seed={seed}"]
 
     def unused_settings(self) -> list[str]:
-        """A line for each setting, shared or swept, that has no effect in any point."""
+        """Return a line for each setting, shared or swept, that has no effect in any point."""
         swept = {key for point in self.points for key in point} | self.spec.space.keys()
         return compose(self.overrides, experiment=self.spec.experiment).unused_settings(swept)
 
     def metric_of(self, config: RunConfig) -> str:
-        """The objective's name below `val-core/<data source>/`."""
+        """Return the objective's name below `val-core/<data source>/`."""
         return self.spec.objective.metric or f"reward/mean@{config.validation.samples_per_problem}"
 
 
 def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | None = None) -> Sweep:
-    """Read a sweep and check it, and every point, without loading anything heavy.
+    """Read a sweep and check it, and every point, without heavy imports.
 
     Args:
         source: a name in `conf/sweep`, or the path of a file that ends in .yaml.
-        overrides: settings that all points share; one that the file has too goes before the file's.
+        overrides: settings that all points share. They replace the file's.
         budget: replaces values of the file's budget.
 
     Raises:
-        ConfigError: one message with every mistake in the file; if there is none, with every mistake in the settings.
+        ConfigError: one message with every mistake in the file, or if there is none, in the settings.
     """
     spec = _parse(_content(source))
     if budget is not None:
@@ -134,9 +134,6 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-# ---------------------------------------------------------------------- the file
-
-
 def _content(source: str) -> dict[str, Any]:
     file = Path(source) if source.endswith(FILE_ENDINGS) else SWEEPS_DIR / f"{source}.yaml"
     if not file.is_file():
@@ -160,7 +157,7 @@ def _content(source: str) -> dict[str, Any]:
 
 
 def _parse(content: Mapping[str, Any]) -> SweepSpec:
-    """The file as a `SweepSpec`, or one error with all places that have no such form."""
+    """Parse the file to a `SweepSpec`, or raise one error with all mistakes in its form."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
@@ -184,11 +181,8 @@ def _form_problem(detail: ErrorDetails) -> Problem:
     )
 
 
-# ---------------------------------------------------------------------- checks
-
-
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
-    """The sweep has one way to choose points, and something to try."""
+    """Check that the sweep has one way to choose points, and values to try."""
     said = spec.searches
     if not said:
         remedy = f"Say one of {', '.join(sweep.SEARCHES)}; docs/sweeps.md shows each"
@@ -209,7 +203,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Every key that is swept is a setting that may be swept, and is not given for all points too."""
+    """Check that every swept key may be swept, and is not also given for all points."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner = key.partition(".")[0]
@@ -225,7 +219,7 @@ def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """The seeds differ, and are given in one place."""
+    """Check that the seeds differ, and are given once."""
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
         yield Problem("seeds", "must differ", format_value(spec.seeds), f"Name {', '.join(map(str, twice))} once")
@@ -235,7 +229,7 @@ def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
-    """Each mistake once, with the points that have it."""
+    """Yield each mistake once, with its points."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
         for problem in problems:
@@ -247,7 +241,7 @@ def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]])
 
 
 def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Problem]:
-    """Points with the same run id would be the same run."""
+    """Check that no two points have the same run id."""
     first: dict[str, Point] = {}
     for point, config in zip(points, configs, strict=True):
         before = first.setdefault(run_id(config), point)
@@ -258,7 +252,7 @@ def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -
 
 
 def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
-    """The validation of each point has the figure by which points are compared."""
+    """Check that the validation of each point has the objective's metric."""
     metric = spec.objective.metric
     for config in configs:
         k = config.validation.samples_per_problem
@@ -270,7 +264,7 @@ def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[
 
 
 def _rung_problems(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
-    """There is a checkpoint and a validation where points are compared."""
+    """Check that there is a checkpoint and a validation where points are compared."""
     if (pruning := found.spec.pruning) is None:
         return
     first, key = pruning.every_steps, "pruning.every_steps"

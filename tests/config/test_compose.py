@@ -232,8 +232,8 @@ def test_one_mistake_one_problem(override, told):
     [
         (
             "trainer.total_steps=0",
-            "trainer.total_steps: must be greater than or equal to 1; got 0. Steps of the run; a step is one batch of "
-            "prompts sampled, scored and learned from (default 100)",
+            "trainer.total_steps: must be greater than or equal to 1; got 0. Steps of the run; a step samples, "
+            "scores and trains on one batch of prompts (default 100)",
         ),
         (
             "warm_start.stop_at_reward=x",
@@ -243,7 +243,7 @@ def test_one_mistake_one_problem(override, told):
         (
             "algo.kl.where=false",
             "algo.kl.where: must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
-            "them is the boolean false. Where the KL term acts. Off: no reference model is loaded (default off)",
+            "them is the boolean false. Where the KL term is added. Off: no reference model is loaded (default off)",
         ),
         ("tags.owner=true", "tags.owner: must be a valid string; got true. docs/settings.md describes every key"),
         ("model.lora=5", "model.lora: is a section, not a value; got 5. Set one of its keys, such as model.lora.alpha"),

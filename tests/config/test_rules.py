@@ -12,7 +12,7 @@ from rlcore.config.run import all_keys, is_key, section_names
 from rlcore.config.suite import find_problems
 from tests.helpers.settings import HELD, settings
 
-# A model made from nothing, on problems that it can read.
+# A randomly initialized model, on problems that it can read.
 SCRATCH = (
     "data.number_high=20 data.target_high=40 data.template=bare "
     "filter.max_prompt_tokens=32 rollout.max_response_tokens=8"
@@ -275,10 +275,10 @@ def _copy(source, target, parts):
 CONTEXT = "with filter.max_prompt_tokens must be at most the model's context (model.scratch.max_position_embeddings)"
 VLLM_HEADS = "must have heads of a width that vLLM knows with rollout.engine=vllm: "
 ON_A_CPU = f"{VLLM_HEADS}on a CPU one of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
-BARE = "is unset, and a model made from nothing reads bare countdown prompts only"
+BARE = "is unset, and a randomly initialized model reads bare countdown prompts only"
 COVERED = "must cover every number and target from 0 up"
 DEALT = "must divide the model's heads and its feed-forward width"
-ROOM = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
+ROOM = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and response"
 WORDS = [
     ("model.scratch.hidden_size=100 model.scratch.num_heads=4",
      "must be an even multiple of model.scratch.num_heads", "100 with num_heads 4",
