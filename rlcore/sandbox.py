@@ -55,11 +55,8 @@ def current_limits() -> SandboxConfig:
 
 
 def require_sandbox(settings: SandboxConfig) -> None:
-    """Check that this machine can run the sandbox, unless `sandbox.allow_weak` is set.
-
-    Raises:
-        ConfigError: it cannot. The message names what is missing.
-    """
+    """Check that this machine can run the sandbox, unless `sandbox.allow_weak` is set. Raises ConfigError: it cannot.
+    The message names what is missing."""
     if not settings.allow_weak and (missing := _missing_requirement()):
         raise ConfigError(
             f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Fix that, or set "
@@ -69,11 +66,8 @@ def require_sandbox(settings: SandboxConfig) -> None:
 
 
 def run_python(program: str, stdin: str = "", time_s: float | None = None) -> ProgramResult:
-    """Run a program under the current limits with `stdin` as its input. `time_s` replaces their timeout.
-
-    Raises:
-        ConfigError: see `require_sandbox`.
-    """
+    """Run a program under the current limits with `stdin` as its input. `time_s` replaces their timeout. Raises
+    ConfigError: see `require_sandbox`."""
     settings = current_limits()
     require_sandbox(settings)
     with ExitStack() as opened:

@@ -31,7 +31,7 @@ def register(name: str) -> None:
     if not folder:
         return
     try:
-        _file = (Path(folder) / f"{name}-{os.getpid()}.txt").open("w")  # open for good: the signal writes to it
+        _file = (Path(folder) / f"{name}-{os.getpid()}.txt").open("w")  # stays open: the signal writes to it
     except OSError:  # another host, a full disk
         return
     faulthandler.register(DUMP_SIGNAL, file=_file, all_threads=True, chain=False)
@@ -56,21 +56,17 @@ def report(folder: Path) -> str:
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
-    sections = [_section(f"trainer, process {os.getpid()}", _state(os.getpid()), _own_stacks())]
+    sections = [f"=== trainer, process {os.getpid()} ({_state(os.getpid())})\n{_own_stacks()}"]
     for pid, path in registered.items():
-        sections.append(_section(f"{path.stem.rpartition('-')[0]}, process {pid}", _state(pid), _stack(pid, path)))
+        sections.append(f"=== {path.stem.rpartition('-')[0]}, process {pid} ({_state(pid)})\n{_stack(pid, path)}")
     for child in psutil.Process().children(recursive=True):
         if child.pid not in registered:
             try:
                 name = " ".join(child.cmdline())[:200] or child.name()
             except psutil.Error:
                 continue
-            sections.append(_section(f"process {child.pid}: {name}", _state(child.pid), ""))
+            sections.append(f"=== process {child.pid}: {name} ({_state(child.pid)})\n")
     return "\n".join(sections)
-
-
-def _section(title: str, state: str, text: str) -> str:
-    return f"=== {title} ({state})\n{text}"
 
 
 def _own_stacks() -> str:
@@ -88,7 +84,7 @@ def _stack(pid: int, path: Path) -> str:
     if state.startswith("stopped"):
         return "It was stopped from outside (SIGSTOP) and cannot answer; SIGCONT resumes it.\n"
     if not _holds_open(pid, path):  # without a handler the signal would end the process
-        return "Its id belongs to another process here: it has ended, or is on another host.\n" + path.read_text()
+        return "Its id belongs to another process here. It has ended, or is on another host.\n" + path.read_text()
     before = path.stat().st_size
     try:
         os.kill(pid, DUMP_SIGNAL)

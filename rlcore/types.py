@@ -38,11 +38,8 @@ class FastPickle:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
-    """One filtered row, tokenized once before training.
-
-    `ground_truth_json` is the scorer's ground truth as JSON, which crosses process borders. `difficulty` is a measure
-    of the task (countdown: fewest operations), 0 if it has none.
-    """
+    """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
+    crosses process borders. `difficulty` is a measure of the task (countdown: fewest operations), 0 if it has none."""
 
     prompt_id: int
     token_ids: tuple[int, ...]
@@ -78,11 +75,9 @@ class Rollout(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """N sequences laid end to end. `group_ids[i]` is equal for responses to one prompt.
-
-    `score_mask` is False for a response without a score. `loss_mask` is False for all its tokens, so that it takes no
-    part in any loss, mean or variance.
-    """
+    """N sequences laid end to end. `group_ids[i]` is equal for responses to one prompt. `score_mask` is False for a
+    response without a score. `loss_mask` is False for all its tokens, so that it takes no part in any loss, mean or
+    variance."""
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]

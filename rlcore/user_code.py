@@ -183,7 +183,7 @@ def code_for(function: str) -> tuple[Source, ...]:
             root, file = place
             source = Source.read(file, root)
             found[source.name] = source
-            if top == "rlcore":  # a part of Millrace counts by itself, as what a task imports of it does not count
+            if top == "rlcore":  # a module of rlcore counts alone
                 continue
             imported, texts = _parse_source(source.content, name, file.name == "__init__.py")
             waiting += imported
@@ -240,7 +240,7 @@ def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return (), ()  # its import will raise
+        return (), ()  # importing it will raise
     package = module if is_package else module.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -278,15 +278,13 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import modules from the copy in `folder`, here and in child processes. None: from their original files.
-
-    Modules of the copy are removed from `sys.modules`, so that their next import reads the right file.
-    """
+    """Import modules from the copy in `folder`, here and in child processes. None: from their original files. Modules
+    of the copy are removed from `sys.modules`, so that their next import reads the right file."""
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]
         package, _, member = name.rpartition(".")
-        if package in sys.modules:  # a folder without __init__.py, which stays and has the module as a member
+        if package in sys.modules:  # a namespace package stays and has the module as a member
             vars(sys.modules[package]).pop(member, None)
     sys.path[:] = [place for place in sys.path if place != before]
     if folder is not None:

@@ -15,8 +15,8 @@ from flows.work.open_run import OpenRun
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.base import expand_path
+from rlcore.config.check import suite_settings
 from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of
-from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool

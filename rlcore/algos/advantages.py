@@ -8,24 +8,26 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from rlcore.algos.aggregation import masked, segment_sum
+from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum
 from rlcore.algos.named import bind, find_function
 from rlcore.config.algo import ADVANTAGE_FUNCTIONS, AlgoConfig, OverlongConfig
+
+Scores = Float[Tensor, "N"]
+Counts = Int[Tensor, "N"]
+Flags = Bool[Tensor, "N"]
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
 """Methods with one advantage for each response. The others (gae, reinforce_pp) have one for each token."""
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6
-# The same for whitening, where it stands under the square root
+# The same for whitening, under the square root
 VARIANCE_EPS = 1e-8
 
 
 def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
     """Return values of mean 0 and variance 1 where value k counts `weights_k` times: `(v - mean) / sqrt(var + 1e-8)`.
-
-    `var = sum w (v - mean)^2 / (sum w - 1)`, 0 for a total weight of one or less.
-    """
+    `var = sum w (v - mean)^2 / (sum w - 1)`, 0 for a total weight of one or less."""
     weights = weights.double()
     wide = values.double()
     total = weights.sum()
@@ -34,19 +36,19 @@ def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> 
     return (centred * torch.rsqrt(variance + VARIANCE_EPS)).to(values.dtype)
 
 
-def whiten(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
+def whiten(values: Floats, mask: Mask) -> Floats:
     """Return values of mean 0 and variance 1 (ddof = 1) over the tokens where the mask is True, 0 elsewhere."""
     return masked(whiten_weighted(masked(values, mask), mask.to(values.dtype)), mask)
 
 
 def group_advantages(
-    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
-    group_ids: Int[Tensor, "N"],
+    scores: Scores | Counts,
+    group_ids: Counts,
     *,
     method: SequenceAdvantage,
-    lengths: Int[Tensor, "N"] | None = None,
-    greedy_scores: Float[Tensor, "N"] | None = None,
-) -> Float[Tensor, "N"]:
+    lengths: Counts | None = None,
+    greedy_scores: Scores | None = None,
+) -> Scores:
     """Return one advantage for each response. With s its score and mean, std over the n responses to its prompt:
 
         grpo                    (s - mean) / (std + 1e-6)         Shao et al. 2024, arXiv:2402.03300
@@ -88,32 +90,18 @@ def _float_type(scores: Tensor) -> torch.dtype:
 
 
 def bind_advantage(
-    settings: AlgoConfig,
-    *,
-    lengths: Int[Tensor, "N"],
-    parts: Float[Tensor, "N K"],
-    part_weights: Float[Tensor, "K"],
+    settings: AlgoConfig, *, lengths: Counts, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
-    """Return the advantage that the settings name as a function of (scores, group_ids), with its options.
-
-    It receives those that it has keyword arguments for: `lengths`, tokens of each response, `parts`, the parts of the
-    scores in the order of `reward.weights` (without it the score), and `part_weights`.
-
-    Raises:
-        ConfigError: there is no such function, or `algo.advantage_options` do not fit it.
-    """
+    """Return the advantage that the settings name as a function of (scores, group_ids), with its options. It receives
+    those that it has keyword arguments for: `lengths`, tokens of each response, `parts`, the parts of the scores in the
+    order of `reward.weights` (without it the score), and `part_weights`. Raises ConfigError: there is no such function,
+    or `algo.advantage_options` do not fit it."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
 
 
-def gdpo(
-    scores: Float[Tensor, "N"],
-    group_ids: Int[Tensor, "N"],
-    *,
-    parts: Float[Tensor, "N K"],
-    part_weights: Float[Tensor, "K"],
-) -> Float[Tensor, "N"]:
+def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]) -> Scores:
     """Normalize each part of the score in its group before summing, so that none dominates.
 
         A_k = (s_k - mean) / (std + 1e-6)              of each part, as grpo
@@ -127,12 +115,8 @@ def gdpo(
 
 
 def pass_at_k(
-    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
-    group_ids: Int[Tensor, "N"],
-    *,
-    k: Annotated[int, Field(ge=1)] = 4,
-    threshold: float = 0.5,
-) -> Float[Tensor, "N"]:
+    scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
+) -> Scores:
     """Return the advantages under the reward pass@k: 1 if one of k responses is correct.
 
     All sets of k of a prompt's n responses count, c of which are correct (score of at least `threshold`):
@@ -174,20 +158,14 @@ def _required(value: Tensor | None, name: str, method: str) -> Tensor:
     return value
 
 
-def broadcast_to_tokens(
-    values: Float[Tensor, "N"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"]
-) -> Float[Tensor, "T"]:
+def broadcast_to_tokens(values: Scores, mask: Mask, sequence_ids: Ids) -> Floats:
     """Return its sequence's value at each response token, 0 elsewhere."""
     return masked(values[sequence_ids], mask)
 
 
 def token_rewards(
-    scores: Float[Tensor, "N"],
-    cu_seqlens: Int[Tensor, "N+1"],
-    mask: Bool[Tensor, "T"],
-    kl: Float[Tensor, "T"] | None,
-    kl_coef: float,
-) -> Float[Tensor, "T"]:
+    scores: Scores, cu_seqlens: Int[Tensor, "N+1"], mask: Mask, kl: Floats | None, kl_coef: float
+) -> Floats:
     """Return the reward of each response token: the score at the last one, less the KL to the reference at each.
 
         r_t = [t is the last response token of n] s_n - kl_coef kl_t
@@ -206,14 +184,8 @@ def token_rewards(
 
 
 def gae(
-    rewards: Float[Tensor, "T"],
-    values: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
+    rewards: Floats, values: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float, lam: float
+) -> tuple[Floats, Floats]:
     """Return the generalized advantage estimate over each sequence's response tokens: (advantages, returns), not
     whitened.
 
@@ -237,13 +209,7 @@ def gae(
     return advantages.to(values.dtype), (advantages + wide_values).to(values.dtype)
 
 
-def reinforce_pp(
-    rewards: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    *,
-    gamma: float,
-) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
+def reinforce_pp(rewards: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float) -> tuple[Floats, Floats]:
     """Return REINFORCE++: the discounted reward-to-go, whitened over all response tokens: (advantages, returns).
 
         R_t = r_t + gamma R_{t'},   A = whiten(R)
@@ -254,7 +220,7 @@ def reinforce_pp(
     return whiten(returns, mask), returns
 
 
-def group_members(group_ids: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], Int[Tensor, "P"]]:
+def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
     """Return the group index of each response, and the number of responses in each group.
 
     The ids may be any integers. Synchronizes with the device.
@@ -267,13 +233,13 @@ def group_members(group_ids: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], Int[Te
     return members, sizes
 
 
-def group_size(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+def group_size(group_ids: Counts) -> Counts:
     """Return the number of responses in the group of each response."""
     members, sizes = group_members(group_ids)
     return sizes[members]
 
 
-def has_scored_peer(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
+def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
     """Return True for a response with a score whose group has another one with a score, or no other response.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
@@ -284,9 +250,7 @@ def has_scored_peer(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) 
     return score_mask & ((num_scored > 1) | (sizes == 1))[members]
 
 
-def group_mean(
-    scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"], weights: Float[Tensor, "N"]
-) -> Float[Tensor, "N"]:
+def group_mean(scores: Scores, group_ids: Counts, weights: Scores) -> Scores:
     """Return the weighted mean of each response's group, `sum w s / sum w`, 0 for a group of one."""
     members, sizes = group_members(group_ids)
     sums = segment_sum(weights * scores, members, sizes.numel())
@@ -294,7 +258,7 @@ def group_mean(
     return torch.where(sizes > 1, sums / totals, torch.zeros_like(sums))[members]
 
 
-def group_std(scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+def group_std(scores: Scores, group_ids: Counts) -> Scores:
     """Return the standard deviation of each response's group (ddof = 1), 1 for a group of one."""
     members, sizes = group_members(group_ids)
     deviations = scores - group_mean(scores, group_ids, torch.ones_like(scores))
@@ -303,7 +267,7 @@ def group_std(scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[
     return torch.where(sizes > 1, std, torch.ones_like(std))[members]
 
 
-def same_sequence_follows(sequence_ids: Int[Tensor, "T"]) -> Bool[Tensor, "T"]:
+def same_sequence_follows(sequence_ids: Ids) -> Mask:
     """Return True where the next token is in the same sequence.
 
     >>> same_sequence_follows(torch.tensor([0, 0, 1])).tolist()
@@ -314,14 +278,14 @@ def same_sequence_follows(sequence_ids: Int[Tensor, "T"]) -> Bool[Tensor, "T"]:
     return follows
 
 
-def shift_left(values: Float[Tensor, "T"], distance: int) -> Float[Tensor, "T"]:
+def shift_left(values: Floats, distance: int) -> Floats:
     """Return `v_{t + distance}`, 0 beyond the end."""
     shifted = torch.zeros_like(values)
     shifted[: values.numel() - distance] = values[distance:]
     return shifted
 
 
-def backward_recurrence(decay: Float[Tensor, "T"], addend: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
     """Solve `x_t = addend_t + decay_t x_{t+1}` from the end, with `x_T = 0`.
 
     A decay of 0 ends a sequence. Stretches of 1, 2, 4, ... tokens, each a map `a + d x`, are composed (prefix sums by
@@ -338,9 +302,7 @@ def backward_recurrence(decay: Float[Tensor, "T"], addend: Float[Tensor, "T"]) -
     return addend
 
 
-def score_range(
-    scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
-) -> tuple[Float[Tensor, "P"], Float[Tensor, "P"]]:
+def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[Float[Tensor, "P"], Float[Tensor, "P"]]:
     """Return the highest and the lowest score of each group, -inf and inf for a group without scores."""
     members, sizes = group_members(group_ids)
     members, scores = members[score_mask], scores[score_mask]
@@ -349,22 +311,15 @@ def score_range(
     return highest, lowest
 
 
-def groups_with_signal(
-    scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
-) -> Bool[Tensor, "N"]:
-    """Return True for each response whose group's scores differ. Otherwise every advantage is 0.
-
-    A group of one has signal, since its mean counts as 0. The filter of DAPO's dynamic sampling, Yu et al. 2025,
-    arXiv:2503.14476.
-    """
+def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
+    """Return True for each response whose group's scores differ. Otherwise every advantage is 0. A group of one has
+    signal, since its mean counts as 0. The filter of DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]
 
 
-def overlong_penalty(
-    lengths: Int[Tensor, "N"], *, max_response_tokens: int, settings: OverlongConfig
-) -> Float[Tensor, "N"]:
+def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
     """Return the addend to the score of a response of `lengths` tokens, 0 or negative.
 
     With `L` the limit and `B` the buffer: 0 up to L - B tokens, then falling linearly to -penalty at L:

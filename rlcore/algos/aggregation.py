@@ -1,4 +1,7 @@
-"""Aggregation of per-token losses to one number that does not depend on the split into micro-batches or ranks."""
+"""Sums and ranks over tokens that do not depend on the split into micro-batches or ranks.
+
+`rank_share`, `token_covariance` and `clipped_by_covariance` see a whole mini-batch, before it is split.
+"""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -7,16 +10,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlcore.config.algo import Aggregation
+from rlcore.config.algo import Aggregation, ClipCovConfig
+
+Floats = Float[Tensor, "T"]
+Mask = Bool[Tensor, "T"]
+Ids = Int[Tensor, "T"]
 
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """Divisor of a loss, counted once over the whole mini-batch and all ranks.
-
-    `num_tokens`: response tokens. `num_sequences`: responses. `norm_tokens`: longest response allowed
-    (`rollout.max_response_tokens`), the constant of seq-mean-token-sum-norm.
-    """
+    """Divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`: response tokens.
+    `num_sequences`: responses. `norm_tokens`: longest response allowed (`rollout.max_response_tokens`), the constant of
+    seq-mean-token-sum-norm."""
 
     num_tokens: int
     num_sequences: int
@@ -32,44 +37,32 @@ class Denominator:
                 )
 
 
-def segment_sum(
-    values: Float[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int
-) -> Float[Tensor, "{num_sequences}"]:
-    """Return the sum of each sequence's values: `s_n = sum_{t in n} v_t`, 0 for a sequence without tokens.
-
-    Summed in float64 and rounded once, so that the result does not depend on a GPU's order of summation.
-    """
+def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
+    """Return the sum of each sequence's values: `s_n = sum_{t in n} v_t`, 0 for a sequence without tokens. Summed in
+    float64 and rounded once, so that the result does not depend on a GPU's order of summation."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
 
-def masked(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """Return the values where the mask is True, 0 elsewhere.
-
-    It selects instead of multiplying: NaN under the mask reaches neither the value nor the gradient.
-    """
+def masked(values: Floats, mask: Mask) -> Floats:
+    """Return the values where the mask is True, 0 elsewhere. It selects instead of multiplying: NaN under the mask
+    reaches neither the value nor the gradient."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
-def masked_sum(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
+def masked_sum(values: Floats, mask: Mask) -> Float[Tensor, ""]:
     """Return `sum_{t: m_t} v_t`, summed in float64 and rounded once."""
     return masked(values, mask).sum(dtype=torch.float64).to(values.dtype)
 
 
-def token_counts(mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int) -> Int[Tensor, "N"]:
+def token_counts(mask: Mask, sequence_ids: Ids, num_sequences: int) -> Int[Tensor, "N"]:
     """Return the response tokens of each sequence."""
     counts = torch.zeros(num_sequences, dtype=torch.int64, device=mask.device)
     return counts.index_add(0, sequence_ids, mask.long())
 
 
 def aggregate(
-    loss: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    *,
-    mode: Aggregation,
-    denominator: Denominator,
-    num_sequences: int,
+    loss: Floats, mask: Mask, sequence_ids: Ids, *, mode: Aggregation, denominator: Denominator, num_sequences: int
 ) -> Float[Tensor, ""]:
     """Return the share of this micro-batch in the mini-batch loss. The shares of all micro-batches and ranks sum to the
     loss.
@@ -98,3 +91,37 @@ def aggregate(
             return (sums / counts).sum() / denominator.num_sequences
         case _:
             assert_never(mode)
+
+
+def _ranks(values: Floats, mask: Mask) -> Ids:
+    """Return 0 for the response token with the largest value, 1 for the next, ... in stable order, T where the mask is
+    False."""
+    chosen = mask.nonzero().squeeze(1)
+    places = torch.full_like(mask, mask.numel(), dtype=torch.int64)
+    places[chosen[values[chosen].argsort(descending=True, stable=True)]] = torch.arange(chosen.numel())
+    return places
+
+
+def rank_share(values: Floats, mask: Mask) -> Floats:
+    """Return the share of response tokens with a larger value, 1 where the mask is False; float64. `rank_share(values,
+    mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
+    shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
+    return torch.where(mask, shares, torch.ones_like(shares))
+
+
+def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats:
+    """Return `(log pi(t) - mean log pi) (A_t - mean A)`, means over the response tokens, 0 where the mask is False;
+    float64. Its mean is the covariance that lowers the policy's entropy, Cui et al. 2025, arXiv:2505.22617."""
+
+    def centred(values: Floats) -> Floats:
+        wide = masked(values.double(), mask)
+        return masked(wide - wide.sum() / mask.sum().clamp(min=1), mask)
+
+    return centred(logprobs) * centred(advantages)
+
+
+def clipped_by_covariance(covariance: Floats, draws: Floats, mask: Mask, *, settings: ClipCovConfig) -> Mask:
+    """Return True for up to `ceil(share M)` of the M response tokens with `low < covariance < high`, those with the
+    largest random `draws`. Clip-Cov, Cui et al. 2025, arXiv:2505.22617."""
+    inside = mask & (covariance > settings.low) & (covariance < settings.high)
+    return inside & (_ranks(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)

@@ -29,11 +29,8 @@ ADVANTAGE_SIGNATURE = (
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the loss that the settings name, with its options and the arguments of `given` that it declares.
-
-    Raises:
-        ConfigError: there is no such loss, or `algo.policy_loss_options` do not fit it.
-    """
+    """Return the loss that the settings name, with its options and the arguments of `given` that it declares. Raises
+    ConfigError: there is no such loss, or `algo.policy_loss_options` do not fit it."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -42,11 +39,8 @@ def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
     """Return the function of the setting `key`. The results of a custom one (`module:function`) are checked at each
-    call.
-
-    `problem_of_shape` returns what is wrong with a result, given the first argument, or ''. It must not wait for a
-    device. The returned function raises UserCodeError for a wrong result or any exception.
-    """
+    call. `problem_of_shape` returns what is wrong with a result, given the first argument, or ''. It must not wait for
+    a device. The returned function raises UserCodeError for a wrong result or any exception."""
     if ":" not in name:
         return function
 
@@ -63,58 +57,51 @@ def check_results(
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
-    """Call the loss on two responses of three tokens, one token of each masked, and differentiate it.
-
-    Raises:
-        ConfigError: there is no such function, or the options do not fit it.
-        TrialError: it raises, or its result cannot be trained with.
-    """
+    """Call the loss on two responses of three tokens, one token of each masked, and differentiate it. Raises like
+    `_require`."""
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     mask, ids = torch.tensor([False, True, True] * 2), torch.tensor([0, 0, 0, 1, 1, 1])
     ranks = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.5, 0.75])
-    try:
-        given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0]), "covariance_rank": ranks}
-        found: object = bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2)
-        problem = gradient_problem(found, policy)
-    except ConfigError:
-        raise
-    except Exception as error:  # a custom function can raise anything
-        problem = _error_text(settings.policy_loss, error)
-    if problem:
-        raise TrialError(
-            f"algo.policy_loss: must be a loss to train with; got {settings.policy_loss}, which {problem} on two "
-            f"responses of three tokens. {SIGNATURE}"
-        )
+    given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0]), "covariance_rank": ranks}
+
+    def problem() -> str:
+        return gradient_problem(bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2), policy)
+
+    data = f"two responses of three tokens. {SIGNATURE}"
+    _require("algo.policy_loss: must be a loss", settings.policy_loss, problem, data)
 
 
 def require_advantage(settings: AlgoConfig) -> None:
-    """Call a custom advantage on the scores of two prompts with three responses each.
+    """Call a custom advantage on the scores of two prompts with three responses each. Raises like `_require`."""
+    scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
+
+    def problem() -> str:
+        lengths = torch.tensor([3, 1, 2, 5, 4, 3])
+        found = bind_advantage(settings, lengths=lengths, parts=parts, part_weights=weights)(scores, group_ids)
+        return advantage_problem(found, scores) or ("" if found.isfinite().all() else "returns what is not finite")
+
+    data = f"the scores of six responses to two prompts. {ADVANTAGE_SIGNATURE}"
+    _require("algo.advantage: must be an advantage", settings.advantage, problem, data)
+
+
+def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
+    """Run a trial, which returns a problem or ''.
 
     Raises:
         ConfigError: there is no such function, or the options do not fit it.
-        TrialError: it raises, or does not return a finite float for each response.
+        TrialError: it raises, or its result cannot be trained with.
     """
-    scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     try:
-        parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
-        lengths = torch.tensor([3, 1, 2, 5, 4, 3])
-        function = bind_advantage(settings, lengths=lengths, parts=parts, part_weights=weights)
-        found: object = function(scores, group_ids)
+        text = problem()
     except ConfigError:
         raise
     except Exception as error:  # a custom function can raise anything
-        problem = _error_text(settings.advantage, error)
-    else:
-        problem = advantage_problem(found, scores)
-        if not problem and isinstance(found, Tensor) and not found.isfinite().all():
-            problem = "returns what is not finite"
-    if problem:
-        raise TrialError(
-            f"algo.advantage: must be an advantage to train with; got {settings.advantage}, which {problem} on the "
-            f"scores of six responses to two prompts. {ADVANTAGE_SIGNATURE}"
-        )
+        text = _error_text(name, error)
+    if text:
+        raise TrialError(f"{rule} to train with; got {name}, which {text} on {data}")
 
 
 def _error_text(name: str, error: Exception) -> str:

@@ -1,35 +1,33 @@
-"""Per-token losses of the policy and the critic, and how settings name a policy loss."""
+"""Per-token losses of the policy and the critic, and estimates of the KL divergence."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, assert_never
 
 import torch
-from jaxtyping import Bool, Float, Int
 from pydantic import Field
-from torch import Tensor
 
-from rlcore.algos.aggregation import masked, segment_sum, token_counts
+from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum, token_counts
 from rlcore.algos.named import find_function
-from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
+from rlcore.config.algo import POLICY_LOSSES, AlgoConfig, KlEstimator
 
 # exp(20) = 4.9e8 is far outside every clip range and far inside fp32: the bound changes no update, only prevents inf
 MAX_LOG_RATIO = 20.0
+# k3 grows with the ratio itself: one token far from the reference must not outweigh a batch
+MAX_K3 = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A policy loss token by token, 0 and False where the mask is False.
+    """A policy loss token by token, 0 and False where the mask is False. `clipped`: the clipped branch was taken.
+    `clipped_lower`: the dual-clip branch was taken. `log_ratio`: policy - old log-probability of the token, clamped to
+    +-20."""
 
-    `clipped`: the clipped branch was taken. `clipped_lower`: the dual-clip branch was taken. `log_ratio`: policy - old
-    log-probability of the token, clamped to +-20.
-    """
-
-    loss: Float[Tensor, "T"]
-    clipped: Bool[Tensor, "T"]
-    clipped_lower: Bool[Tensor, "T"]
-    log_ratio: Float[Tensor, "T"]
+    loss: Floats
+    clipped: Mask
+    clipped_lower: Mask
+    log_ratio: Floats
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
@@ -52,16 +50,12 @@ def has_argument(name: str, argument: str) -> bool:
     return argument in inspect.signature(resolve_policy_loss(name)).parameters
 
 
-def token_log_ratio(
-    policy_logprobs: Float[Tensor, "T"], old_logprobs: Float[Tensor, "T"], mask: Bool[Tensor, "T"]
-) -> Float[Tensor, "T"]:
+def token_log_ratio(policy_logprobs: Floats, old_logprobs: Floats, mask: Mask) -> Floats:
     """Return `clamp(log pi - log pi_old, -20, 20)` at response tokens, 0 elsewhere."""
     return masked(policy_logprobs - old_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def clipped_surrogate(
-    log_ratio: Float[Tensor, "T"], advantages: Float[Tensor, "T"], *, settings: AlgoConfig
-) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"], Bool[Tensor, "T"]]:
+def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoConfig) -> tuple[Floats, Mask, Mask]:
     """Return the clipped surrogate loss of any importance ratio: (loss, clipped, clipped_lower), each [T].
 
     With `r = exp(log_ratio)`:
@@ -84,9 +78,7 @@ def clipped_surrogate(
     return torch.where(clipped_lower, ceiling, loss), clipped, clipped_lower
 
 
-def _sequence_mean(
-    log_ratio: Float[Tensor, "T"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int
-) -> Float[Tensor, "T"]:
+def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
     """Return at each response token the mean over its sequence, with the gradient of the token's own value."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
@@ -95,34 +87,20 @@ def _sequence_mean(
 
 
 def ppo_clip(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
-    """Return the clipped surrogate of each token's ratio `r_t = pi(t) / pi_old(t)`; see `clipped_surrogate`.
-
-    DAPO's clip-higher has clip_high > clip_low. At pi = pi_old the gradient is REINFORCE's, `-A_t grad log pi(t)`.
-    """
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig,
+) -> PolicyLoss:  # fmt: skip
+    """Return the clipped surrogate of each token's ratio `r_t = pi(t) / pi_old(t)`; see `clipped_surrogate`. DAPO's
+    clip-higher has clip_high > clip_low. At pi = pi_old the gradient is REINFORCE's, `-A_t grad log pi(t)`."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     loss, clipped, clipped_lower = clipped_surrogate(log_ratio, masked(advantages, mask), settings=settings)
     return PolicyLoss(loss, clipped, clipped_lower, log_ratio)
 
 
 def gspo(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig,
+) -> PolicyLoss:  # fmt: skip
     """Return the clipped surrogate of the sequence's ratio, with each token's own gradient (GSPO-token).
 
         log s_n = (1 / |n|) sum_{t in n} (log pi(t) - log pi_old(t))
@@ -138,15 +116,9 @@ def gspo(
 
 
 def cispo(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig,
+) -> PolicyLoss:  # fmt: skip
     """Return REINFORCE weighted by a clipped ratio without gradient: every token keeps its gradient, clipped or not.
 
         l_t = -sg(clamp(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(t)
@@ -161,17 +133,10 @@ def cispo(
 
 
 def sapo(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-    tau_pos: Annotated[float, Field(gt=0)] = 1.0,
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig, tau_pos: Annotated[float, Field(gt=0)] = 1.0,
     tau_neg: Annotated[float, Field(gt=0)] = 1.05,
-) -> PolicyLoss:
+) -> PolicyLoss:  # fmt: skip
     """Return a loss with a soft gate instead of a clip: the gradient falls with the ratio's distance from 1.
 
         l_t = -A_t (4 / tau) sigmoid(tau (r_t - 1))        tau: tau_pos where A_t > 0, else tau_neg
@@ -186,16 +151,9 @@ def sapo(
 
 
 def gmpo(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-    log_clip: Annotated[float, Field(gt=0)] = 0.4,
-) -> PolicyLoss:
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig, log_clip: Annotated[float, Field(gt=0)] = 0.4,
+) -> PolicyLoss:  # fmt: skip
     """Return the geometric mean of a sequence's clipped ratios, with each token's own gradient.
 
         c_t     = sign(A_t) min(sign(A_t) log r_t, log_clip)
@@ -214,35 +172,20 @@ def gmpo(
 
 
 def gpg(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
-    """Return the plain policy gradient without a ratio: `l_t = -A_t log pi(t)`.
-
-    GPG, Chu et al. 2025, arXiv:2504.02546, without its factor for groups of equal scores.
-    """
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig,
+) -> PolicyLoss:  # fmt: skip
+    """Return the plain policy gradient without a ratio: `l_t = -A_t log pi(t)`. GPG, Chu et al. 2025, arXiv:2504.02546,
+    without its factor for groups of equal scores."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask).detach()
     logprobs = masked(policy_logprobs, mask)
     return PolicyLoss(-masked(advantages, mask) * logprobs, torch.zeros_like(mask), torch.zeros_like(mask), log_ratio)
 
 
 def dppo(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-    delta: Annotated[float, Field(gt=0, lt=1)] = 0.1,
-) -> PolicyLoss:
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig, delta: Annotated[float, Field(gt=0, lt=1)] = 0.1,
+) -> PolicyLoss:  # fmt: skip
     """Return a loss with a trust region in probability instead of its ratio: rare tokens may change by large factors.
 
         l_t = 0                   where |pi(t) - pi_old(t)| > delta and a step would lead further away
@@ -260,18 +203,10 @@ def dppo(
 
 
 def kl_cov(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-    covariance_rank: Float[Tensor, "T"],
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.0002,
-    coef: Annotated[float, Field(gt=0)] = 1.0,
-) -> PolicyLoss:
+    policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, settings: AlgoConfig, covariance_rank: Floats,
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.0002, coef: Annotated[float, Field(gt=0)] = 1.0,
+) -> PolicyLoss:  # fmt: skip
     """Return the loss without a clip, with a penalty on the tokens of the highest covariance.
 
         l_t = -A_t r_t + coef |log r_t|      for the share of the mini-batch's tokens with the largest covariance
@@ -286,14 +221,7 @@ def kl_cov(
     return PolicyLoss(loss, penalized, torch.zeros_like(mask), log_ratio)
 
 
-def value_loss(
-    values: Float[Tensor, "T"],
-    old_values: Float[Tensor, "T"],
-    returns: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    *,
-    clip: float,
-) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
+def value_loss(values: Floats, old_values: Floats, returns: Floats, mask: Mask, *, clip: float) -> tuple[Floats, Mask]:
     """Return the critic's clipped squared error: (loss, clipped), each [T].
 
         v' = clamp(v, v_old - clip, v_old + clip)
@@ -307,3 +235,30 @@ def value_loss(
     free_error = (values - returns).square()
     near_error = (near - returns).square()
     return 0.5 * torch.maximum(free_error, near_error), near_error > free_error
+
+
+def kl_estimate(policy_logprobs: Floats, ref_logprobs: Floats, *, estimator: KlEstimator) -> Floats:
+    """Estimate KL(pi || pi_ref) at each sampled token, differentiable in the policy.
+
+    With `d = clamp(log pi - log pi_ref, -20, 20)`:
+
+        k1               d
+        k2               d^2 / 2
+        k3, low_var_kl   min(exp(-d) - 1 + d, 10)
+
+    Schulman 2020, "Approximating KL Divergence". k1 and k3 are unbiased in value. In the reward only k1 has the
+    divergence's gradient: near the reference that of k2 and k3 vanishes. In the loss k2 has the divergence's gradient,
+    k3 that of KL(pi_ref || pi), k1 none in expectation (Liu et al. 2025, arXiv:2510.01555). The caller masks. The bound
+    on d also keeps the gradient of NaN or infinity at 0.
+    """
+    difference = (policy_logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3" | "low_var_kl":
+            # expm1 keeps the digits of a small d; k3 >= 0, so only the upper bound can act
+            return (torch.expm1(-difference) + difference).clamp(-MAX_K3, MAX_K3)
+        case _:
+            assert_never(estimator)

@@ -15,13 +15,10 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of a short name in `known`, else of `module:function`.
-
-    Raises:
-        ConfigError: there is none. The message names the setting `key`.
-    """
+    """Return the function of a short name in `known`, else of `module:function`. Raises ConfigError: there is none. The
+    message names the setting `key`."""
     module_name, colon, attribute = known.get(name, name).partition(":")
-    remedy = f"use one of {', '.join(sorted(known))}, or `module:function` of your own"
+    remedy = f"use one of {', '.join(sorted(known))}, or a custom `module:function`"
     if not (colon and module_name and attribute):
         raise ConfigError(f"{key}: there is no {name!r}; {remedy}")
     try:
@@ -37,13 +34,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return the function with `options` and those of `given` that it declares as keyword arguments.
-
-    `always` lists names of `given` that it gets even if its signature hides them.
-
-    Raises:
-        ConfigError: an option is unknown, missing, or of a wrong type. The message names the setting `key`.
-    """
+    """Return the function with `options` and those of `given` that it declares as keyword arguments. `always` lists
+    names of `given` that it gets even if its signature hides them. Raises ConfigError: an option is unknown, missing,
+    or of a wrong type. The message names the setting `key`."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 

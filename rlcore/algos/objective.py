@@ -5,13 +5,12 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
-from rlcore.algos.kl import kl_estimate
+from rlcore.algos.aggregation import Denominator, Floats, Mask, aggregate, masked, masked_sum
 from rlcore.algos.loss_call import bind_policy_loss, check_results, loss_problem
-from rlcore.algos.losses import value_loss
+from rlcore.algos.losses import kl_estimate, value_loss
 from rlcore.algos.off_policy import off_policy_mask
 from rlcore.config.algo import AlgoConfig
 from rlcore.types import TrainBatch
@@ -22,10 +21,8 @@ S = TypeVar("S", bound="Statistics")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Scalars without gradient, summed over micro-batches, mini-batches and ranks, and divided once at the end.
-
-    Each field is Float64[] (`num_tokens`: response tokens). `stack` and `unstack` move them to the CPU in one copy.
-    """
+    """Scalars without gradient, summed over micro-batches, mini-batches and ranks, and divided once at the end. Each
+    field is Float64[] (`num_tokens`: response tokens). `stack` and `unstack` move them to the CPU in one copy."""
 
     num_tokens: Float[Tensor, ""]
 
@@ -50,12 +47,9 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """Sums over a micro-batch.
-
-    `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated like the loss. Sums over response
-    tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate in the loss, `entropy_sum`.
-    `num_clipped`, `num_clipped_lower`: response tokens.
-    """
+    """Sums over a micro-batch. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated like the
+    loss. Sums over response tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate in the loss,
+    `entropy_sum`. `num_clipped`, `num_clipped_lower`: response tokens."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -121,8 +115,8 @@ class ValueStatistics(Statistics):
 
 
 def policy_objective(
-    policy_logprobs: Float[Tensor, "T"],
-    entropy: Float[Tensor, "T"],
+    policy_logprobs: Floats,
+    entropy: Floats,
     batch: TrainBatch,
     *,
     settings: AlgoConfig,
@@ -143,14 +137,9 @@ def policy_objective(
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
-    def share(values: Float[Tensor, "T"]) -> Float[Tensor, ""]:
+    def share(values: Floats) -> Float[Tensor, ""]:
         return aggregate(
-            values,
-            mask,
-            sequence_ids,
-            mode=settings.aggregation,
-            denominator=denominator,
-            num_sequences=num_sequences,
+            values, mask, sequence_ids, mode=settings.aggregation, denominator=denominator, num_sequences=num_sequences
         )
 
     given = {
@@ -192,7 +181,7 @@ def policy_objective(
 
 
 def value_objective(
-    values: Float[Tensor, "T"], batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
+    values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
     """Return the micro-batch's share of the critic loss (`value_loss`, always the token mean) and its statistics."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
@@ -211,16 +200,12 @@ def value_objective(
     return loss, statistics
 
 
-def explained_variance(
-    values: Float[Tensor, "T"], returns: Float[Tensor, "T"], mask: Bool[Tensor, "T"]
-) -> Float[Tensor, ""]:
-    """Return the share of the returns' variance that the critic explains: `1 - Var(R - V) / (Var(R) + 1e-5)`.
-
-    1 is perfect, 0 as good as a constant, below 0 worse. Variances over response tokens with ddof = 1, as in veRL.
-    """
+def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Tensor, ""]:
+    """Return the share of the returns' variance that the critic explains: `1 - Var(R - V) / (Var(R) + 1e-5)`. 1 is
+    perfect, 0 as good as a constant, below 0 worse. Variances over response tokens with ddof = 1, as in veRL."""
     count = mask.sum()
 
-    def variance(x: Float[Tensor, "T"]) -> Float[Tensor, ""]:
+    def variance(x: Floats) -> Float[Tensor, ""]:
         wide = masked(x.double(), mask)
         return masked((wide - wide.sum() / count.clamp(min=1)).square(), mask).sum() / (count - 1).clamp(min=1)
 
@@ -228,11 +213,7 @@ def explained_variance(
 
 
 def supervised_objective(
-    logprobs: Float[Tensor, "T"],
-    is_top: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    *,
-    num_tokens: int,
+    logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
     """Return `-1 / num_tokens sum_{t: m_t} logprob_t`, with `num_tokens` of the whole batch on all ranks, and
     statistics."""

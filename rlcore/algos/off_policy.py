@@ -4,24 +4,16 @@ import math
 from typing import assert_never
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
-from rlcore.algos.aggregation import masked, segment_sum, token_counts
-from rlcore.algos.kl import kl_estimate
-from rlcore.algos.losses import MAX_LOG_RATIO, token_log_ratio
+from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum, token_counts
+from rlcore.algos.losses import MAX_LOG_RATIO, kl_estimate, token_log_ratio
 from rlcore.config.algo import ImportanceConfig, RejectionConfig
 
 
 def importance_weights(
-    old_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: ImportanceConfig,
-) -> Float[Tensor, "T"]:
+    old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
+    *, settings: ImportanceConfig,
+) -> Floats:  # fmt: skip
     """Return the weight of each response token's policy loss, without gradient, 0 where the mask is False.
 
     With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence `r =
@@ -50,14 +42,9 @@ def importance_weights(
 
 
 def rejection_mask(
-    old_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: RejectionConfig,
-) -> Bool[Tensor, "T"]:
+    old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
+    *, settings: RejectionConfig,
+) -> Mask:  # fmt: skip
     """Return True for response tokens that are too far from the sampler's policy.
 
     With `k_t` the estimate of KL(behavior || old) at token t (`kl_estimate`):
@@ -90,15 +77,9 @@ def rejection_mask(
 
 
 def off_policy_mask(
-    policy_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    delta: float,
-) -> Bool[Tensor, "T"]:
+    policy_logprobs: Floats, behavior_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, delta: float,
+) -> Mask:  # fmt: skip
     """Return True for tokens with a negative advantage in responses that the policy has moved away from:
 
         A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta

@@ -1,9 +1,13 @@
-"""The learning rate as a pure function of the step, and the next weight of the entropy bonus."""
+"""The learning rate of a step, and the controllers of the KL coefficient and the entropy bonus."""
 
 import math
 from typing import assert_never
 
-from rlcore.config.algo import AlgoConfig, OptimConfig
+from rlcore.config.algo import AlgoConfig, KlConfig, OptimConfig
+from rlcore.errors import NonFiniteError
+
+# The controller moves by at most this share over one horizon (Ziegler et al. 2019)
+MAX_RELATIVE_ERROR = 0.2
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
@@ -57,3 +61,19 @@ def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoC
     if observed_entropy < control.target:
         return added + control.step
     return max(-settings.entropy_coef, added - control.step)
+
+
+def next_kl_coef(coef: float, observed_kl: float, num_sequences: int, *, settings: KlConfig) -> float:
+    """Return the KL coefficient after a step with `observed_kl` nats a token over `num_sequences` responses.
+
+        fixed      coef
+        adaptive   coef (1 + clip(observed_kl / target - 1, -0.2, 0.2) num_sequences / horizon), not below 0
+
+    Ziegler et al. 2019, arXiv:1909.08593. The checkpoint contains it. Raises NonFiniteError if the KL is not finite.
+    """
+    if not settings.adaptive:
+        return coef
+    if not math.isfinite(observed_kl):
+        raise NonFiniteError(f"algo.kl: the observed KL is {observed_kl}; the coefficient cannot follow it")
+    error = max(-MAX_RELATIVE_ERROR, min(MAX_RELATIVE_ERROR, observed_kl / settings.target - 1))
+    return max(0.0, coef * (1 + error * num_sequences / settings.horizon))

@@ -60,9 +60,9 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
     serial = len(order)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        alone, beside = num_parts - len(second), num_parts - len(first)  # of each the heaviest, joined to empty ones
-        merged = first[:alone] + second[:beside]
-        pairs = zip(first[alone:], reversed(second[beside:]), strict=True)
+        alone, rest = num_parts - len(second), num_parts - len(first)  # the heaviest of each, joined to empty parts
+        merged = first[:alone] + second[:rest]
+        pairs = zip(first[alone:], reversed(second[rest:]), strict=True)
         merged += [(a + b, i, (left, right)) for (a, i, left), (b, _, right) in pairs]
         merged.sort()
         heapq.heappush(heap, (_spread(merged, num_parts), serial, merged))
@@ -154,11 +154,9 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return the cost of each sequence in a pass: its tokens if the model's shape is unknown.
-
-        The unit is the operations of `ModelShape.update_flops` over 6: products of a token with the layers' weights, of
-        a target with the head, and attention with the square of the length.
-        """
+        """Return the cost of each sequence in a pass: its tokens if the model's shape is unknown. The unit is the
+        operations of `ModelShape.update_flops` over 6: products of a token with the layers' weights, of a target with
+        the head, and attention with the square of the length."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -169,10 +167,8 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Return the sequences of each micro-batch, of nearly equal cost for this shape (without one, in tokens).
-
-    With `share_prompts` responses to one prompt stay together if they fit into a micro-batch.
-    """
+    """Return the sequences of each micro-batch, of nearly equal cost for this shape (without one, in tokens). With
+    `share_prompts` responses to one prompt stay together if they fit into a micro-batch."""
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 

@@ -19,9 +19,7 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """Tokens of a whole conversation. `is_target` is True for those to learn, each response's end token among them.
-
-    `misdirected` is the same prompt with a response that reaches another target, if there is one.
-    """
+    `misdirected` is the same prompt with a response that reaches another target, if there is one."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -35,11 +33,8 @@ class Demonstration:
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
-    """Read all prompts of a filtered file, in its order. `prompt_id` is the row's index in the dataset.
-
-    Raises:
-        DataError: the file is missing, damaged, or lacks a column.
-    """
+    """Read all prompts of a filtered file, in its order. `prompt_id` is the row's index in the dataset. Raises
+    DataError: the file is missing, damaged, or lacks a column."""
     kinds = {"prompt_ids": _INTEGERS, "ground_truth_json": "string", "data_source": "string", "extra_info": "struct"}
     table = _read(parquet, kinds)
     extra = table.column("extra_info").combine_chunks()

@@ -164,7 +164,7 @@ def _is_known(field: str, known: tuple[str, ...]) -> Rule:
         if given in known or is_function_name(given):
             return None
         remedy = f"{did_you_mean(given, known)}There are {', '.join(known)}"
-        return Problem(f".{field}", "must be one that is there, or `module:function` of your own", given, remedy)
+        return Problem(f".{field}", "must be a known name, or a custom `module:function`", given, remedy)
 
     return Rule((f".{field}",), check)
 

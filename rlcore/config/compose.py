@@ -35,12 +35,11 @@ from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
 from rlcore.config.base import FILE_ENDINGS, leaves
-from rlcore.config.check import ValueOverride, as_plain, validate_settings
+from rlcore.config.check import ValueOverride, as_plain, read_yaml, validate_settings
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
 from rlcore.config.rules import unused_settings
 from rlcore.config.run import RunConfig, all_keys
-from rlcore.config.suite import read_yaml
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
@@ -72,11 +71,9 @@ def group_members(group: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Settings without wrong values, the problems in them, and their sources.
-
-    `files` are those of the experiment in merge order, `members` the member of each group, `override_keys` the keys and
-    groups of overrides, `file_keys` the keys of the experiment's own file.
-    """
+    """Settings without wrong values, the problems in them, and their sources. `files` are those of the experiment in
+    merge order, `members` the member of each group, `override_keys` the keys and groups of overrides, `file_keys` the
+    keys of the experiment's own file."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -94,11 +91,7 @@ class Composition:
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
-        """Return the composition itself.
-
-        Raises:
-            ConfigError: one message with every mistake.
-        """
+        """Return the composition itself. Raises ConfigError: one message with every mistake."""
         if self.problems:
             raise settings_error(self.problems)
         return self
@@ -147,11 +140,8 @@ def compose_many(
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Put overrides over nested plain settings that were composed before.
-
-    Raises:
-        ConfigError: one message with every mistake.
-    """
+    """Put overrides over nested plain settings that were composed before. Raises ConfigError: one message with every
+    mistake."""
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
@@ -258,10 +248,8 @@ class _File:
 
 
 def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """Return an experiment's file, last, and its bases, in merge order.
-
-    A problem in one of them makes every setting unreliable. The keys of readable files are still checked.
-    """
+    """Return an experiment's file, last, and its bases, in merge order. A problem in one of them makes every setting
+    unreliable. The keys of readable files are still checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -270,7 +258,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
     path = Path(named) if is_path else CONF_DIR / "experiment" / f"{named}.yaml"
     content = "builds on itself" if path.resolve() in above else read_yaml(path)
     if isinstance(content, str):
-        remedy = f"Mend it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
+        remedy = f"Fix it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
         wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
         return []
     entries = content.pop("defaults", [])
@@ -317,7 +305,7 @@ def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict
             return deepcopy(_compose_cached(tuple(sorted(chosen.items())), tuple(state)))
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         rule = f"its files cannot be read ({' '.join(str(error).split())})"
-        findings.add(Problem("conf", rule, str(CONF_DIR), "Mend the file"), *RunConfig.model_fields)
+        findings.add(Problem("conf", rule, str(CONF_DIR), "Fix the file"), *RunConfig.model_fields)
         return RunConfig().model_dump(mode="json"), {**GROUPS, **chosen}
 
 
@@ -351,6 +339,6 @@ def _hydra() -> Iterator[None]:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             yield
     finally:
-        # Not the instance from above: leaving the context puts another one in its place.
+        # Leaving the context has replaced the instance from above.
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer

@@ -26,11 +26,8 @@ def canonical_json(payload: Any) -> str:
 
 
 def fingerprint(stage: str, payload: Any) -> str:
-    """Return 16 hex digits for a stage's inputs: nested sections, mappings, sequences, paths and plain values.
-
-    Raises:
-        TypeError: the payload contains a value that has no canonical JSON.
-    """
+    """Return 16 hex digits for a stage's inputs: nested sections, mappings, sequences, paths and plain values. Raises
+    TypeError: the payload contains a value that has no canonical JSON."""
     text = canonical_json({"stage": stage, "payload": payload})
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
@@ -38,9 +35,7 @@ def fingerprint(stage: str, payload: Any) -> str:
 @cache
 def may_change() -> frozenset[str]:
     """Return the keys and sections annotated with `MayChange`, which may differ when a run resumes.
-
-    `total_steps_may_change` and `fixed_settings` contain the exceptions.
-    """
+    `total_steps_may_change` and `fixed_settings` contain the exceptions."""
 
     def marked(section: type[Section], prefix: str) -> Iterator[str]:
         for name, field in section.model_fields.items():
@@ -66,15 +61,15 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
     lasting = {
         name: value
         for name, value in found.items()
-        # of the key and the sections in which it lies
+        # the key and its sections
         if free.isdisjoint(accumulate(name.split("."), "{}.{}".format))
     }
-    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
+    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites change the training rows
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json", exclude={"seed"})] for suite in config.validation.suites
         ]
     warm = config.warm_start
-    # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken.
+    # The result is the checkpoint, one for each chunk, with the lowest held-out loss.
     is_chosen = warm.enabled and warm.stop_at_reward is None and warm.held_out_rows > 0
     if is_chosen and warm.steps_per_chunk < warm.max_steps:
         lasting["warm_start.steps_per_chunk"] = warm.steps_per_chunk

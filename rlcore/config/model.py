@@ -115,10 +115,8 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the ranks of an engine get equal parts of the heads and of the feed-forward layer.
-
-    Several ranks may share a head of keys and values.
-    """
+    """Check that the ranks of an engine get equal parts of the heads and of the feed-forward layer. Several ranks may
+    share a head of keys and values."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
     width = model.number("intermediate_size", scratch.intermediate_size) or 0
@@ -155,10 +153,8 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Check that a path that cannot be a hub id is a transformers directory, or one of `others`.
-
-    Without this check a critic would fail after policy and engine have been loaded.
-    """
+    """Check that a path that cannot be a hub id is a transformers directory, or one of `others`. Without this check a
+    critic would fail after policy and engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
         path = value_at(run, key)

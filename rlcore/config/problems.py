@@ -11,7 +11,7 @@ from rlcore.errors import ConfigError
 _MAX_VALUE_CHARS = 60
 _PLAIN = re.compile(r"[A-Za-z_/][\w.\-/]*", re.ASCII)
 _WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
-# Below this likeness a proposal confuses more than it helps: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
+# Below this similarity a proposal confuses: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
 _MIN_SIMILARITY = 0.6
 
 

@@ -45,10 +45,8 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
-
     Several others count by their sum, for `divide` by their product. The bound holds if no setting is null and
-    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors.
-    """
+    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors."""
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str

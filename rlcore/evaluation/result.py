@@ -65,10 +65,8 @@ class Response:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """All responses to one held-out problem. `difficulty` is a measure of the task, 0 if it has none.
-
-    `data_source` is '' for the data source of the whole validation.
-    """
+    """All responses to one held-out problem. `difficulty` is a measure of the task, 0 if it has none. `data_source` is
+    '' for the data source of the whole validation."""
 
     prompt_id: int
     difficulty: int
@@ -112,11 +110,8 @@ def vote(text: str) -> str:
 
 
 def num_samples(problems: Sequence[ProblemResult]) -> int:
-    """Return k, the sampled responses to each problem, 0 without problems.
-
-    Raises:
-        DataError: problems have different numbers of samples.
-    """
+    """Return k, the sampled responses to each problem, 0 without problems. Raises DataError: problems have different
+    numbers of samples."""
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")
@@ -244,11 +239,7 @@ class ValidationResult:
 
     @classmethod
     def read(cls, path: Path) -> "ValidationResult":
-        """Read a file that `write` wrote.
-
-        Raises:
-            DataError: the file is missing, damaged or of another format.
-        """
+        """Read a file that `write` wrote. Raises DataError: the file is missing, damaged or of another format."""
         try:
             document = _DOCUMENT.validate_json(path.read_bytes())
             version = document.pop("format_version", None)
@@ -291,11 +282,8 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare every common statistic of two validations, paired over their common problems.
-
-    Raises:
-        DataError: they have no scored problem in common, or problems of the same id differ.
-    """
+    """Compare every common statistic of two validations, paired over their common problems. Raises DataError: they have
+    no scored problem in common, or problems of the same id differ."""
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

@@ -118,10 +118,8 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
     """Return the means of M statistics with their intervals: Wilson's if every value is 0 or 1, else the bootstrap's.
-
     The bootstrap covers too little for rare successes: half of all samples of 64 problems with a chance of 0.01 contain
-    no success and give an interval without width. Arguments as for `bootstrap_intervals`.
-    """
+    no success and give an interval without width. Arguments as for `bootstrap_intervals`."""
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
     return [
