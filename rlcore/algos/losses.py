@@ -106,8 +106,8 @@ def gspo(
         log s_n = (1 / |n|) sum_{t in n} (log pi(t) - log pi_old(t))
         log r_t = sg(log s_n) + log pi(t) - sg(log pi(t))            sg: no gradient
 
-    Zheng et al. 2025, arXiv:2507.18071. With sequences of one token it is `ppo_clip`. It needs a small clip range
-    (3e-4, 4e-4) and the aggregation seq-mean-token-mean.
+    Zheng et al. 2025, arXiv:2507.18071. For sequences of one token it is `ppo_clip`. It needs a small clip range (3e-4,
+    4e-4) and the aggregation seq-mean-token-mean.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     token_form = _sequence_mean(log_ratio, mask, sequence_ids, num_sequences)

@@ -219,12 +219,8 @@ class PassCounts:
 
 
 class RowSampler:
-    """The training rows of a run that draws them by weights.
-
-    Args:
-        row_ids: `prompt_id` of each row, in the order of the counts.
-        start: counts before the first step.
-    """
+    """Draws training rows by weights. `row_ids` has the `prompt_id` of each row, `start` the counts before the first
+    step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}

@@ -192,10 +192,9 @@ class AlgoConfig(Section):
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0)
     """Ratio is clipped above at 1 + clip_high."""
-    dual_clip: Annotated[
-        float | None,
-        EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}"),
-    ] = Field(default=3.0, gt=1)
+    dual_clip: Annotated[float | None, EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}")] = Field(
+        default=3.0, gt=1
+    )
     """Bound of the loss for negative advantages; None: no dual clip."""
     aggregation: Aggregation = "token-mean"
     """Aggregation of per-token losses to one number."""

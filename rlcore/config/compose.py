@@ -83,11 +83,8 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return a line for each setting of an override or the experiment's own file that has no effect.
-
-        Args:
-            swept: keys that differ from point to point of a sweep.
-        """
+        """Return a line for each setting of an override or the experiment's own file that has no effect. `swept` are
+        keys that differ from point to point of a sweep."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
@@ -98,15 +95,9 @@ class Composition:
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Compose the settings and check everything that needs no heavy import.
-
-    Args:
-        overrides: Hydra overrides, among them perhaps `experiment=<name>`.
-        experiment: name of a file in `conf/experiment`, or the path of another one. None: the defaults.
-
-    Raises:
-        ConfigError: one message with every mistake: key, rule, value got, remedy.
-    """
+    """Compose the settings and check everything that needs no heavy import. `experiment` is a name in
+    `conf/experiment`, or the path of a file. None: the defaults. Raises ConfigError: one message with every mistake:
+    key, rule, value got, remedy."""
     return compose(overrides, experiment=experiment).require_valid().config
 
 

@@ -180,13 +180,10 @@ def unused_settings(
 ) -> list[str]:
     """Return a warning for each group of settings without an effect: keys and values, reason, remedy.
 
-    They are not mistakes: shared sweeps and experiments contain such settings. The first reason counts.
-
-    Args:
-        config: valid settings.
-        given: dotted keys, and members of groups, of overrides.
-        in_file: dotted keys of an experiment's file. There is no warning if an override has switched off their section.
-        swept: dotted keys, and groups, that differ from point to point of a sweep. `config` is that of no point.
+    They are not mistakes: shared sweeps and experiments contain such settings. The first reason counts. `given` are
+    keys and groups of overrides. `in_file` are keys of an experiment's file, without a warning if an override has
+    switched off their section. `swept` are keys and groups that differ from point to point of a sweep, and `config` is
+    that of no point.
     """
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]

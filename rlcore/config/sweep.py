@@ -268,13 +268,9 @@ class Sweep:
 def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | None = None) -> Sweep:
     """Read a sweep and check it, and every point, without heavy imports.
 
-    Args:
-        source: a name in `conf/sweep`, or the path of a file that ends in .yaml.
-        overrides: settings that all points share. They replace the file's.
-        budget: replaces values of the file's budget.
-
-    Raises:
-        ConfigError: one message with every mistake in the file, or if there is none, in the settings.
+    `source` is a name in `conf/sweep`, or the path of a .yaml file. `overrides` are shared by all points and replace
+    the file's, as does `budget`. Raises ConfigError: one message with every mistake in the file, or if there is none,
+    in the settings.
     """
     spec = _parse(_content(source))
     if budget is not None:

@@ -119,16 +119,11 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`.
+    """Return each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`. All
+    problems must be scored.
 
-    Sampled statistics need samples, greedy ones a greedy response to every problem. Responses without a score do not
-    count: with two failures of k samples the statistics are those of k - 2.
-
-    Args:
-        problems: each of which `is_scored`.
-
-    Raises:
-        DataError: problems have different numbers of samples.
+    Sampled statistics need samples, greedy ones a greedy response to every problem. With two failures of k samples the
+    statistics are those of k - 2. Raises DataError: problems have different numbers of samples.
     """
     k = num_samples(problems)
     found: dict[str, Array] = {}

@@ -42,19 +42,11 @@ class PairedDifference:
 
 
 def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Return the unbiased chance that at least one of k responses is correct, for each problem: `1 - C(n-c, k) / C(n,
-    k)`.
+    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)` for n, c [P]
+    and k, one number or [P], from 1 to n.
 
     C(n-c, k) / C(n, k) is the share of k-subsets without a correct response (Chen et al. 2021, arXiv:2107.03374). As a
     product it neither overflows nor cancels: prod over i < k of (n-c-i) / (n-i).
-
-    Args:
-        num_responses: n, [P].
-        num_correct: c, [P], from 0 to n.
-        k: responses drawn, one number or [P], from 1 to n.
-
-    Returns:
-        Float[P].
 
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
@@ -94,12 +86,8 @@ def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
 
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
-    """Return the mean value of the most frequent answer. On a tie it is the mean over the tied answers, the expectation
-    of a random choice.
-
-    Args:
-        votes: answer of each response.
-        values: 1 or 0 for correct or wrong, or a score, of each response.
+    """Return the mean value of the most frequent answer in `votes`. On a tie it is the mean over the tied answers, the
+    expectation of a random choice. `values` are 1 or 0, or scores.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
@@ -147,16 +135,10 @@ def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 
 def bootstrap_intervals(
     values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
 ) -> list[Interval]:
-    """Return the mean over problems of M statistics with percentile-bootstrap intervals (Efron 1979).
+    """Return the mean over problems of M statistics, `values` [P, M], with percentile-bootstrap intervals (Efron 1979).
 
     Problems are resampled, not responses, because responses to one problem are not independent. All M statistics use
-    the same resamples.
-
-    Args:
-        values: [P, M].
-        confidence: level, 0 to 1.
-        num_resamples: B.
-        seed: of the generator.
+    the same B = `num_resamples` resamples.
     """
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
@@ -191,17 +173,9 @@ def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator)
 def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
-    """Return the mean of `b - a` over the same problems with its bootstrap interval, and the numbers of wins and
-    losses.
-
-    Pairing removes the difficulty of the problems, so the interval is narrower than that of two separate means.
-
-    Args:
-        a: value of each problem, [P].
-        b: value of each problem, [P], in the same order.
-        confidence: as for `bootstrap_intervals`.
-        num_resamples: as for `bootstrap_intervals`.
-    """
+    """Return the mean of `b - a` over the same problems, [P] in the same order, with its bootstrap interval, and the
+    numbers of wins and losses. Pairing removes the difficulty of the problems, so the interval is narrower than that of
+    two means."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")

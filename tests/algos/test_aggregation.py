@@ -65,44 +65,6 @@ def test_aggregate_of_any_split_sums_to_whole(mode: Aggregation, dtype: torch.dt
         assert torch.equal(grad_of(parts), grad_of(whole))  # each token's weight depends on its own sequence alone
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_aggregate_ignores_garbage_under_mask(mode: Aggregation) -> None:
-    results = []
-    for values in (floats(RAGGED, 3), torch.where(RAGGED.mask, floats(RAGGED, 3), 0.0)):
-        loss = leaf(values)
-        total = aggregate(
-            loss, RAGGED.mask, RAGGED.sequence_ids, mode=mode, denominator=denominator(RAGGED), num_sequences=6
-        )
-        total.backward()
-        results.append((total.detach(), grad_of(loss)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_aggregate_modes_differ() -> None:
-    loss = floats(RAGGED, 1)
-    totals = {
-        aggregate(
-            loss, RAGGED.mask, RAGGED.sequence_ids, mode=mode, denominator=denominator(RAGGED), num_sequences=6
-        ).item()
-        for mode in MODES
-    }
-    assert len(totals) == 4
-
-
-def test_aggregate_modes_agree_for_full_length_responses() -> None:
-    """Identity: with |n| = C for every n, token-mean, seq-mean-token-mean and -sum-norm are one and the same."""
-    rows = Rows(((False, True, True, False), (True, True, False)))
-    loss = floats(rows, 1)
-    totals = [
-        aggregate(
-            loss, rows.mask, rows.sequence_ids, mode=mode, denominator=Denominator(4, 2, 2), num_sequences=2
-        ).item()
-        for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    ]
-    assert totals == pytest.approx([totals[0]] * 3, rel=1e-12)
-
-
 def test_segment_sum_and_token_counts() -> None:
     values = torch.where(GAPPED.mask, floats(GAPPED, 1), 0.0)
     expected = [sum(values[t].item() for t in positions) for positions in GAPPED.answers()]

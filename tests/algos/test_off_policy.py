@@ -134,19 +134,6 @@ def test_importance_weights_equal_naive_twin(mode: str, cap: float, rows: Rows) 
         assert_tokens(weights, expected)
 
 
-def test_importance_weights_by_hand() -> None:
-    ratio = torch.tensor([0.3, 0.6, 1.0, 1.9, 2.1, 100.0], dtype=torch.float64)
-    mask = torch.ones(6, dtype=torch.bool)
-
-    def weights(mode: str) -> list[float]:
-        settings = ImportanceConfig(mode=mode, cap=2.0)
-        return importance_weights(ratio.log(), torch.zeros(6).double(), mask, *of_one(6), settings=settings).tolist()
-
-    assert weights("truncate") == pytest.approx([0.3, 0.6, 1.0, 1.9, 2.0, 2.0])
-    assert weights("mask") == pytest.approx([0.0, 0.6, 1.0, 1.9, 0.0, 0.0])
-    assert weights("off") == [1.0] * 6
-
-
 def test_importance_log_ratio_is_clamped() -> None:
     settings = ImportanceConfig(mode="truncate", cap=1e300)
     old, mask = torch.tensor([1000.0, -1000.0], dtype=torch.float64), torch.ones(2, dtype=torch.bool)

@@ -1,13 +1,10 @@
 """Rollouts laid end to end."""
 
-import doctest
-
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rlcore.batching.pack
 from rlcore.batching.pack import (
     pack,
     pack_demonstrations,
@@ -22,10 +19,6 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from tests.batching.rows import packed
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
-
-
-def test_pack_by_hand() -> None:
-    assert doctest.testmod(rlcore.batching.pack).failed == 0
 
 
 @given(LENGTHS)

@@ -220,13 +220,6 @@ def test_paired_difference_is_narrower():
     assert found.difference.high - found.difference.low < 0.1 * (alone.high - alone.low)
 
 
-def test_paired_difference_of_equal_values_is_zero():
-    values = np.random.default_rng(6).random(50)
-    found = paired_difference(values, values)
-    assert (found.difference.value, found.wins, found.losses) == (0.0, 0, 0)
-    assert not found.difference.excludes_zero
-
-
 @pytest.mark.parametrize("values", [np.empty((0, 1)), np.ones(3), np.array([[np.nan]])])
 def test_bootstrap_rejects_values_without_mean(values):
     with pytest.raises(ValueError, match=r"values must"):
