@@ -3,7 +3,7 @@ copy.
 
 The code of a function is the file of its module and all files that it imports, directly or not, from the same folder
 (the module's, or its package's parent). A data file counts if a string in one of these files is its path from there.
-Installed packages and Millrace do not count, except for functions of their own. Names are relative to that folder, so
+Installed packages and Millrace count for their functions only. Names are relative to that folder, so
 equal code has the same fingerprint on every machine. Nothing is executed, so computed imports do not count.
 
 All processes of a run import its copy, so that editing a file does not change a started run. A scoring process imports

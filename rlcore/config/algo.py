@@ -44,7 +44,7 @@ class KlConfig(Section):
     """Distance from the frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """Where the KL term is added. Off: no reference model is loaded."""
+    """Place of the KL term. Off: no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -97,7 +97,7 @@ class RejectionConfig(Section):
     """Tokens and responses that the update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """What is measured and skipped: a token, or a response by sum, mean or maximum over its tokens."""
+    """Unit that is measured and skipped: a token, or a response by sum, mean or maximum over its tokens."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """Divergence of a token: KL(behavior || old), estimated as in `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)

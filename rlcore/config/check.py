@@ -228,8 +228,8 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
 
 def rule_text(detail: ErrorDetails) -> str:
     """Return the rule that a value breaks, in this project's words."""
-    told = detail["msg"].removeprefix("Value error, ")
-    return told.replace("Input should be", "must be").replace("String should", "must")
+    text = detail["msg"].removeprefix("Value error, ")
+    return text.replace("Input should be", "must be").replace("String should", "must")
 
 
 def _describe(key: str) -> str:

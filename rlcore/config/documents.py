@@ -61,7 +61,7 @@ def reference() -> str:
 
 def _groups() -> Iterator[str]:
     yield "## Groups\n"
-    yield "A group is chosen by its name (`algo=ppo`) and sets many keys at once; `conf/<group>/` holds its members.\n"
+    yield "A group is chosen by its name (`algo=ppo`) and sets many keys together; `conf/<group>/` holds its members.\n"
     yield "| group | members | default |"
     yield "| --- | --- | --- |"
     for group, default in sorted(GROUPS.items()):

@@ -83,7 +83,7 @@ class RolloutConfig(Section):
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
     """Share a prompt's keys and values among its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
-    """After each weight sync vLLM responds to some prompts of the run and its log-probabilities are compared with the
+    """vLLM responds to some prompts of the run after each weight sync, and its log-probabilities are compared with the
     trainer's. A mean absolute difference above this is reported, and stops the run if a tensor could not be compared.
     None: 4 times that of the first weight sync, at least 0.0001 in float32 and 0.02 in bfloat16."""
     checks = (
@@ -186,7 +186,7 @@ class RewardConfig(Section):
              lambda own, run: run.data.scorer != "data.reasoning_gym:score" or own.num_processes > 0,
              "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with a scorer data.judge:score: so many responses are judged concurrently",
+             "must be 1 or more with a scorer data.judge:score: so many responses are scored concurrently",
              lambda own, run: run.data.scorer != JUDGE or own.num_processes > 0, "Set reward.num_processes=16"),
         rule(".deadline_s", "sandbox.time_s",
              "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and "
@@ -238,7 +238,7 @@ class EpisodeConfig(Section):
     """Functions that the model may call, each as `module:function`, for data.environment=rlcore.rollout.tools:Tools. A
     chat template shows them to the model, so each needs type hints and a docstring with `Args:`."""
     max_turns: int = Field(default=8, ge=1)
-    """Most turns of the model. The last one is judged too; the environment's reply to it is dropped."""
+    """Most turns of the model. The last one is scored too; the environment's reply to it is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
     """Longest turn of the model, in tokens: one that reaches it ends there, and the episode continues. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)

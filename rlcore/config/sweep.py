@@ -285,10 +285,10 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         raise settings_error(problems)
     points = points_of(spec)
     tried = points or edge_points(spec.space)
-    judged = compose_many(
+    checked = compose_many(
         [shared, *([*shared, *point_overrides(point)] for point in tried)], experiment=spec.experiment
     )
-    (base, of_all), of_points = judged[0], judged[1:]
+    (base, of_all), of_points = checked[0], checked[1:]
     found = Sweep(spec, shared, base, tuple(points))
     configs = [config for config, _ in of_points]
     problems = [*of_all, *_point_problems(tried, [[one for one in more if one not in of_all] for _, more in of_points])]

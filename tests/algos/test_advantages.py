@@ -42,11 +42,7 @@ def test_group_advantages_equal_naive_twin(method: str, dtype: torch.dtype) -> N
     for seed in range(5):
         scores, greedy = normal(9, seed, dtype), normal(9, seed + 50, dtype)
         actual = group_advantages(
-            scores,
-            torch.tensor(GROUP_IDS),
-            method=method,
-            lengths=torch.tensor(LENGTHS),
-            greedy_scores=greedy,
+            scores, torch.tensor(GROUP_IDS), method=method, lengths=torch.tensor(LENGTHS), greedy_scores=greedy
         )
         assert actual.dtype == dtype
         expected = naive.group_advantages(scores.tolist(), GROUP_IDS, method, LENGTHS, greedy.tolist())

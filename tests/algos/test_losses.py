@@ -197,7 +197,7 @@ def test_custom_loss_needs_one_function_and_setting() -> None:
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "kl_cov"])
 def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Aggregation) -> None:
-    """Through a real softmax: the gradient of the logits is that of -sum_t c_t A_t log pi(t), for every loss."""
+    """A real softmax: the gradient of the logits is that of -sum_t c_t A_t log pi(t), for every loss."""
     rows, vocabulary = RAGGED, 5
     num_tokens = rows.mask.numel()
     generator = torch.Generator().manual_seed(1)

@@ -130,7 +130,7 @@ SHAPE = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
 
 
 def test_costs_count_operations() -> None:
-    """Against a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
+    """Compare with a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
     batch = drawn_batch(np.random.default_rng(3), 12, mean=40, longest=200)
     for index, cost in enumerate(Sizes.from_batch(batch, share_prompts=False).costs(SHAPE)):
         start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]

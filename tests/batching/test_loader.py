@@ -74,22 +74,22 @@ SIZES, WEIGHTS = {"a": 50, "b": 7, "c": 900}, (0.1, 3.0, 1.7)
 PARTS = [part(name, size) for name, size in SIZES.items()]
 
 
-def drawn(position, count, seed=1, weights=WEIGHTS):
+def draw(position, count, seed=1, weights=WEIGHTS):
     return [(p.data_source, p.prompt_id) for p in MixedStream(PARTS, weights, seed=seed).take(position, count)]
 
 
 def test_mixture_shares_are_exact():
     total = sum(WEIGHTS)
     for blocks in (1, 2, 7):
-        counts = Counter(name for name, _ in drawn(0, blocks * BLOCK))
+        counts = Counter(name for name, _ in draw(0, blocks * BLOCK))
         for name, weight in zip(SIZES, WEIGHTS, strict=True):
             assert abs(counts[name] - blocks * BLOCK * weight / total) <= 1
-    far = Counter(name for name, _ in drawn(1_000_000 * BLOCK, BLOCK))
+    far = Counter(name for name, _ in draw(1_000_000 * BLOCK, BLOCK))
     assert all(abs(far[name] - BLOCK * weight / total) <= 2 for name, weight in zip(SIZES, WEIGHTS, strict=True))
 
 
 def test_mixture_parts_have_separate_epochs():
-    found = drawn(0, 6 * BLOCK)
+    found = draw(0, 6 * BLOCK)
     for name, size in SIZES.items():
         mine = [index for source, index in found if source == name]
         for start in range(0, len(mine) - size, size):
@@ -97,9 +97,9 @@ def test_mixture_parts_have_separate_epochs():
 
 
 def test_mixture_position_determines_prompts():
-    whole = drawn(0, 3 * BLOCK)
+    whole = draw(0, 3 * BLOCK)
     for position in (0, 1, 500, BLOCK - 3, BLOCK, 2 * BLOCK + 17):
-        assert drawn(position, 40) == whole[position : position + 40]
+        assert draw(position, 40) == whole[position : position + 40]
     stream = MixedStream(PARTS, WEIGHTS, seed=1)
     for position, count in ((2_000, 5), (3, 1_100), (0, 4)):
         assert [(p.data_source, p.prompt_id) for p in stream.take(position, count)] == whole[
@@ -108,9 +108,9 @@ def test_mixture_position_determines_prompts():
 
 
 def test_mixture_seed_and_weights_change_order():
-    assert drawn(0, 50) != drawn(0, 50, seed=2)
-    assert drawn(0, 50) != drawn(0, 50, weights=(1.0, 1.0, 1.0))
-    assert drawn(0, BLOCK, weights=(0.2, 6.0, 3.4)) == drawn(0, BLOCK)  # only the ratios count
+    assert draw(0, 50) != draw(0, 50, seed=2)
+    assert draw(0, 50) != draw(0, 50, weights=(1.0, 1.0, 1.0))
+    assert draw(0, BLOCK, weights=(0.2, 6.0, 3.4)) == draw(0, BLOCK)  # only the ratios count
 
 
 def test_equal_parts_have_different_orders():
@@ -135,7 +135,7 @@ def test_too_small_weight_is_rejected():
 
 
 def test_least_weight_is_one_prompt_of_block() -> None:
-    found = drawn(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0))
+    found = draw(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0))
     assert Counter(name for name, _ in found) == {"a": 2, "b": 2, "c": 2_044}
 
 

@@ -81,17 +81,17 @@ def test_select_train_keeps_none() -> None:
 def test_shared_prompts_of_neighbours() -> None:
     prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8, 9), "countdown", "{}")]
 
-    def found(groups: list[int], lost: frozenset[int] = frozenset(), rows: list[int] | None = None) -> list[int]:
+    def count(groups: list[int], lost: frozenset[int] = frozenset(), rows: list[int] | None = None) -> list[int]:
         rollouts = [Rollout(prompts[group], 0, np.ones(2), np.zeros(2), "stop", 0) for group in groups]
         scores = [Score(1.0, {}, failure="lost" if index in lost else None) for index in range(len(groups))]
         return shared_prompts(pack(rollouts, scores, groups), rows).tolist()
 
-    assert found([0, 0, 0, 1, 1]) == [0, 2, 2, 0, 2]
-    assert found([0, 0, 0, 1, 1], rows=[1, 2, 4]) == [0, 2, 0]
-    assert found([0, 1, 0, 1]) == [0, 0, 0, 0]
-    assert found([0, 0, 0], lost=frozenset({1})) == [0, 0, 2]
-    assert found([0, 0, 0], lost=frozenset({0})) == [0, 2, 2]
-    assert found([0, 0], rows=[]) == []
+    assert count([0, 0, 0, 1, 1]) == [0, 2, 2, 0, 2]
+    assert count([0, 0, 0, 1, 1], rows=[1, 2, 4]) == [0, 2, 0]
+    assert count([0, 1, 0, 1]) == [0, 0, 0, 0]
+    assert count([0, 0, 0], lost=frozenset({1})) == [0, 0, 2]
+    assert count([0, 0, 0], lost=frozenset({0})) == [0, 2, 2]
+    assert count([0, 0], rows=[]) == []
     unlike = [
         Rollout(Prompt(0, (7, last, 9), "countdown", "{}"), 0, np.ones(2), np.zeros(2), "stop", 0) for last in (8, 1)
     ]

@@ -91,11 +91,7 @@ def test_is_chat_unless_metadata_says_text(tmp_path: Path, said: bytes | None, e
 
 def test_solutions_have_targets_and_distractors(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
-    columns = {
-        "prompt_ids": [[5, 6], [7], [8]],
-        "solution_ids": [[1, 2], [], [3]],
-        "distractor_ids": [[4], [4], []],
-    }
+    columns = {"prompt_ids": [[5, 6], [7], [8]], "solution_ids": [[1, 2], [], [3]], "distractor_ids": [[4], [4], []]}
     pq.write_table(pa.table(columns, pa.schema([(name, pa.list_(pa.int64())) for name in columns])), file)
     assert read_solutions(file) == [
         Demonstration([5, 6, 1, 2], [False, False, True, True], Demonstration([5, 6, 4], [False, False, True])),

@@ -215,7 +215,7 @@ def test_one_mistake_is_one_problem(override, expected):
      "the stage ends, with the last weights. None: none is sampled (default null)"),
     ("algo.kl.where=false",
      "algo.kl.where: must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
-     "them is the boolean false. Where the KL term is added. Off: no reference model is loaded (default off)"),
+     "them is the boolean false. Place of the KL term. Off: no reference model is loaded (default off)"),
     ("tags.owner=true", "tags.owner: must be a valid string; got true. docs/settings.md describes every key"),
     ("model.lora=5", "model.lora: is a section, not a value; got 5. Set one of its keys, such as model.lora.alpha"),
     ("~data.task", "data.task: follows from the group; got '~data.task'. Choose a task as a group: data=countdown"),

@@ -112,20 +112,20 @@ algo.rejection.cap: algo.rejection.level=token algo.rejection.cap=1 + | algo.rej
 algo.advantage: algo.advantage=gdpo reward.weights.correct=1 | $WEIGHED
 algo.advantage: $WEIGHED + algo.overlong.enabled=true |
 algo.advantage: $WEIGHED + algo.kl.where=reward |
-reward.judge.url: $JUDGED + reward.judge.url='' |
-reward.judge.url: $JUDGED + reward.judge.url=127.0.0.1:8000/v1 |
-reward.judge.url: $JUDGED + reward.judge.url=ftp://a |
-reward.judge.url: $JUDGED + reward.judge.url=http:// |
-reward.judge.url: $JUDGED + reward.judge.url=http://me:secret@host/v1 |
-reward.judge.url: $JUDGED + reward.judge.url=http://host/v1?key=secret |
-reward.judge.url: $JUDGED + reward.judge.url=http://host:99999/v1 |
-reward.judge.url: $JUDGED + reward.judge.url=http://me@host/v1 |
-reward.judge.url: $JUDGED + reward.judge.url=http://host/v1#part |
-reward.judge.url: $JUDGED + reward.judge.url='' | reward.judge.url=https://host
+reward.judge.url: $JUDGE + reward.judge.url='' |
+reward.judge.url: $JUDGE + reward.judge.url=127.0.0.1:8000/v1 |
+reward.judge.url: $JUDGE + reward.judge.url=ftp://a |
+reward.judge.url: $JUDGE + reward.judge.url=http:// |
+reward.judge.url: $JUDGE + reward.judge.url=http://me:secret@host/v1 |
+reward.judge.url: $JUDGE + reward.judge.url=http://host/v1?key=secret |
+reward.judge.url: $JUDGE + reward.judge.url=http://host:99999/v1 |
+reward.judge.url: $JUDGE + reward.judge.url=http://me@host/v1 |
+reward.judge.url: $JUDGE + reward.judge.url=http://host/v1#part |
+reward.judge.url: $JUDGE + reward.judge.url='' | reward.judge.url=https://host
 reward.judge.url: reward.judge.url=http://me:secret@host/v1 | reward.judge.url=''
-reward.judge.model: $JUDGED + reward.judge.model='' |
-reward.num_processes: $JUDGED + reward.num_processes=0 |
-reward.deadline_s: $JUDGED + reward.deadline_s=30 |
+reward.judge.model: $JUDGE + reward.judge.model='' |
+reward.num_processes: $JUDGE + reward.num_processes=0 |
+reward.deadline_s: $JUDGE + reward.deadline_s=30 |
 reward.judge.prompt: reward.judge.prompt=Well? |
 reward.judge.rules: reward.judge.rules=data.judge:score | reward.judge.rules=data.countdown:score
 reward.weights: data.environment=a:B + reward.weights.correct=1 |

@@ -27,7 +27,7 @@ def test_metrics_by_hand():
 
 
 def test_unscored_responses_are_counted_only(tmp_path):
-    judged = result(
+    evaluated = result(
         [
             problem(1, [1.0, FAILED, 0.5, 0.0], greedy=1.0),
             problem(2, [FAILED] * 4, greedy=1.0),
@@ -35,7 +35,7 @@ def test_unscored_responses_are_counted_only(tmp_path):
             problem(4, [0.0, FAILED, 1.0, 1.0], greedy=0.0, difficulty=5),
         ]
     )
-    found = judged.metrics()
+    found = evaluated.metrics()
     assert found["val-core/countdown/reward/mean@4"] == pytest.approx((0.5 + 2 / 3) / 2)
     assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.5)
     assert found["val-core/countdown/reward/pass@4"] == 1.0
@@ -43,19 +43,19 @@ def test_unscored_responses_are_counted_only(tmp_path):
     assert found["val-core/countdown/reward/maj@4"] == pytest.approx(0.5)  # each answer says something else: ties
     assert found["val-core/countdown/reward/greedy"] == 0.5
     assert found["val-aux/countdown/num_unscored"] == 7.0
-    assert pass_curve(judged)[1].value == pytest.approx(0.5)
-    assert [len(part.problems) for part in judged.by_difficulty().values()] == [1, 1]
-    (pair, *_) = compare(result([problem(number, [0.0] * 4) for number in range(1, 5)]), judged)
+    assert pass_curve(evaluated)[1].value == pytest.approx(0.5)
+    assert [len(part.problems) for part in evaluated.by_difficulty().values()] == [1, 1]
+    (pair, *_) = compare(result([problem(number, [0.0] * 4) for number in range(1, 5)]), evaluated)
     assert pair.num_problems == 2
     file = tmp_path / "after.json"
-    judged.write(file)
-    assert ValidationResult.read(file) == judged
+    evaluated.write(file)
+    assert ValidationResult.read(file) == evaluated
 
 
 def test_metrics_without_any_score():
-    judged = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
-    assert judged.metrics() == {"val-aux/countdown/num_unscored": 4.0}
-    assert (pass_curve(judged), judged.by_difficulty()) == ({}, {})
+    evaluated = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
+    assert evaluated.metrics() == {"val-aux/countdown/num_unscored": 4.0}
+    assert (pass_curve(evaluated), evaluated.by_difficulty()) == ({}, {})
 
 
 def test_every_metric_has_interval_and_valid_name():

@@ -203,7 +203,7 @@ def test_mean_intervals_choose_method():
     assert (third.low, third.high > 0.04) == (0.0, True)
     one = np.zeros(100)
     one[3] = 1.0
-    assert not paired_difference(np.zeros(100), one).difference.excludes_zero, "one win of 100 tells nothing apart"
+    assert not paired_difference(np.zeros(100), one).difference.excludes_zero, "one win of 100 is no difference"
 
 
 def test_paired_difference_is_narrower():

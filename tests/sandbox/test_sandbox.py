@@ -77,21 +77,21 @@ def test_hostile_programs_do_not_escape(tmp_path: Path, monkeypatch: pytest.Monk
         if chosen != every:
             chosen = list(dict.fromkeys(chosen))  # the lengthy case repeats those that have no variants
 
-        def tried(one: tuple[str, str]) -> tuple[str, str]:
+        def try_program(one: tuple[str, str]) -> tuple[str, str]:
             start = time.monotonic()
             ran = run_python(one[1])
             taken.append((time.monotonic() - start, one[0]))
             return one[0], ran.stdout + ran.stderr if "ESCAPED" in ran.stdout else ""
 
         with ThreadPoolExecutor(4) as pool:
-            found = [one for one in pool.map(tried, chosen) if one[1]]
+            found = [one for one in pool.map(try_program, chosen) if one[1]]
         assert found == []
         monkeypatch.setattr(
             sandbox, "_missing_requirement", lambda: "nothing, but the programs are to show that they can escape"
         )
         set_limits(SandboxConfig(time_s=TIME_S, allow_weak=True))
         harmless = [one for one in every if one[0] in UNSAFE_IF_WEAK][9::10]
-        assert {kind for kind, output in map(tried, harmless) if output} == UNSAFE_IF_WEAK
+        assert {kind for kind, output in map(try_program, harmless) if output} == UNSAFE_IF_WEAK
     assert secret.read_text() == "mine"
     assert Path(os.__file__).stat().st_mtime_ns == source
     left, deadline = running_programs(), time.monotonic() + 20
