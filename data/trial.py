@@ -33,7 +33,7 @@ from rlcore.config.data import (
 )
 from rlcore.errors import DataError, MillraceError
 from rlcore.rollout.by_part import with_scorer
-from rlcore.start import extend_import_path
+from rlcore.start import python_path
 from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0
@@ -142,7 +142,7 @@ def _build_in_process(config: CustomData, seed: int) -> FirstRow | None:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "data.trial"], input=wanted, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=BUILD_DEADLINE_S,
-            env={**os.environ, "PYTHONPATH": extend_import_path()},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None

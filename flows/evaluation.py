@@ -18,11 +18,11 @@ from flows.work.open_run import EVALUATION, open_run
 from flows.work.weights import find_weights
 from rlcore.config import RunConfig
 from rlcore.config.base import expand_path
+from rlcore.config.check import SUITES, read_suites, suite_settings
 from rlcore.config.compose import override_config
 from rlcore.config.fingerprint import fingerprint, fixed_settings
 from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import Findings, settings_error
-from rlcore.config.suite import SUITES, read_suites, suite_settings
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 

@@ -1,1 +1,1 @@
-"""How Millrace trains: algorithms, models, rollouts, workers, runtime, checkpoints and tracking."""
+"""Reinforcement learning of language models: settings, algorithms, models, rollout, training and storage."""

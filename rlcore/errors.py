@@ -1,23 +1,19 @@
-"""The one exception tree. A message has the key or file, the rule, the value got, and what to do.
+"""The exception tree. A message has the key or file, the rule, the value got, and the remedy.
 
-Every class is picklable (Ray and Prefect carry exceptions between processes), so the constructor takes
-exactly what `args` holds.
+Ray and Prefect pickle exceptions between processes, so each constructor takes exactly what `args` holds.
 """
 
 import sys
 from pathlib import Path
 
 EXIT_RESUMABLE = 75
-"""Exit code of a command or trainer that was told to stop: it has saved, and the same command goes on."""
-MODULE_REMEDY = (
-    "A module is found in the folder that the command is started in, beside the experiment's file, on PYTHONPATH, or "
-    "installed"
-)
+"""Exit code of a command that stopped on request and has saved its state. The same command resumes."""
+MODULE_REMEDY = "A module is found in the working directory, next to the experiment's file, on PYTHONPATH, or installed"
 """Remedy where a module that the settings name is not found."""
 
 
 def missing_object_remedy(name: str) -> str:
-    """Remedy where the object at `module:object` is not found: another module of that name may be in its place."""
+    """Return the remedy for a missing `module:object`. Another module of the same name may hide the file."""
     top = name.partition(":")[0].partition(".")[0]
     if (module := sys.modules.get(top)) is not None:
         loaded = Path(getattr(module, "__file__", None) or "a module that is built into Python")
@@ -28,28 +24,28 @@ def missing_object_remedy(name: str) -> str:
 
 
 class MillraceError(Exception):
-    """Base of every error that Millrace raises on purpose."""
+    """Base class of all errors that Millrace raises."""
 
     failure_kind = "error"
-    """Kind of the fault of a run that it ends (`rlcore.run.failures`)."""
+    """Kind of the failure that this error is recorded as (`rlcore.run.failures`)."""
 
 
 class ConfigError(MillraceError, ValueError):
-    """The settings are wrong. The message lists every problem at once."""
+    """The settings are wrong. The message lists every problem."""
 
 
 class TrialError(ConfigError):
-    """Code that the settings name, or a judge, failed when it was tried before a start."""
+    """Code that the settings name, or a judge, failed its trial before the start."""
 
 
 class DataError(MillraceError, ValueError):
-    """A dataset file, column or row breaks the schema; names file, column or row and the remedy."""
+    """A dataset file, column or row breaks the schema."""
 
     failure_kind = "data"
 
 
 class UnscoredError(DataError):
-    """No answer of a step, or no problem of a validation, has a score: the scorer or the environment failed on all."""
+    """The scorer or the environment failed on every response of a step or every problem of a validation."""
 
 
 class UnwritableError(DataError, OSError):
@@ -57,7 +53,7 @@ class UnwritableError(DataError, OSError):
 
 
 class ModelError(MillraceError, ValueError):
-    """A model directory is missing, incomplete or of a kind that cannot be trained here."""
+    """A model directory is missing, incomplete or of an unsupported kind."""
 
 
 class CheckpointError(MillraceError):
@@ -65,23 +61,23 @@ class CheckpointError(MillraceError):
 
 
 class DiskSpaceError(MillraceError, OSError):
-    """Too little room, or a write failed for lack of room. Says how many bytes are missing and where."""
+    """The disk is too full. The message names the folder and the bytes missing."""
 
     failure_kind = "disk"
     needed_bytes = 0
-    """Bytes that were to be written; 0 where that is not known."""
+    """Bytes that were to be written, 0 if unknown."""
 
 
 class RunInUseError(MillraceError):
-    """Another live process holds the run's lock; the message names it."""
+    """Another live process holds the run's lock."""
 
 
 class EngineError(MillraceError, RuntimeError):
-    """A rollout engine cannot do what the settings need, or returned an invalid result."""
+    """A rollout engine lacks a feature that the settings need, or returned an invalid result."""
 
 
 class UserCodeError(MillraceError, RuntimeError):
-    """A loss or an advantage of one's own raised in training, or returned what cannot be trained with."""
+    """A custom loss or advantage raised in training, or returned an unusable result."""
 
 
 class WorkerLostError(MillraceError, RuntimeError):
@@ -91,7 +87,7 @@ class WorkerLostError(MillraceError, RuntimeError):
 
 
 class HangError(WorkerLostError):
-    """A phase took longer than its deadline. The stacks of all processes have been written to a file."""
+    """A phase exceeded its deadline. The stacks of all processes are in a file."""
 
     failure_kind = "hang"
 
@@ -103,41 +99,41 @@ class HostMemoryError(WorkerLostError):
 
 
 class DeviceMemoryError(WorkerLostError):
-    """Memory of a GPU ran out, and smaller micro-batches cannot help."""
+    """A GPU ran out of memory, and smaller micro-batches cannot help."""
 
     failure_kind = "GPU out of memory"
 
 
 class RankMemoryError(DeviceMemoryError):
-    """Memory ran out in a pass that several ranks make together. A retry takes twice as many micro-batches."""
+    """Memory ran out in a pass that several ranks compute together. A retry uses twice as many micro-batches."""
 
     failure_kind = "rank out of memory"
 
 
 class NonFiniteError(MillraceError, ArithmeticError):
-    """A loss or gradient is not finite. The batch that caused it has been saved; the message names the file."""
+    """A loss or gradient is not finite. The message names the file with the batch."""
 
     failure_kind = "numbers"
 
 
 class AlarmError(MillraceError, ArithmeticError):
-    """An alarm has stopped the run, or it was rolled back too often. What is saved stays."""
+    """An alarm stopped the run. Its saved state stays."""
 
     failure_kind = "numbers"
 
 
 class TrackingError(MillraceError):
-    """The metrics store refused something for good. Never raised inside a training step."""
+    """The metrics store refused a request permanently. Never raised inside a training step."""
 
 
 class StopRequestedError(MillraceError):
-    """A signal or cancellation stopped the run; it has saved and can go on (exit code 75)."""
+    """A signal or cancellation stopped the run after it saved its state (exit code 75)."""
 
 
 RESUMABLE = (StopRequestedError, DiskSpaceError)
-"""Errors that end a command with code 75: the same command resumes from what is saved."""
+"""Errors that end a command with code 75."""
 
 
 def is_stop(error: BaseException | None) -> bool:
-    """Whether the error is a request to end the run (also one that Python or Prefect raises), as against a fault."""
+    """Return True for a request to stop, including those that Python or Prefect raises, and False for a failure."""
     return isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))

@@ -1,9 +1,9 @@
-"""Runs a Python program that a model wrote, shut in: it reads nothing of the host and leaves nothing behind.
+"""Run a Python program that a model wrote inside a sandbox.
 
-bubblewrap gives it user, network, pid, ipc and mount namespaces of its own: Python and /usr to read, an empty /tmp of
-bounded size, no variables, no network. libseccomp's filter keeps it to one process (threads are free) and away from
-tracing, mounting, keys and sockets of the network. Limits of the kernel bound memory, files and output; the clock ends
-it. Why these: docs/decisions/0014-programs-run-under-bubblewrap.md. What a run allows is `sandbox` in its settings.
+bubblewrap gives the program separate user, network, pid, ipc and mount namespaces: Python and /usr read-only, an empty
+/tmp of bounded size, no variables, no network. A seccomp filter allows one process (threads are free) and blocks
+tracing, mounting, keys and network sockets. Kernel limits bound memory, files and output, and a timeout bounds time.
+docs/decisions/0014-programs-run-under-bubblewrap.md gives the reasons; `sandbox` in the settings has the limits.
 """
 
 import errno
@@ -36,7 +36,7 @@ _AF_UNIX = 1
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What a program came to. `ended`: why it was ended, '' where it came to its end; `code` is its exit code then."""
+    """Output and exit code of a program. `stop_reason` is '' unless the sandbox ended it."""
 
     stdout: str
     stderr: str
@@ -45,40 +45,36 @@ class ProgramResult:
 
 
 def set_limits(settings: SandboxConfig) -> None:
-    """Programs of this process, and of those that it starts, run under these limits."""
+    """Set the limits for programs of this process and its children."""
     os.environ[_VARIABLE] = settings.model_dump_json()
 
 
 def current_limits() -> SandboxConfig:
-    """The limits that `use` has set here or in a parent; without it the defaults."""
+    """Return the limits that this process or a parent has set, else the defaults."""
     return SandboxConfig.model_validate_json(os.environ.get(_VARIABLE, "{}"))
 
 
 def require_sandbox(settings: SandboxConfig) -> None:
-    """Programs can be shut in on this machine, or `sandbox.allow_weak` says that they need not be.
-
-    Raises:
-        ConfigError: they cannot; with what is missing.
-    """
+    """Check that this machine can run the sandbox, unless `sandbox.allow_weak` is set. Raises ConfigError: it cannot.
+    The message names what is missing."""
     if not settings.allow_weak and (missing := _missing_requirement()):
         raise ConfigError(
-            f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Mend that, or set "
-            "sandbox.allow_weak=true where nothing on it is worth protecting: time, memory and files are limited then, "
-            "for each process of a program apart; those that it puts into a session of their own are not ended, and it "
-            "sees the network and all files of this user"
+            f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Fix that, or set "
+            "sandbox.allow_weak=true where nothing on it is worth protecting. Then only time, memory and files of each "
+            "process are limited, other sessions are not ended, and a program reaches the network and this user's files"
         )
 
 
 def run_python(program: str, stdin: str = "", time_s: float | None = None) -> ProgramResult:
-    """Run a program under the limits in use, with `stdin` as its standard input; `time_s`: for less than theirs. Raises
-    as `require_sandbox` does."""
+    """Run a program under the current limits with `stdin` as its input. `time_s` replaces their timeout. Raises
+    ConfigError: see `require_sandbox`."""
     settings = current_limits()
     require_sandbox(settings)
     with ExitStack() as opened:
-        source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # have no names
+        source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # without names
         _write_and_rewind(source, program.encode("utf-8", "replace"))
         _write_and_rewind(reading, stdin.encode("utf-8", "replace"))
-        # Who started it may be killed: bubblewrap ends the program then, and by itself it would go on.
+        # If the parent is killed, bubblewrap ends the program. Without it the program would continue.
         command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", *_python_command(settings), f"/dev/fd/{source.fileno()}"]
         descriptors = [source.fileno()]
         if not _missing_requirement():
@@ -94,7 +90,7 @@ def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Pr
             code, timed_out = process.wait(settings.time_s if time_s is None else time_s), False
         except subprocess.TimeoutExpired:
             code, timed_out = -signal.SIGKILL, True
-        finally:  # of what is left all in bubblewrap's pid namespace ends with it, else the session
+        finally:  # ends the pid namespace of bubblewrap, or the session
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -104,20 +100,19 @@ def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Pr
 
 
 def _write_and_rewind(file: IO[bytes], content: bytes) -> None:
-    """Write a file that is then read from its beginning."""
     file.write(content)
     file.seek(0)
 
 
 def _read_output(file: IO[bytes], most: int) -> tuple[str, bool]:
-    """The beginning of an output, and whether there was more."""
+    """Return the first `most` bytes as text, and whether the output was longer."""
     file.seek(0)
     raw = file.read(most + 1)
     return raw[:most].decode("utf-8", "replace"), len(raw) > most
 
 
 def _python_command(settings: SandboxConfig) -> list[str]:
-    """Python under limits of the kernel, by prlimit of util-linux."""
+    """Return the command of Python under kernel limits, set by prlimit of util-linux."""
     megabyte = 2**20
     return [
         "/usr/bin/prlimit", f"--as={settings.memory_mb * megabyte}", f"--fsize={settings.file_mb * megabyte}",
@@ -127,12 +122,12 @@ def _python_command(settings: SandboxConfig) -> list[str]:
 
 
 def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[str]:
-    """The whole command under bubblewrap; `source` and `rules` are descriptors of the program and of the filter."""
+    """Return the whole bubblewrap command. `source` and `rules` are file descriptors."""
     words = [
         str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent",
-        "--new-session", "--clearenv", "--uid", _USER_ID, "--gid", _USER_ID, "--hostname", "sandbox", "--cap-drop", "ALL",
-        "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
-        "--size", str(settings.file_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp",
+        "--new-session", "--clearenv", "--uid", _USER_ID, "--gid", _USER_ID, "--hostname", "sandbox",
+        "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev",
+        "--remount-ro", "/dev", "--size", str(settings.file_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp",
         "--ro-bind-data", str(source), _PROGRAM, "--seccomp", str(rules),
     ]  # fmt: skip
     for name in ("lib", "lib64", "bin"):
@@ -149,7 +144,7 @@ def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[s
 
 @cache
 def _missing_requirement() -> str:
-    """What this machine lacks; '' where programs can be shut in. Tried once, with a program that prints one word."""
+    """Return what this machine lacks, '' if the sandbox works. The test program runs once."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
@@ -171,13 +166,13 @@ def _missing_requirement() -> str:
 
 @cache
 def _seccomp_filter() -> bytes:
-    """The seccomp filter as a program of the kernel."""
+    """Return the seccomp filter as BPF."""
     import pyseccomp as seccomp
 
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     for name in _DENIED_SYSCALLS:
         rules.add_rule(seccomp.ERRNO(errno.EPERM), name)
-    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory: the C library takes clone then
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory: the C library falls back to clone
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0))
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX))
     with tempfile.TemporaryFile() as file:

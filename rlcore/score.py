@@ -1,24 +1,24 @@
-"""The result of a scorer. Apart from `rlcore.types`, so that a scoring process loads no torch."""
+"""The result of a scorer. Separate from `rlcore.types`, so that a scoring process loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 FULL_SCORE = 1.0
-"""Score of a right answer where the scorer names no part `correct`."""
+"""Score of a correct response if the scorer names no part `correct`."""
 _ROUNDING = 1e-9
-"""A score added up in floating point, 0.1 for each of ten turns, is that much off at most."""
+"""Largest rounding error of a score that is a sum, such as 0.1 for each of ten turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of one answer: `total` is the reward, `parts` its named components (format, correct, ...).
+    """Score of one response: `total` is the reward, `parts` its named components (format, correct, ...).
 
-    `said`: the answer found in the text, the same text for equal answers (`1000` for `1,000`): the vote of `maj@k`.
-    None: none was found, or the scorer returns none.
+    `said` is the answer that the scorer extracted, in a canonical text (`1000` for `1,000`), which `maj@k` counts.
+    None: it found or returned none.
 
-    `failure`: why there is no score (the scorer raised, or overran its deadline), set by the scoring pool. Such an
-    answer is left out wherever scores count; its `total` is 0 and means nothing.
+    `failure` is the reason for a missing score: the scorer raised or exceeded its deadline. The scoring pool sets it,
+    and no statistic uses such a response.
     """
 
     total: float
@@ -28,17 +28,17 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
+        """True for a correct response: by the part `correct` if there is one, else by a full score (1)."""
         return self.parts.get("correct", self.total) >= FULL_SCORE - _ROUNDING
 
 
 def renew_deadline() -> None:
-    """Give the answer that is being scored its whole deadline anew. A scoring process puts its own function here."""
+    """Restart the deadline of the response being scored. A scoring process installs its own function here."""
 
 
 class Scorer(Protocol):
-    """Scores one answer text against a ground truth. Pure, deterministic, never raises on any text."""
+    """Scores one response against a ground truth. Pure, deterministic, never raises on any text."""
 
     def __call__(self, response: str, ground_truth: Mapping[str, object]) -> Score | float:
-        """Score one answer. A number is a score without parts."""
+        """Score one response. A plain number is a score without parts."""
         ...

@@ -1,7 +1,7 @@
 """The stacks of all processes of a run in one text, for the diagnosis of a hang. Standard library and psutil.
 
-Each process calls `register` at its start. On a signal it then writes the stacks of its threads to its own file, even
-inside C code. A stopped process cannot, and is reported as stopped.
+Each process calls `register` at its start. A signal then makes it write the stacks of its threads to its own file, even
+inside C code. A stopped process cannot do this and is reported as stopped.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 FOLDER_VARIABLE = "MILLRACE_STACKS"
-"""Environment variable with the folder of the processes' files; without it nothing is registered."""
+"""Environment variable with the folder of the stack files. Without it nothing is registered."""
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_TIMEOUT_S = 3.0
 """Seconds that a process has to write its stacks."""
@@ -25,20 +25,20 @@ _file: TextIOWrapper | None = None
 
 
 def register(name: str) -> None:
-    """Install the signal's handler. `name` is the role of this process: `rank-0`, `scorer`. Never raises."""
+    """Install the signal handler. `name` is the role of this process: `rank-0`, `scorer`. Never raises."""
     global _file
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return
     try:
-        _file = (Path(folder) / f"{name}-{os.getpid()}.txt").open("w")  # open for good: the signal writes to it
+        _file = (Path(folder) / f"{name}-{os.getpid()}.txt").open("w")  # stays open: the signal writes to it
     except OSError:  # another host, a full disk
         return
     faulthandler.register(DUMP_SIGNAL, file=_file, all_threads=True, chain=False)
 
 
 def open_folder(folder: Path) -> None:
-    """Empty the folder and make processes that start from now on register there."""
+    """Empty the folder and make new processes register there."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.txt"):  # left by a killed trainer
         path.unlink(missing_ok=True)
@@ -52,25 +52,21 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Stacks and states of this process, of those registered in `folder`, and states of all other descendants."""
+    """Return the stacks and states of this and all registered processes, and the states of other descendants."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
-    sections = [_section(f"trainer, process {os.getpid()}", _state(os.getpid()), _own_stacks())]
+    sections = [f"=== trainer, process {os.getpid()} ({_state(os.getpid())})\n{_own_stacks()}"]
     for pid, path in registered.items():
-        sections.append(_section(f"{path.stem.rpartition('-')[0]}, process {pid}", _state(pid), _stack(pid, path)))
+        sections.append(f"=== {path.stem.rpartition('-')[0]}, process {pid} ({_state(pid)})\n{_stack(pid, path)}")
     for child in psutil.Process().children(recursive=True):
         if child.pid not in registered:
             try:
                 name = " ".join(child.cmdline())[:200] or child.name()
             except psutil.Error:
                 continue
-            sections.append(_section(f"process {child.pid}: {name}", _state(child.pid), ""))
+            sections.append(f"=== process {child.pid}: {name} ({_state(child.pid)})\n")
     return "\n".join(sections)
-
-
-def _section(title: str, state: str, text: str) -> str:
-    return f"=== {title} ({state})\n{text}"
 
 
 def _own_stacks() -> str:
@@ -81,14 +77,14 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """What a registered process writes on the signal, or why it writes nothing; of one that has ended what it wrote."""
+    """Return what a registered process writes on the signal, or why it writes nothing."""
     state = _state(pid)
     if state == _ENDED:
         return path.read_text()
     if state.startswith("stopped"):
         return "It was stopped from outside (SIGSTOP) and cannot answer; SIGCONT resumes it.\n"
     if not _holds_open(pid, path):  # without a handler the signal would end the process
-        return "Its id belongs to another process here: it has ended, or is on another host.\n" + path.read_text()
+        return "Its id belongs to another process here. It has ended, or is on another host.\n" + path.read_text()
     before = path.stat().st_size
     try:
         os.kill(pid, DUMP_SIGNAL)
@@ -109,7 +105,7 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Whether the process has the file open, so is the one that registered with it."""
+    """Return True if the process has the file open, so it is the one that registered."""
     import psutil
 
     try:
@@ -119,7 +115,7 @@ def _holds_open(pid: int, path: Path) -> bool:
 
 
 def _state(pid: int) -> str:
-    """State of the process, and the kernel function in which it waits."""
+    """Return the state of the process and the kernel function that it waits in."""
     import psutil
 
     try:

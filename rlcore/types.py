@@ -1,16 +1,16 @@
-"""The states a step goes through: one frozen dataclass for each.
+"""The states of a training step, one frozen dataclass each.
 
-Legend: P prompts, G answers for each, N = P x G sequences, T tokens of all sequences laid end to end, V vocabulary.
-A sequence of prompt `p0 p1` and answer `a b c` lies in the flat tensors as
+Legend: P prompts, G responses to each, N = P x G sequences, T tokens of all sequences laid end to end, V vocabulary.
+The prompt `p0 p1` and the response `a b c` fill the flat tensors as
 
     token_ids     p0 p1 a  b  c
     target_ids    p1 a  b  c  0      the token that position t predicts
-    loss_mask     0  1  1  1  0      1 where that token belongs to the answer (0 all along without a score)
+    loss_mask     0  1  1  1  0      1 where that token is part of the response (0 everywhere without a score)
 
-In an episode of several turns `loss_mask` is 0 again at targets that the environment wrote.
+In an episode of several turns `loss_mask` is 0 at targets that the environment wrote.
 
-Every per-token quantity (log-probability, entropy, value, advantage, loss) stands at the position that predicts
-the token. The shift is made once, in `rlcore.batching.pack`.
+Every per-token quantity (log-probability, entropy, value, advantage, loss) is at the position that predicts the token.
+`rlcore.batching.pack` is the only place that shifts.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class FastPickle:
-    """Base of dataclasses with slots. Pickle calls the class with the fields, in half of the time that the methods for
-    its state take, which a frozen dataclass has."""
+    """Base of dataclasses with slots that halves the time of pickling a frozen dataclass."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -39,11 +38,8 @@ class FastPickle:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
-    """One filtered row: tokenized once, before training.
-
-    `ground_truth_json` is the row's ground truth as the scorer takes it (JSON, so that it crosses process borders).
-    `difficulty` is the task's own measure (countdown: fewest operations), 0 where it has none.
-    """
+    """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
+    crosses process borders. `difficulty` is a measure of the task (countdown: fewest operations), 0 if it has none."""
 
     prompt_id: int
     token_ids: tuple[int, ...]
@@ -54,15 +50,17 @@ class Prompt(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class Rollout(FastPickle):
-    """One sampled answer. `response_ids` Int[R] includes the end-of-sequence token where the answer ended by itself; an
-    array, since the integers of a hundred thousand tokens lie all over a process's memory.
+    """One sampled response.
 
-    `behavior_logprobs` Float[len(response_ids)]: log-probability of each sampled token when it was drawn.
+    `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. An array, because Python
+    integers are scattered over memory.
 
-    `is_sampled` Bool[len(response_ids)]: in an episode of several turns, False for tokens that an environment or a
-    template wrote. They are context: without a loss, a log-probability (0) or an advantage. None: all were sampled.
+    `behavior_logprobs` Float[R]: log-probability of each sampled token when it was drawn.
 
-    `turn_rewards`: of each rewarded turn the place of its last token in `response_ids`, and the reward.
+    `is_sampled` Bool[R]: False for tokens that an environment or a template wrote, which have no loss, log-probability
+    or advantage. None: all tokens were sampled.
+
+    `turn_rewards`: place of the last token in `response_ids`, and the reward, of each rewarded turn.
     """
 
     prompt: Prompt
@@ -77,11 +75,9 @@ class Rollout(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """N sequences laid end to end. `group_ids[i]` is equal for the answers to one prompt.
-
-    `score_mask` is False for an answer that the scorer failed on: its `scores` entry means nothing, and `loss_mask` is
-    False for all of its tokens, so that it has no part in any loss, mean or variance over tokens.
-    """
+    """N sequences laid end to end. `group_ids[i]` is equal for responses to one prompt. `score_mask` is False for a
+    response without a score. `loss_mask` is False for all its tokens, so that it takes no part in any loss, mean or
+    variance."""
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]
@@ -105,20 +101,20 @@ class PackedBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Answer tokens: the denominator of a token mean over this batch."""
+        """Response tokens: the denominator of a token mean over this batch."""
         return int(self.loss_mask.sum())
 
     def sequence_lengths(self) -> Int[Tensor, "N"]:
-        """Prompt and answer tokens of each sequence."""
+        """Return the prompt and response tokens of each sequence."""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def loss_lengths(self) -> Int[Tensor, "N"]:
-        """Tokens of each sequence that have a loss. The batch is on the host."""
+        """Return the tokens with a loss of each sequence. The batch must be on the host."""
         starts = self.cu_seqlens[:-1].numpy()
         return torch.from_numpy(np.add.reduceat(self.loss_mask.numpy(), starts, dtype=np.int64))
 
     def sequence_ids(self) -> Int[Tensor, "T"]:
-        """For each token the index of its sequence."""
+        """Return the sequence index of each token."""
         lengths = self.sequence_lengths()
         return torch.repeat_interleave(
             torch.arange(self.num_sequences, device=lengths.device), lengths, output_size=self.num_tokens
@@ -127,11 +123,11 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """A packed batch with everything an update needs, each Float[T] and 0 where `loss_mask` is False.
+    """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
-    None: `old_logprobs` where a batch gets one update (they are the policy's own), `ref_logprobs` without a KL in the
-    loss, `old_values` and `returns` without a critic, `covariance_rank` (1 where `loss_mask` is False) where nothing
-    is chosen by ranks. `importance_weights` is 1 without a correction, and 0 where a token has no policy loss.
+    Optional: `old_logprobs` (None if a batch gets one update), `ref_logprobs` (for a KL in the loss), `old_values` and
+    `returns` (for a critic), `covariance_rank` (1 where `loss_mask` is False). `importance_weights` is 1 without a
+    correction, and 0 where a token has no policy loss.
     """
 
     packed: PackedBatch

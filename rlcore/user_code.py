@@ -1,13 +1,13 @@
-"""The code that settings name as `module:function`: its source files, its copy in a run's folder, imports from there.
+"""The code that settings name as `module:function`: its source files, its copy in a run's folder, imports from the
+copy.
 
-The code of a function is the file of its module and, at any remove, the files that it imports from the same folder:
-that of the module, or of the package that contains it. A data file counts where a string in one of these files is its
-path from there. Installed packages and Millrace itself do not count, unless the function is theirs. File names start at
-that folder, so equal code has the same fingerprint anywhere. Nothing is executed; an import by a computed name does
-not count.
+The code of a function is the file of its module and all files that it imports, directly or not, from the same folder
+(the module's, or its package's parent). A data file counts if a string in one of these files is its path from there.
+Installed packages and Millrace count for their functions only. Names are relative to that folder, so
+equal code has the same fingerprint on every machine. Nothing is executed, so computed imports do not count.
 
-A run keeps a copy, and all its processes import the copy: an edit of a file changes nothing in a run that has begun.
-A scoring process imports this module, so pydantic, settings and storage load only where they are needed.
+All processes of a run import its copy, so that editing a file does not change a started run. A scoring process imports
+this module, so pydantic, settings and storage are imported inside functions.
 """
 
 import ast
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 FOLDER_VARIABLE = "MILLRACE_CODE"
 """Environment variable of a run's processes: the folder of its code."""
 MILLRACE_PACKAGES = ("conf", "data", "flows", "rlcore")
-"""Millrace's own packages are never imported from a copy: running processes have them loaded already."""
+"""Millrace's packages are never imported from a copy: running processes have them loaded already."""
 MILLRACE_FOLDER = "millrace-source"
-"""Folder of their files in a copy: no name that can be imported."""
+"""Folder of their files in a copy. Its name cannot be imported."""
 SITE_PACKAGES = ("site-packages", "dist-packages")
 MAX_PATCH_LINES = 40
 MAX_DATA_BYTES = 10_000_000
-"""Of a data file that counts."""
+"""Size of the largest data file that counts."""
 
 
 def module_of(name: str) -> str:
-    """Module name of a source file, given its path below an import folder.
+    """Return the module name of a source file, given its path below an import folder.
 
     >>> module_of("rewards/exact.py"), module_of("rewards/__init__.py")
     ('rewards.exact', 'rewards')
@@ -66,13 +66,13 @@ class Source:
 
     @classmethod
     def read(cls, file: Path, root: Path) -> "Source":
-        """A file below an import folder."""
+        """Read a file below an import folder."""
         return cls(file.relative_to(root).as_posix(), str(file), file.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Source files by the function (`module:function`) that they belong to."""
+    """Source files by the function (`module:function`) that needs them."""
 
     by_function: Mapping[str, tuple[Source, ...]]
 
@@ -88,13 +88,13 @@ class Code:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of names and contents; equal on every machine and in every folder."""
+        """Fingerprint of names and contents, equal on every machine."""
         from rlcore.config.fingerprint import fingerprint
 
         return fingerprint("code", self.digests)
 
     def shared_with(self, other: "Code") -> "Code":
-        """The code of the functions that both have."""
+        """Return the code of the functions that both have."""
         return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
 
     def save(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """The other source files of the packages, so that an import by a computed name works in the copy as well."""
+        """Yield the other files of the packages, so that computed imports work in the copy."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:
@@ -129,7 +129,7 @@ class Code:
 
 
 def read_code(folder: Path) -> Code | None:
-    """Read what `Code.keep` wrote; None where there is nothing. Raises DataError where it is damaged."""
+    """Read what `Code.save` wrote, None if there is nothing. Raises DataError where it is damaged."""
     from rlcore.storage.manifest import read_manifest, verify_directory
 
     if read_manifest(folder) is None:
@@ -146,8 +146,7 @@ def _path_in_copy(folder: Path, name: str) -> Path:
 
 
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
-    """Every `module:function` of the settings: scorers, the judge's rules, builders of datasets, environments, tools,
-    loss and advantage."""
+    """Return every `module:function` of the settings: scorers, builders, environments, tools, loss and advantage."""
     from rlcore.config.data import CustomData, parts_of, scorers_of
 
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
@@ -159,12 +158,12 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
 
 
 def code_for_run(config: "RunConfig") -> Code:
-    """The code that a run's settings name: the copy inside `run_code`, else the files as they are now."""
+    """Return the code that the settings name: the copy inside `run_code`, else the current files."""
     return Code({function: code_for(function) for function in named_functions(config)})
 
 
 def code_for(function: str) -> tuple[Source, ...]:
-    """Source files of one function, sorted by name; empty where its module is not found or has no source."""
+    """Return the source files of one function, sorted by name. Empty if its module is not found or has no source."""
     if function in _active.by_function:
         return _active.by_function[function]
     module = function.partition(":")[0]
@@ -184,7 +183,7 @@ def code_for(function: str) -> tuple[Source, ...]:
             root, file = place
             source = Source.read(file, root)
             found[source.name] = source
-            if top == "rlcore":  # a part of Millrace counts by itself, as what a task imports of it does not count
+            if top == "rlcore":  # a module of rlcore counts alone
                 continue
             imported, texts = _parse_source(source.content, name, file.name == "__init__.py")
             waiting += imported
@@ -193,7 +192,7 @@ def code_for(function: str) -> tuple[Source, ...]:
 
 
 def code_patch(before: Code, now: Code) -> str:
-    """The change as a patch, at most `MAX_PATCH_LINES` long."""
+    """Return the change as a patch of at most `MAX_PATCH_LINES` lines."""
     lines: list[str] = []
     for name in sorted(before.sources.keys() | now.sources.keys()):
         old, new = (
@@ -207,7 +206,7 @@ def code_patch(before: Code, now: Code) -> str:
 
 
 def _roots(module: str) -> list[Path]:
-    """Import folders of the outermost package of a module."""
+    """Return the import folders of a module's outermost package."""
     top = module.partition(".")[0]
     try:
         spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
@@ -226,7 +225,7 @@ def _module_file(root: Path, module: str) -> Path | None:
 
 
 def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
-    """The data files that these strings of a source file name by their path from its folder."""
+    """Yield the data files that these strings name by their path from the source file's folder."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
@@ -237,12 +236,11 @@ def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Sour
 
 @cache
 def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a source file imports anywhere, as names of modules and of members that may be modules; and its strings that
-    may be paths of files."""
+    """Return the names that a source file imports anywhere, and its strings that may be file paths."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return (), ()  # its import will raise
+        return (), ()  # importing it will raise
     package = module if is_package else module.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -262,15 +260,12 @@ def _imported_names(node: ast.AST, package: str) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-# ---------------------------------------------------------------------- imports from the copy
-
-
 _active = Code({})
 
 
 @contextmanager
 def run_code(folder: Path) -> Iterator[None]:
-    """Inside the block, imports and fingerprints use the code that a run keeps in this folder, if there is any."""
+    """Use a run's copy of the code for imports and fingerprints inside the block, if there is one."""
     global _active
     before, code = _active, read_code(folder)
     _active = code or Code({})
@@ -283,16 +278,13 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import modules from the copy in `folder`, in this process and its children; None: from their original files.
-
-    Modules of the copy that are imported already are removed from `sys.modules`, so their next import takes the right
-    text.
-    """
+    """Import modules from the copy in `folder`, here and in child processes. None: from their original files. Modules
+    of the copy are removed from `sys.modules`, so that their next import reads the right file."""
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]
         package, _, member = name.rpartition(".")
-        if package in sys.modules:  # a folder without __init__.py, which stays and has the module as a member
+        if package in sys.modules:  # a namespace package stays and has the module as a member
             vars(sys.modules[package]).pop(member, None)
     sys.path[:] = [place for place in sys.path if place != before]
     if folder is not None:
@@ -311,7 +303,7 @@ def _modules_in(folder: str | Path | None) -> set[str]:
 
 
 def import_from_environment() -> None:
-    """In a process of a run: `use` the folder that the environment names, if it exists (another node may lack it)."""
+    """Call `import_from` with the folder that the environment names, if it exists on this node."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and (Path(folder) / "manifest.json").is_file():
         import_from(Path(folder))

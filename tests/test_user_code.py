@@ -61,13 +61,13 @@ def config_of(**more: str) -> RunConfig:
     )
 
 
-def test_the_module_and_what_it_imports_from_its_folder_count(folder: Path) -> None:
+def test_code_is_module_and_its_imports(folder: Path) -> None:
     """And the data files that it names; not installed packages, not Millrace."""
     assert [source.name for source in code_for("their_reward:score")] == COUNTED
     assert "their_reward" not in sys.modules, "nothing is executed"
 
 
-def test_each_file_of_it_changes_the_fingerprint_and_no_other(folder: Path) -> None:
+def test_fingerprint_changes_with_counted_files(folder: Path) -> None:
     before = code_for_run(config_of()).fingerprint
     for name in FILES:
         text = (folder / name).read_text()
@@ -77,9 +77,7 @@ def test_each_file_of_it_changes_the_fingerprint_and_no_other(folder: Path) -> N
     assert code_for_run(config_of()).fingerprint == before
 
 
-def test_the_same_code_elsewhere_has_the_same_fingerprint(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fingerprint_is_independent_of_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = code_for_run(config_of())
     forget()
     monkeypatch.syspath_prepend(str(write(tmp_path / "another machine")))
@@ -90,7 +88,7 @@ def test_the_same_code_elsewhere_has_the_same_fingerprint(
     assert elsewhere.fingerprint == here.fingerprint
 
 
-def test_every_function_that_settings_name_is_code_of_the_run(folder: Path) -> None:
+def test_code_of_run_has_every_named_function(folder: Path) -> None:
     (folder / "their_loss.py").write_text("from rlcore.algos.losses import ppo_clip as loss\n")
     (folder / "their_advantages.py").write_text("from rlcore.algos.advantages import pass_at_k as mine\n")
     named = {
@@ -108,25 +106,24 @@ def test_every_function_that_settings_name_is_code_of_the_run(folder: Path) -> N
     assert {"data.countdown:score", "their_reward:score"} < set(code_for_run(mixture).by_function)
 
 
-def test_a_function_of_millrace_counts_with_its_package() -> None:
+def test_millrace_function_counts_with_package() -> None:
     names = {source.name for source in code_for("data.countdown:score")}
     assert {"data/countdown.py", "data/arithmetic.py"} < names
     assert all(name.startswith("data/") for name in names)
 
 
-def test_of_a_function_of_the_training_its_file_counts_alone() -> None:
+def test_training_function_counts_alone() -> None:
     """Else a run with tools could not go on after a change of the settings' docstrings."""
     names = {source.name for source in code_for("rlcore.rollout.tools:Tools")}
     assert names == {"rlcore/__init__.py", "rlcore/rollout/__init__.py", "rlcore/rollout/tools.py"}
 
 
 @pytest.mark.parametrize("function", ["their_nothing:score", "math:floor", "json:loads", "their_reward.inside:score"])
-def test_what_has_no_source_beside_it_has_no_code(function: str) -> None:
+def test_function_without_source_has_no_code(function: str) -> None:
     assert code_for(function) == ()
 
 
-def test_a_run_imports_its_copy_after_an_edit(folder: Path, tmp_path: Path) -> None:
-    """In this process and in one that starts after the edit: both import the text of the run's start."""
+def test_run_imports_its_copy_after_edit(folder: Path, tmp_path: Path) -> None:
     (folder / "their_loss.py").write_text("def loss():\n    return 'kept'\n")
     loss = {"algo.policy_loss": "their_loss:loss"}
     kept = code_for_run(config_of(**loss))
@@ -147,7 +144,7 @@ def test_a_run_imports_its_copy_after_an_edit(folder: Path, tmp_path: Path) -> N
         assert [score.total for score in pool.score(["x"], ["{}"])] == [0.75]
 
 
-def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path) -> None:
+def test_module_of_another_run_is_reimported(folder: Path, tmp_path: Path) -> None:
     """A trainer that serves one run after another."""
     for weight in ("0.25", "0.5"):
         (folder / "their_kit/weights.py").write_text(f"WEIGHT = {weight}\n")
@@ -157,7 +154,7 @@ def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path)
             assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
 
 
-def test_a_module_of_a_namespace_package_is_imported_again(folder: Path, tmp_path: Path) -> None:
+def test_module_of_namespace_package_is_reimported(folder: Path, tmp_path: Path) -> None:
     """The folder stays imported, and had the old module as a member."""
     (folder / "their_plain").mkdir()
     (folder / "their_plain/reward.py").write_text(
@@ -177,7 +174,7 @@ def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) ->
     read = "\n\nTEXT = inspect.getsource(loss)\nDATA = (files(__package__) / 'data.txt').read_text()\n"
     (folder / "their_loss").mkdir()
     (folder / "their_loss/__init__.py").write_text(loss + read)
-    (folder / "their_loss/data.txt").write_text("beside it")
+    (folder / "their_loss/data.txt").write_text("next to it")
     own = {"algo.policy_loss": "their_loss:loss"}
     code_for_run(config_of(**own)).save(tmp_path / "code")
     (folder / "their_loss/data.txt").write_text("edited")
@@ -185,10 +182,10 @@ def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) ->
     with run_code(tmp_path / "code"):
         resolve_policy_loss("their_loss:loss")
         module = sys.modules["their_loss"]
-        assert (module.TEXT, module.DATA) == ("def loss():\n    return 'kept'\n", "beside it")
+        assert (module.TEXT, module.DATA) == ("def loss():\n    return 'kept'\n", "next to it")
 
 
-def test_what_is_kept_reads_back_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
+def test_saved_code_round_trip_and_damage(folder: Path, tmp_path: Path) -> None:
     code, copy = code_for_run(config_of()), tmp_path / "code"
     assert read_code(copy) is None
     code.save(copy)
@@ -199,18 +196,18 @@ def test_what_is_kept_reads_back_and_damage_is_told(folder: Path, tmp_path: Path
         read_code(copy)
 
 
-def test_a_difference_is_a_patch_of_some_lines(folder: Path) -> None:
+def test_code_patch_is_limited(folder: Path) -> None:
     before = code_for_run(config_of())
     (folder / "their_late.py").unlink()
     (folder / "their_kit/weights.py").write_text("WEIGHT = 1\n" + "\n" * 100)
-    told = code_patch(before, code_for_run(config_of())).splitlines()
-    assert told[:2] == ["--- their_kit/weights.py (the run's)", "+++ their_kit/weights.py (now)"]
-    assert "-WEIGHT = 0.25" in told
-    assert len(told) == user_code.MAX_PATCH_LINES + 1
-    assert told[-1].startswith("... and ")
+    message = code_patch(before, code_for_run(config_of())).splitlines()
+    assert message[:2] == ["--- their_kit/weights.py (the run's)", "+++ their_kit/weights.py (now)"]
+    assert "-WEIGHT = 0.25" in message
+    assert len(message) == user_code.MAX_PATCH_LINES + 1
+    assert message[-1].startswith("... and ")
 
 
-def test_a_computed_import_is_found_in_the_copy(folder: Path, tmp_path: Path) -> None:
+def test_computed_import_is_found_in_copy(folder: Path, tmp_path: Path) -> None:
     (folder / "their_kit/exact.py").write_text(
         "from importlib import import_module\n\n"
         "def of(text):\n    return len(import_module('their_' + 'kit.unused').__file__)\n"

@@ -20,9 +20,9 @@ from flows.work.open_run import OpenRun
 from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import CustomData, RunConfig
+from rlcore.config.check import suite_settings
 from rlcore.config.data import PROGRAMS, has_default_scorer, parts_of, scorers_of
 from rlcore.config.model import SMOLLM2
-from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, token_counts

@@ -15,7 +15,7 @@ from flows.stages.stage import StageStatus, remake_note
 from flows.work.open_run import OpenRun
 from flows.work.protocol import Progress
 from rlcore.config import RunConfig
-from rlcore.config.suite import suite_settings
+from rlcore.config.check import suite_settings
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_tokenizer
 from rlcore.storage.finished import read_finished_or_reason
 

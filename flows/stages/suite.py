@@ -17,8 +17,8 @@ from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig, SuiteConfig
+from rlcore.config.check import suite_settings
 from rlcore.config.data import parts_of
-from rlcore.config.suite import suite_settings
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flows.stages.trials import Trial
 from flows.work.checkpoints import checkpoint_store, committed_step
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
-from rlcore.config.suite import suite_settings
+from rlcore.config.check import suite_settings
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 

@@ -15,15 +15,15 @@ from flows.work.open_run import OpenRun
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.base import expand_path
+from rlcore.config.check import suite_settings
 from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of
-from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.rollout.tools import tool_schemas
 from rlcore.score import Score
-from rlcore.start import extend_import_path
+from rlcore.start import python_path
 
 if TYPE_CHECKING:
     from data.trial import FirstRow
@@ -229,7 +229,7 @@ def _try_functions(algo: AlgoConfig) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
-            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": extend_import_path()},
+            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TrialError(

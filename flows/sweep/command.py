@@ -12,7 +12,7 @@ from flows.commands.options import DryRun, OptionalRoot, PlanAsJson, Settings, V
 from flows.commands.settings import print_warnings, require_dry_run
 
 if TYPE_CHECKING:
-    from rlcore.config.sweep_load import Sweep
+    from rlcore.config.sweep import Sweep
 
 
 def sweep(

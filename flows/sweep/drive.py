@@ -11,8 +11,7 @@ from flows.sweep.points import Member, members_of, problem_scores_of
 from flows.sweep.result import write_record
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, problem_scores_key, sweep_lock
 from flows.tasks import log_and_print
-from rlcore.config.sweep import format_point
-from rlcore.config.sweep_load import Sweep
+from rlcore.config.sweep import Sweep, format_point
 from rlcore.errors import StopRequestedError
 
 POLL_S = 1.0

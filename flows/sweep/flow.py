@@ -52,8 +52,7 @@ from flows.tasks import (
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import group_members
-from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import Sweep
+from rlcore.config.sweep import Budget, Sweep
 from rlcore.errors import MillraceError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 

@@ -15,8 +15,7 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import compose_many
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import Problem
-from rlcore.config.sweep import Budget, Point
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep import Budget, Point, Sweep, load_sweep
 from rlcore.errors import DataError, MillraceError
 from rlcore.evaluation.result import ValidationResult, problem_statistics
 from rlcore.run.layout import RunLayout

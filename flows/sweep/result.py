@@ -23,8 +23,7 @@ from flows.sweep.study import ERROR, RUNS, SETTINGS
 from flows.tasks import log_and_print
 from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
-from rlcore.config.sweep import format_point
-from rlcore.config.sweep_load import Sweep
+from rlcore.config.sweep import Sweep, format_point
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds

@@ -20,8 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import JsonValue
 
 from rlcore.config.problems import Problem, format_value, settings_error
-from rlcore.config.sweep import OptunaSearch, Pruning, RandomSearch, Range, Values
-from rlcore.config.sweep_load import Sweep
+from rlcore.config.sweep import OptunaSearch, Pruning, RandomSearch, Range, Sweep, Values
 from rlcore.evaluation.stats import paired_difference
 from rlcore.storage.locks import FileLock, HeldLock
 

@@ -1,4 +1,4 @@
-"""Advantages: how much better an answer, or a token of it, was than expected."""
+"""Advantages: how much better a response, or a token of it, was than expected."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal, assert_never
@@ -8,24 +8,26 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from rlcore.algos.aggregation import masked, segment_sum
+from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum
 from rlcore.algos.named import bind, find_function
 from rlcore.config.algo import ADVANTAGE_FUNCTIONS, AlgoConfig, OverlongConfig
 
+Scores = Float[Tensor, "N"]
+Counts = Int[Tensor, "N"]
+Flags = Bool[Tensor, "N"]
+
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
-"""Methods that give one advantage to each answer; the others (gae, reinforce_pp) give one to each token."""
+"""Methods with one advantage for each response. The others (gae, reinforce_pp) have one for each token."""
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6
-# The same for whitening, where it stands under the square root
+# The same for whitening, under the square root
 VARIANCE_EPS = 1e-8
 
 
 def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-    """Mean 0 and variance 1 where value k counts `weights_k` times: `(v - mean) / sqrt(var + 1e-8)`.
-
-    `var = sum w (v - mean)^2 / (sum w - 1)`. A total weight of one or less leaves the variance at 0.
-    """
+    """Return values of mean 0 and variance 1 where value k counts `weights_k` times: `(v - mean) / sqrt(var + 1e-8)`.
+    `var = sum w (v - mean)^2 / (sum w - 1)`, 0 for a total weight of one or less."""
     weights = weights.double()
     wide = values.double()
     total = weights.sum()
@@ -34,31 +36,31 @@ def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> 
     return (centred * torch.rsqrt(variance + VARIANCE_EPS)).to(values.dtype)
 
 
-def whiten(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """Mean 0 and variance 1 (ddof = 1) over the tokens where the mask is True; 0 elsewhere."""
+def whiten(values: Floats, mask: Mask) -> Floats:
+    """Return values of mean 0 and variance 1 (ddof = 1) over the tokens where the mask is True, 0 elsewhere."""
     return masked(whiten_weighted(masked(values, mask), mask.to(values.dtype)), mask)
 
 
 def group_advantages(
-    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
-    group_ids: Int[Tensor, "N"],
+    scores: Scores | Counts,
+    group_ids: Counts,
     *,
     method: SequenceAdvantage,
-    lengths: Int[Tensor, "N"] | None = None,
-    greedy_scores: Float[Tensor, "N"] | None = None,
-) -> Float[Tensor, "N"]:
-    """One advantage for each answer. With s its score and mean, std over the n answers to its prompt:
+    lengths: Counts | None = None,
+    greedy_scores: Scores | None = None,
+) -> Scores:
+    """Return one advantage for each response. With s its score and mean, std over the n responses to its prompt:
 
         grpo                    (s - mean) / (std + 1e-6)         Shao et al. 2024, arXiv:2402.03300
         dr_grpo                 s - mean                          Liu et al. 2025, arXiv:2503.20783
         rloo                    s - mean of the n - 1 others      Ahmadian et al. 2024, arXiv:2402.14740
         reinforce_pp_baseline   s - mean, whitened over tokens    Hu et al. 2025, arXiv:2501.03262
         opo                     s - sum(l s) / sum(l)             Hao et al. 2025, arXiv:2505.23585
-        remax                   s - score of the greedy answer    Li et al. 2023, arXiv:2310.10505
+        remax                   s - score of greedy response      Li et al. 2023, arXiv:2310.10505
 
-    std has ddof = 1. A group of one has mean 0 and std 1. `lengths` l: answer tokens of each answer, needed by opo and
-    reinforce_pp_baseline. `greedy_scores`: score of the greedy answer to the same prompt, needed by remax.
-    Scores already hold what is taken off the reward (KL, overlong penalty); whole numbers give advantages in float32.
+    std has ddof = 1. A group of one has mean 0 and std 1. opo and reinforce_pp_baseline need `lengths` l, the tokens of
+    each response. remax needs `greedy_scores`, the score of the greedy response to the same prompt. KL and overlong
+    penalties are already in the scores. Integer scores give advantages in float32.
     """
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
@@ -84,40 +86,26 @@ def group_advantages(
 
 
 def _float_type(scores: Tensor) -> torch.dtype:
-    """The scores' own type; for whole numbers the default float type."""
     return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
 
 
 def bind_advantage(
-    settings: AlgoConfig,
-    *,
-    lengths: Int[Tensor, "N"],
-    parts: Float[Tensor, "N K"],
-    part_weights: Float[Tensor, "K"],
+    settings: AlgoConfig, *, lengths: Counts, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
-    """The advantage that the settings name as a function of (scores, group_ids), with its options. It gets what it has
-    keyword arguments for: `lengths`, the answer tokens of each answer; `parts`, the scores' parts that
-    `reward.weights` names in its order (without it the score alone); `part_weights`, their weights.
-
-    Raises:
-        ConfigError: there is no such function, or `algo.advantage_options` are not its own.
-    """
+    """Return the advantage that the settings name as a function of (scores, group_ids), with its options. It receives
+    those that it has keyword arguments for: `lengths`, tokens of each response, `parts`, the parts of the scores in the
+    order of `reward.weights` (without it the score), and `part_weights`. Raises ConfigError: there is no such function,
+    or `algo.advantage_options` do not fit it."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
 
 
-def gdpo(
-    scores: Float[Tensor, "N"],
-    group_ids: Int[Tensor, "N"],
-    *,
-    parts: Float[Tensor, "N K"],
-    part_weights: Float[Tensor, "K"],
-) -> Float[Tensor, "N"]:
-    """Each part of the score normalized in its group before they are added, so that none drowns the others.
+def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]) -> Scores:
+    """Normalize each part of the score in its group before summing, so that none dominates.
 
         A_k = (s_k - mean) / (std + 1e-6)              of each part, as grpo
-        A   = whiten(sum_k w_k A_k)                    over all answers of the batch
+        A   = whiten(sum_k w_k A_k)                    over all responses of the batch
 
     GDPO, Liu et al. 2026, arXiv:2601.05242. `scores` is not read.
     """
@@ -127,19 +115,15 @@ def gdpo(
 
 
 def pass_at_k(
-    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
-    group_ids: Int[Tensor, "N"],
-    *,
-    k: Annotated[int, Field(ge=1)] = 4,
-    threshold: float = 0.5,
-) -> Float[Tensor, "N"]:
-    """Advantages under the reward of k answers together, which is 1 where one of them is right: pass@k.
+    scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
+) -> Scores:
+    """Return the advantages under the reward pass@k: 1 if one of k responses is correct.
 
-    Of a prompt's n answers, c of which are right (score of at least `threshold`), all sets of k count:
+    All sets of k of a prompt's n responses count, c of which are correct (score of at least `threshold`):
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
-        A = (1 - p) / sigma                        of a right answer: every set with it passes
-        A = (q - p) / sigma                        of a wrong one, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
+        A = (1 - p) / sigma                        correct: every set with it passes
+        A = (q - p) / sigma                        wrong, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
 
     Chen et al. 2025, arXiv:2508.10751, their analytical form. 0 where p is 0 or 1. k counts as n where n is smaller.
     """
@@ -160,7 +144,7 @@ def pass_at_k(
 def _share_without_correct(
     total: Float[Tensor, "P"], wrong: Float[Tensor, "P"], chosen: Float[Tensor, "P"]
 ) -> Float[Tensor, "P"]:
-    """`C(wrong, chosen) / C(total, chosen)`: share of the sets of `chosen` that have wrong answers alone."""
+    """Return `C(wrong, chosen) / C(total, chosen)`: share of the sets of `chosen` with wrong responses alone."""
     logarithm = (
         torch.lgamma(wrong + 1) - torch.lgamma(wrong - chosen + 1)
         - torch.lgamma(total + 1) + torch.lgamma(total - chosen + 1)
@@ -169,37 +153,29 @@ def _share_without_correct(
 
 
 def _required(value: Tensor | None, name: str, method: str) -> Tensor:
-    """The value, or a ValueError that names what the method lacks."""
     if value is None:
         raise ValueError(f"group_advantages: method {method} needs {name}, got None; pass a tensor of shape [N]")
     return value
 
 
-def broadcast_to_tokens(
-    values: Float[Tensor, "N"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"]
-) -> Float[Tensor, "T"]:
-    """Each answer token gets its sequence's value; 0 elsewhere."""
+def broadcast_to_tokens(values: Scores, mask: Mask, sequence_ids: Ids) -> Floats:
+    """Return its sequence's value at each response token, 0 elsewhere."""
     return masked(values[sequence_ids], mask)
 
 
 def token_rewards(
-    scores: Float[Tensor, "N"],
-    cu_seqlens: Int[Tensor, "N+1"],
-    mask: Bool[Tensor, "T"],
-    kl: Float[Tensor, "T"] | None,
-    kl_coef: float,
-) -> Float[Tensor, "T"]:
-    """Reward of each answer token: the score at the last one, less the KL to the reference at each.
+    scores: Scores, cu_seqlens: Int[Tensor, "N+1"], mask: Mask, kl: Floats | None, kl_coef: float
+) -> Floats:
+    """Return the reward of each response token: the score at the last one, less the KL to the reference at each.
 
-        r_t = [t is the last answer token of n] s_n - kl_coef kl_t
+        r_t = [t is the last response token of n] s_n - kl_coef kl_t
 
-    Ziegler et al. 2019, arXiv:1909.08593. 0 where the mask is False. A sequence without answer tokens gets no score.
+    Ziegler et al. 2019, arXiv:1909.08593. 0 where the mask is False. A sequence without response tokens gets no score.
     """
-    answered = mask.cumsum(0)
-    # up_to[n]: answer tokens before sequence n. last[n]: flat position of its last one; without an answer that of an
-    # earlier sequence, or 0, where it adds nothing.
-    up_to = torch.nn.functional.pad(answered, (1, 0))[cu_seqlens]
-    last = torch.searchsorted(answered, up_to[1:])
+    counts = mask.cumsum(0)
+    # up_to[n]: response tokens before sequence n. last[n]: position of its last one, of an earlier one if it has none.
+    up_to = torch.nn.functional.pad(counts, (1, 0))[cu_seqlens]
+    last = torch.searchsorted(counts, up_to[1:])
     of_last = torch.where(up_to[1:] > up_to[:-1], scores, torch.zeros_like(scores))
     rewards = torch.zeros_like(mask, dtype=scores.dtype).index_add(0, last, of_last)
     if kl is None:
@@ -208,45 +184,33 @@ def token_rewards(
 
 
 def gae(
-    rewards: Float[Tensor, "T"],
-    values: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
-    """Generalized advantage estimate over the answer tokens of each sequence: (advantages, returns), not whitened.
+    rewards: Floats, values: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float, lam: float
+) -> tuple[Floats, Floats]:
+    """Return the generalized advantage estimate over each sequence's response tokens: (advantages, returns), not
+    whitened.
 
         delta_t = r_t + gamma V_{t'} - V_t
         A_t     = delta_t + gamma lam A_{t'}
         R_t     = A_t + V_t
 
-    t' is the next answer token of the same sequence; after the last one V and A are 0. Tokens between two answer
-    tokens that are not answers themselves (a tool's output) are stepped over. Schulman et al. 2016, arXiv:1506.02438.
-    With gamma = lam = 1 and V = 0 both are the reward-to-go. Computed in float64, rounded once.
+    t' is the next response token of the same sequence. After the last one V and A are 0. Tokens between two response
+    tokens (a tool's output) are skipped. Schulman et al. 2016, arXiv:1506.02438. With gamma = lam = 1 and V = 0 both
+    are the reward-to-go. Computed in float64, rounded once.
     """
     wide_values = masked(values.double(), mask)
     follows = same_sequence_follows(sequence_ids).double()
-    answer = mask.double()
-    # value of the nearest answer token at or after t: the recurrence that stops at each answer token
-    nearest_value = backward_recurrence(follows * (1 - answer), wide_values)
+    # value of the nearest response token at or after t
+    nearest_value = backward_recurrence(follows * (1 - mask.double()), wide_values)
     next_value = follows * shift_left(nearest_value, 1)
     delta = masked(rewards.double() + gamma * next_value - wide_values, mask)
-    # decay gamma lam at an answer token, 1 at a token that is stepped over, 0 where the sequence ends
+    # decay gamma lam at a response token, 1 at a skipped token, 0 where the sequence ends
     decay = torch.where(mask, gamma * lam * follows, follows)
     advantages = masked(backward_recurrence(decay, delta), mask)
     return advantages.to(values.dtype), (advantages + wide_values).to(values.dtype)
 
 
-def reinforce_pp(
-    rewards: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    *,
-    gamma: float,
-) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
-    """REINFORCE++: discounted reward-to-go, whitened over all answer tokens of the batch: (advantages, returns).
+def reinforce_pp(rewards: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float) -> tuple[Floats, Floats]:
+    """Return REINFORCE++: the discounted reward-to-go, whitened over all response tokens: (advantages, returns).
 
         R_t = r_t + gamma R_{t'},   A = whiten(R)
 
@@ -256,10 +220,10 @@ def reinforce_pp(
     return whiten(returns, mask), returns
 
 
-def group_members(group_ids: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], Int[Tensor, "P"]]:
-    """For each answer the index of its group among those present, and the number of answers in each group.
+def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
+    """Return the group index of each response, and the number of responses in each group.
 
-    The ids may be any integers, in any order. Waits for the device: not for the inner loop.
+    The ids may be any integers. Synchronizes with the device.
 
     >>> members, sizes = group_members(torch.tensor([7, 3, 7]))
     >>> members.tolist(), sizes.tolist()
@@ -269,14 +233,14 @@ def group_members(group_ids: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], Int[Te
     return members, sizes
 
 
-def group_size(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """For each answer the number of answers in its group."""
+def group_size(group_ids: Counts) -> Counts:
+    """Return the number of responses in the group of each response."""
     members, sizes = group_members(group_ids)
     return sizes[members]
 
 
-def has_scored_peer(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """True for an answer with a score whose group has another answer with a score, or no other answer.
+def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
+    """Return True for a response with a score whose group has another one with a score, or no other response.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]
@@ -286,18 +250,16 @@ def has_scored_peer(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) 
     return score_mask & ((num_scored > 1) | (sizes == 1))[members]
 
 
-def group_mean(
-    scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"], weights: Float[Tensor, "N"]
-) -> Float[Tensor, "N"]:
-    """For each answer the weighted mean of its group's scores, 0 for a group of one: `sum w s / sum w`."""
+def group_mean(scores: Scores, group_ids: Counts, weights: Scores) -> Scores:
+    """Return the weighted mean of each response's group, `sum w s / sum w`, 0 for a group of one."""
     members, sizes = group_members(group_ids)
     sums = segment_sum(weights * scores, members, sizes.numel())
     totals = segment_sum(weights, members, sizes.numel())
     return torch.where(sizes > 1, sums / totals, torch.zeros_like(sums))[members]
 
 
-def group_std(scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """For each answer the standard deviation of its group's scores (ddof = 1), 1 for a group of one."""
+def group_std(scores: Scores, group_ids: Counts) -> Scores:
+    """Return the standard deviation of each response's group (ddof = 1), 1 for a group of one."""
     members, sizes = group_members(group_ids)
     deviations = scores - group_mean(scores, group_ids, torch.ones_like(scores))
     squares = segment_sum(deviations.square(), members, sizes.numel())
@@ -305,8 +267,8 @@ def group_std(scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[
     return torch.where(sizes > 1, std, torch.ones_like(std))[members]
 
 
-def same_sequence_follows(sequence_ids: Int[Tensor, "T"]) -> Bool[Tensor, "T"]:
-    """True where the next token belongs to the same sequence.
+def same_sequence_follows(sequence_ids: Ids) -> Mask:
+    """Return True where the next token is in the same sequence.
 
     >>> same_sequence_follows(torch.tensor([0, 0, 1])).tolist()
     [True, False, False]
@@ -316,19 +278,18 @@ def same_sequence_follows(sequence_ids: Int[Tensor, "T"]) -> Bool[Tensor, "T"]:
     return follows
 
 
-def shift_left(values: Float[Tensor, "T"], distance: int) -> Float[Tensor, "T"]:
-    """`v_{t + distance}`, 0 beyond the end."""
+def shift_left(values: Floats, distance: int) -> Floats:
+    """Return `v_{t + distance}`, 0 beyond the end."""
     shifted = torch.zeros_like(values)
     shifted[: values.numel() - distance] = values[distance:]
     return shifted
 
 
-def backward_recurrence(decay: Float[Tensor, "T"], addend: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
     """Solve `x_t = addend_t + decay_t x_{t+1}` from the end, with `x_T = 0`.
 
-    A decay of 0 ends a sequence; a decay of 1 with an addend of 0 passes the later value through. The map of a stretch
-    of tokens is again of the form `a + d x`, so stretches of 1, 2, 4, ... tokens are composed (prefix sums by doubling,
-    Hillis and Steele 1986; Blelloch 1990): log2(T) steps over flat tensors, no loop over tokens and no padding.
+    A decay of 0 ends a sequence. Stretches of 1, 2, 4, ... tokens, each a map `a + d x`, are composed (prefix sums by
+    doubling, Hillis and Steele 1986; Blelloch 1990): log2(T) steps over flat tensors.
 
     >>> backward_recurrence(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 1.0, 4.0])).tolist()
     [2.5, 3.0, 4.0]
@@ -341,10 +302,8 @@ def backward_recurrence(decay: Float[Tensor, "T"], addend: Float[Tensor, "T"]) -
     return addend
 
 
-def score_range(
-    scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
-) -> tuple[Float[Tensor, "P"], Float[Tensor, "P"]]:
-    """The highest and the lowest score of each group, over the answers that have one; -inf and inf where none has."""
+def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[Float[Tensor, "P"], Float[Tensor, "P"]]:
+    """Return the highest and the lowest score of each group, -inf and inf for a group without scores."""
     members, sizes = group_members(group_ids)
     members, scores = members[score_mask], scores[score_mask]
     highest = torch.full_like(sizes, -torch.inf, dtype=scores.dtype).scatter_reduce(0, members, scores, reduce="amax")
@@ -352,24 +311,16 @@ def score_range(
     return highest, lowest
 
 
-def groups_with_signal(
-    scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
-) -> Bool[Tensor, "N"]:
-    """For each answer whether its group's scores differ: where all are equal, every advantage is 0.
-
-    `max_g s > min_g s` over the answers that have a score. A group of one counts as informative, since its mean is
-    taken as 0 and so its advantage is its score. The filter of DAPO's dynamic sampling, Yu et al. 2025,
-    arXiv:2503.14476.
-    """
+def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
+    """Return True for each response whose group's scores differ. Otherwise every advantage is 0. A group of one has
+    signal, since its mean counts as 0. The filter of DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]
 
 
-def overlong_penalty(
-    lengths: Int[Tensor, "N"], *, max_response_tokens: int, settings: OverlongConfig
-) -> Float[Tensor, "N"]:
-    """What is added to the score of an answer of `lengths` tokens: 0 or negative.
+def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
+    """Return the addend to the score of a response of `lengths` tokens, 0 or negative.
 
     With `L` the limit and `B` the buffer: 0 up to L - B tokens, then falling linearly to -penalty at L:
 

@@ -1,4 +1,7 @@
-"""How per-token losses become one number, so that no split into micro-batches or ranks can change it."""
+"""Sums and ranks over tokens that do not depend on the split into micro-batches or ranks.
+
+`rank_share`, `token_covariance` and `clipped_by_covariance` see a whole mini-batch, before it is split.
+"""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -7,73 +10,64 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlcore.config.algo import Aggregation
+from rlcore.config.algo import Aggregation, ClipCovConfig
+
+Floats = Float[Tensor, "T"]
+Mask = Bool[Tensor, "T"]
+Ids = Int[Tensor, "T"]
 
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """What a loss is divided by: counted once over the whole mini-batch and all ranks, the same for each micro-batch.
-
-    `num_tokens`: answer tokens. `num_sequences`: answers. `norm_tokens`: longest answer allowed
-    (`rollout.max_response_tokens`), the constant of seq-mean-token-sum-norm.
-    """
+    """Divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`: response tokens.
+    `num_sequences`: responses. `norm_tokens`: longest response allowed (`rollout.max_response_tokens`), the constant of
+    seq-mean-token-sum-norm."""
 
     num_tokens: int
     num_sequences: int
     norm_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse a count below one: the loss of nothing is no number."""
+        """Reject a count below one."""
         for name in ("num_tokens", "num_sequences", "norm_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"Denominator.{name}: must be at least 1, got {getattr(self, name)}; "
-                    "a mini-batch without answer tokens has no loss, skip it"
+                    "a mini-batch without response tokens has no loss, skip it"
                 )
 
 
-def segment_sum(
-    values: Float[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int
-) -> Float[Tensor, "{num_sequences}"]:
-    """Sum of the values of each sequence: `s_n = sum_{t in n} v_t`; 0 for a sequence without tokens.
-
-    Added up in float64 and rounded once, so that the result does not depend on the order in which a GPU adds.
-    """
+def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
+    """Return the sum of each sequence's values: `s_n = sum_{t in n} v_t`, 0 for a sequence without tokens. Summed in
+    float64 and rounded once, so that the result does not depend on a GPU's order of summation."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
 
-def masked(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """The values where the mask is True, 0 elsewhere.
-
-    A selection, not a product: NaN under the mask stays out of the value and out of the gradient.
-    """
+def masked(values: Floats, mask: Mask) -> Floats:
+    """Return the values where the mask is True, 0 elsewhere. It selects instead of multiplying: NaN under the mask
+    reaches neither the value nor the gradient."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
-def masked_sum(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
-    """`sum_{t: m_t} v_t`, added up in float64 and rounded once."""
+def masked_sum(values: Floats, mask: Mask) -> Float[Tensor, ""]:
+    """Return `sum_{t: m_t} v_t`, summed in float64 and rounded once."""
     return masked(values, mask).sum(dtype=torch.float64).to(values.dtype)
 
 
-def token_counts(mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int) -> Int[Tensor, "N"]:
-    """Answer tokens of each sequence."""
+def token_counts(mask: Mask, sequence_ids: Ids, num_sequences: int) -> Int[Tensor, "N"]:
+    """Return the response tokens of each sequence."""
     counts = torch.zeros(num_sequences, dtype=torch.int64, device=mask.device)
     return counts.index_add(0, sequence_ids, mask.long())
 
 
 def aggregate(
-    loss: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    *,
-    mode: Aggregation,
-    denominator: Denominator,
-    num_sequences: int,
+    loss: Floats, mask: Mask, sequence_ids: Ids, *, mode: Aggregation, denominator: Denominator, num_sequences: int
 ) -> Float[Tensor, ""]:
-    """This micro-batch's share of the mini-batch loss: the shares of all micro-batches and ranks add up to the loss.
+    """Return the share of this micro-batch in the mini-batch loss. The shares of all micro-batches and ranks sum to the
+    loss.
 
-    With `l_t` the loss of answer token t, `|n|` the answer tokens of sequence n, and the denominator's counts
+    With `l_t` the loss of response token t, `|n|` the response tokens of sequence n, and the denominator's counts
     (num_tokens M, num_sequences N, norm_tokens C):
 
         token-mean                sum_t l_t / M                    DAPO, Yu et al. 2025, arXiv:2503.14476
@@ -81,8 +75,7 @@ def aggregate(
         seq-mean-token-mean       sum_n (sum_{t in n} l_t / |n|) / N    GRPO, Shao et al. 2024, arXiv:2402.03300
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
-    A sequence lies whole in one micro-batch (only seq-mean-token-mean depends on it). `num_sequences` is the number of
-    sequences in this micro-batch.
+    A whole sequence is in one micro-batch. `num_sequences` counts those of this micro-batch.
     """
     match mode:
         case "token-mean":
@@ -93,8 +86,42 @@ def aggregate(
             return masked_sum(loss, mask) / (denominator.num_sequences * denominator.norm_tokens)
         case "seq-mean-token-mean":
             sums = segment_sum(masked(loss, mask), sequence_ids, num_sequences)
-            # a sequence without answer tokens has sum 0; the clamp keeps 0 / 0 out
+            # avoids 0 / 0 for a sequence without response tokens
             counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
             return (sums / counts).sum() / denominator.num_sequences
         case _:
             assert_never(mode)
+
+
+def _ranks(values: Floats, mask: Mask) -> Ids:
+    """Return 0 for the response token with the largest value, 1 for the next, ... in stable order, T where the mask is
+    False."""
+    chosen = mask.nonzero().squeeze(1)
+    places = torch.full_like(mask, mask.numel(), dtype=torch.int64)
+    places[chosen[values[chosen].argsort(descending=True, stable=True)]] = torch.arange(chosen.numel())
+    return places
+
+
+def rank_share(values: Floats, mask: Mask) -> Floats:
+    """Return the share of response tokens with a larger value, 1 where the mask is False; float64. `rank_share(values,
+    mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
+    shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
+    return torch.where(mask, shares, torch.ones_like(shares))
+
+
+def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats:
+    """Return `(log pi(t) - mean log pi) (A_t - mean A)`, means over the response tokens, 0 where the mask is False;
+    float64. Its mean is the covariance that lowers the policy's entropy, Cui et al. 2025, arXiv:2505.22617."""
+
+    def centred(values: Floats) -> Floats:
+        wide = masked(values.double(), mask)
+        return masked(wide - wide.sum() / mask.sum().clamp(min=1), mask)
+
+    return centred(logprobs) * centred(advantages)
+
+
+def clipped_by_covariance(covariance: Floats, draws: Floats, mask: Mask, *, settings: ClipCovConfig) -> Mask:
+    """Return True for up to `ceil(share M)` of the M response tokens with `low < covariance < high`, those with the
+    largest random `draws`. Clip-Cov, Cui et al. 2025, arXiv:2505.22617."""
+    inside = mask & (covariance > settings.low) & (covariance < settings.high)
+    return inside & (_ranks(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)

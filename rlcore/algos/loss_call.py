@@ -1,6 +1,6 @@
-"""Calls a policy loss with its options, and tries it and an advantage of one's own before a model loads.
+"""Calls of custom policy losses and advantages, and their trial before a model loads.
 
-`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and writes what is wrong, if anything is.
+`python -m rlcore.algos.loss_call` reads the algorithm's settings as JSON and prints what is wrong.
 """
 
 import sys
@@ -24,16 +24,13 @@ SIGNATURE = (
     "rlcore.algos.losses.PolicyLoss; docs/algorithms.md has an example"
 )
 ADVANTAGE_SIGNATURE = (
-    "advantage(scores, group_ids, *, ...) must return a float for each answer; docs/algorithms.md has an example"
+    "advantage(scores, group_ids, *, ...) must return a float for each response; docs/algorithms.md has an example"
 )
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """The loss that the settings name, with its options and what it asks for of `given` (`PolicyLossFunction`).
-
-    Raises:
-        ConfigError: there is no such loss, or `algo.policy_loss_options` are not its own.
-    """
+    """Return the loss that the settings name, with its options and the arguments of `given` that it declares. Raises
+    ConfigError: there is no such loss, or `algo.policy_loss_options` do not fit it."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -41,18 +38,16 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """The function of the setting `key`; one of one's own (`name` is `module:function`) is checked at each call.
-
-    `problem_of_shape`: what is wrong with a result, given the first argument; '' if nothing is. It waits for no device.
-    The function raises UserCodeError where that finds something, or where it raises anything itself.
-    """
+    """Return the function of the setting `key`. The results of a custom one (`module:function`) are checked at each
+    call. `problem_of_shape` returns what is wrong with a result, given the first argument, or ''. It must not wait for
+    a device. The returned function raises UserCodeError for a wrong result or any exception."""
     if ":" not in name:
         return function
 
     def call(first: Tensor, *rest: Any) -> R:
         try:
             found = function(first, *rest)
-        except Exception as error:  # somebody's function can raise anything
+        except Exception as error:  # a custom function can raise anything
             raise UserCodeError(f"{key}: {name} {_error_text(name, error)}") from error
         if problem := problem_of_shape(found, first):
             raise UserCodeError(f"{key}: {name} {problem}")
@@ -62,62 +57,55 @@ def check_results(
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
-    """Call the loss with its options on two answers of three tokens, one token of each masked, and differentiate it.
-
-    Raises:
-        ConfigError: there is no such function, or the options are not its own.
-        TrialError: it raises, or what it returns cannot be trained with.
-    """
+    """Call the loss on two responses of three tokens, one token of each masked, and differentiate it. Raises like
+    `_require`."""
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     mask, ids = torch.tensor([False, True, True] * 2), torch.tensor([0, 0, 0, 1, 1, 1])
     ranks = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.5, 0.75])
-    try:
-        given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0]), "covariance_rank": ranks}
-        found: object = bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2)
-        problem = gradient_problem(found, policy)
-    except ConfigError:
-        raise
-    except Exception as error:  # somebody's function can raise anything
-        problem = _error_text(settings.policy_loss, error)
-    if problem:
-        raise TrialError(
-            f"algo.policy_loss: must be a loss to train with; got {settings.policy_loss}, which {problem} on two "
-            f"answers of three tokens. {SIGNATURE}"
-        )
+    given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0]), "covariance_rank": ranks}
+
+    def problem() -> str:
+        return gradient_problem(bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2), policy)
+
+    data = f"two responses of three tokens. {SIGNATURE}"
+    _require("algo.policy_loss: must be a loss", settings.policy_loss, problem, data)
 
 
 def require_advantage(settings: AlgoConfig) -> None:
-    """Call an advantage that is a function, with its options, on the scores of two prompts with three answers each.
+    """Call a custom advantage on the scores of two prompts with three responses each. Raises like `_require`."""
+    scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
+
+    def problem() -> str:
+        lengths = torch.tensor([3, 1, 2, 5, 4, 3])
+        found = bind_advantage(settings, lengths=lengths, parts=parts, part_weights=weights)(scores, group_ids)
+        return advantage_problem(found, scores) or ("" if found.isfinite().all() else "returns what is not finite")
+
+    data = f"the scores of six responses to two prompts. {ADVANTAGE_SIGNATURE}"
+    _require("algo.advantage: must be an advantage", settings.advantage, problem, data)
+
+
+def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
+    """Run a trial, which returns a problem or ''.
 
     Raises:
-        ConfigError: there is no such function, or the options are not its own.
-        TrialError: it raises, or what it returns is not a finite float for each answer.
+        ConfigError: there is no such function, or the options do not fit it.
+        TrialError: it raises, or its result cannot be trained with.
     """
-    scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     try:
-        parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
-        lengths = torch.tensor([3, 1, 2, 5, 4, 3])
-        function = bind_advantage(settings, lengths=lengths, parts=parts, part_weights=weights)
-        found: object = function(scores, group_ids)
+        text = problem()
     except ConfigError:
         raise
-    except Exception as error:  # somebody's function can raise anything
-        problem = _error_text(settings.advantage, error)
-    else:
-        problem = advantage_problem(found, scores)
-        if not problem and isinstance(found, Tensor) and not found.isfinite().all():
-            problem = "returns what is not finite"
-    if problem:
-        raise TrialError(
-            f"algo.advantage: must be an advantage to train with; got {settings.advantage}, which {problem} on the "
-            f"scores of six answers to two prompts. {ADVANTAGE_SIGNATURE}"
-        )
+    except Exception as error:  # a custom function can raise anything
+        text = _error_text(name, error)
+    if text:
+        raise TrialError(f"{rule} to train with; got {name}, which {text} on {data}")
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """The error with the innermost line of the function's own file; a call that does not fit has none."""
+    """Return the error with the innermost line of the function's own file, if there is one."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -125,18 +113,18 @@ def _error_text(name: str, error: Exception) -> str:
 
 
 def advantage_problem(found: object, scores: Tensor) -> str:
-    """What is wrong with the type or shape of an advantage of these scores; '' if nothing is."""
+    """Return what is wrong with the type or shape of an advantage of these scores, or ''."""
     if not isinstance(found, Tensor):
         return f"returns {type(found).__name__}"
     if found.shape == scores.shape and found.is_floating_point():
         return ""
     if found.ndim == 1 and len(found) != len(scores):
-        return f"returns {len(found)} values for {len(scores)} answers"
+        return f"returns {len(found)} values for {len(scores)} responses"
     return f"returns shape {list(found.shape)} and {found.dtype}"
 
 
 def loss_problem(found: object, policy: Tensor) -> str:
-    """What is wrong with the types or shapes of a loss, given the log-probabilities; '' if nothing is."""
+    """Return what is wrong with the types or shapes of a loss, or ''."""
     if not isinstance(found, PolicyLoss):
         return f"returns {type(found).__name__}"
     for name, kinds in (("loss", "float"), ("clipped", "bool"), ("clipped_lower", "bool"), ("log_ratio", "float")):
@@ -149,7 +137,7 @@ def loss_problem(found: object, policy: Tensor) -> str:
 
 
 def gradient_problem(found: object, policy: Tensor) -> str:
-    """What is wrong with a loss of six tokens, and with its gradient; '' if nothing is."""
+    """Return what is wrong with a loss of six tokens and with its gradient, or ''."""
     if problem := loss_problem(found, policy):
         return problem
     assert isinstance(found, PolicyLoss)
@@ -164,7 +152,7 @@ def gradient_problem(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Entry point: what is wrong, and exit code 1 for a function that fails, 2 for settings."""
+    """Print what is wrong. Exit with 1 for a function that fails, with 2 for wrong settings."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)

@@ -1,4 +1,4 @@
-"""Functions that the settings name: where they are found, and the arguments of their own that settings give them."""
+"""Functions that the settings name, and their options."""
 
 import importlib
 import inspect
@@ -15,13 +15,10 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """The function of a short name in `known`, else the one that `module:function` points to.
-
-    Raises:
-        ConfigError: there is none; the message names the setting `key`.
-    """
+    """Return the function of a short name in `known`, else of `module:function`. Raises ConfigError: there is none. The
+    message names the setting `key`."""
     module_name, colon, attribute = known.get(name, name).partition(":")
-    remedy = f"use one of {', '.join(sorted(known))}, or `module:function` of your own"
+    remedy = f"use one of {', '.join(sorted(known))}, or a custom `module:function`"
     if not (colon and module_name and attribute):
         raise ConfigError(f"{key}: there is no {name!r}; {remedy}")
     try:
@@ -37,14 +34,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """The function with `options` for its keyword arguments, and with those of `given` that it has arguments for.
-
-    `always`: names of `given` that it gets whether or not its signature shows them.
-
-    Raises:
-        ConfigError: an option that the function does not have, lacks, or refuses by its annotation; the message names
-            the setting `key`.
-    """
+    """Return the function with `options` and those of `given` that it declares as keyword arguments. `always` lists
+    names of `given` that it gets even if its signature hides them. Raises ConfigError: an option is unknown, missing,
+    or of a wrong type. The message names the setting `key`."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -53,7 +45,7 @@ def bind(
 def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
-    """Which of the given names it asks for, and its options, their types checked by its own annotations."""
+    """Return the given names that it declares, and its options, validated by its annotations."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()

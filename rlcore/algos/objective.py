@@ -1,17 +1,16 @@
-"""What a micro-batch adds to the loss of its mini-batch, and to the figures reported about it."""
+"""The objectives of a micro-batch and their statistics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
-from rlcore.algos.kl import kl_estimate
+from rlcore.algos.aggregation import Denominator, Floats, Mask, aggregate, masked, masked_sum
 from rlcore.algos.loss_call import bind_policy_loss, check_results, loss_problem
-from rlcore.algos.losses import value_loss
+from rlcore.algos.losses import kl_estimate, value_loss
 from rlcore.algos.off_policy import off_policy_mask
 from rlcore.config.algo import AlgoConfig
 from rlcore.types import TrainBatch
@@ -22,40 +21,35 @@ S = TypeVar("S", bound="Statistics")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Scalars without gradient that are added over micro-batches, mini-batches and ranks, and divided once at the end.
-
-    Each field is Float64[] (`num_tokens`: answer tokens); `stack` and `unstack` carry them to the CPU in one copy.
-    """
+    """Scalars without gradient, summed over micro-batches, mini-batches and ranks, and divided once at the end. Each
+    field is Float64[] (`num_tokens`: response tokens). `stack` and `unstack` move them to the CPU in one copy."""
 
     num_tokens: Float[Tensor, ""]
 
     def per_token(self, sums: Mapping[str, Float[Tensor, ""]]) -> dict[str, float]:
-        """Each sum over answer tokens divided by their number; nothing where no token has a loss."""
+        """Return each sum over response tokens divided by their number, nothing if no token has a loss."""
         num_tokens = float(self.num_tokens)
         return {name: float(value) / num_tokens for name, value in sums.items()} if num_tokens else {}
 
     def __add__(self: S, other: S) -> S:
-        """The sum, field by field."""
+        """Add field by field."""
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def stack(self) -> Float[Tensor, "F"]:
-        """All fields in their order, as one float64 tensor."""
+        """Return all fields in their order as one float64 tensor."""
         return torch.stack([getattr(self, f.name) for f in fields(self)])
 
     @classmethod
     def unstack(cls: type[S], stacked: Float[Tensor, "F"]) -> S:
-        """The inverse of `stack`."""
+        """Invert `stack`."""
         return cls(*stacked.unbind())
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """Sums over a micro-batch.
-
-    `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated as the loss is. Plain sums over answer
-    tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate that is in the loss, `entropy_sum`.
-    `num_clipped`, `num_clipped_lower`: answer tokens.
-    """
+    """Sums over a micro-batch. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated like the
+    loss. Sums over response tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate in the loss,
+    `entropy_sum`. `num_clipped`, `num_clipped_lower`: response tokens."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -67,7 +61,7 @@ class PolicyStatistics(Statistics):
     num_clipped_lower: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """The `actor/*` metrics of what was added up over `num_updates` mini-batches. Waits for the device."""
+        """Return the `actor/*` metrics of `num_updates` mini-batches. Synchronizes with the device."""
         return {
             "actor/pg_loss": float(self.pg_loss) / num_updates,
             "actor/entropy": float(self.entropy) / num_updates,
@@ -82,24 +76,25 @@ class PolicyStatistics(Statistics):
         }
 
     def mean_ref_kl(self) -> float:
-        """KL to the reference in nats a token, whatever the aggregation: what the adaptive coefficient follows. 0 where
-        no token has a loss."""
+        """Return the KL to the reference in nats a token, which the adaptive coefficient uses. 0 if no token has a
+        loss."""
         return self.per_token({"": self.ref_kl}).get("", 0.0)
 
     def mean_entropy(self) -> float:
-        """Entropy in nats a token, whatever the aggregation: what the alarm looks at. 0 where no token has a loss."""
+        """Return the entropy in nats a token, which the alarm uses. 0 if no token has a loss."""
         return self.per_token({"": self.entropy_sum}).get("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStatistics(Statistics):
-    """Sums over answer tokens: `nll`, negative log-likelihood in nats; `num_correct`, tokens that are the likeliest."""
+    """Sums over target tokens: `nll`, negative log-likelihood in nats, and `num_correct`, tokens that are the
+    likeliest."""
 
     nll: Float[Tensor, ""]
     num_correct: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """`loss` and `accuracy`; nothing where no token has a loss. Waits for the device."""
+        """Return `loss` and `accuracy`, nothing if no token has a loss. Synchronizes with the device."""
         return self.per_token({"loss": self.nll, "accuracy": self.num_correct})
 
 
@@ -112,7 +107,7 @@ class ValueStatistics(Statistics):
     num_clipped: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """The `critic/*` metrics of what was added up over `num_updates` mini-batches. Waits for the device."""
+        """Return the `critic/*` metrics of `num_updates` mini-batches. Synchronizes with the device."""
         return {
             "critic/vf_loss": float(self.vf_loss) / num_updates,
             **self.per_token({"critic/vf_clipfrac": self.num_clipped, "critic/vpred_mean": self.vpred}),
@@ -120,8 +115,8 @@ class ValueStatistics(Statistics):
 
 
 def policy_objective(
-    policy_logprobs: Float[Tensor, "T"],
-    entropy: Float[Tensor, "T"],
+    policy_logprobs: Floats,
+    entropy: Floats,
     batch: TrainBatch,
     *,
     settings: AlgoConfig,
@@ -129,28 +124,22 @@ def policy_objective(
     kl_coef: float,
     entropy_added: float = 0.0,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
-    """The micro-batch's share of the policy's loss, to be differentiated, and its statistics.
+    """Return the micro-batch's share of the policy loss, to be differentiated, and its statistics.
 
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
 
-    `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
-    the entropy of the policy at each token, which needs a gradient only if its weight is not 0. Without
-    `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
-    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of
-    `next_entropy_bonus`. `algo.off_policy_mask` makes `l` 0 where `off_policy_mask` says so.
+    `l` is the policy loss that the settings name (0 where `off_policy_mask` is True), `w` the importance weights, `agg`
+    the aggregation, `H` the policy's entropy at each token, which needs a gradient only if its weight is not 0. Without
+    `old_logprobs` the policy's own are used. `kl_coef` comes from `next_kl_coef`, `entropy_added` from
+    `next_entropy_bonus`.
     """
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
-    def share(values: Float[Tensor, "T"]) -> Float[Tensor, ""]:
+    def share(values: Floats) -> Float[Tensor, ""]:
         return aggregate(
-            values,
-            mask,
-            sequence_ids,
-            mode=settings.aggregation,
-            denominator=denominator,
-            num_sequences=num_sequences,
+            values, mask, sequence_ids, mode=settings.aggregation, denominator=denominator, num_sequences=num_sequences
         )
 
     given = {
@@ -192,12 +181,9 @@ def policy_objective(
 
 
 def value_objective(
-    values: Float[Tensor, "T"], batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
+    values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """The micro-batch's share of the critic's loss (`value_loss`, token mean), and its statistics.
-
-    Always the token mean: it is a regression on tokens, whatever the policy's aggregation.
-    """
+    """Return the micro-batch's share of the critic loss (`value_loss`, always the token mean) and its statistics."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
@@ -214,16 +200,12 @@ def value_objective(
     return loss, statistics
 
 
-def explained_variance(
-    values: Float[Tensor, "T"], returns: Float[Tensor, "T"], mask: Bool[Tensor, "T"]
-) -> Float[Tensor, ""]:
-    """Share of the returns' variance that the critic explains: `1 - Var(R - V) / (Var(R) + 1e-5)` over answer tokens.
-
-    1 is perfect, 0 as good as a constant, below 0 worse. Variances have ddof = 1, as veRL's do.
-    """
+def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Tensor, ""]:
+    """Return the share of the returns' variance that the critic explains: `1 - Var(R - V) / (Var(R) + 1e-5)`. 1 is
+    perfect, 0 as good as a constant, below 0 worse. Variances over response tokens with ddof = 1, as in veRL."""
     count = mask.sum()
 
-    def variance(x: Float[Tensor, "T"]) -> Float[Tensor, ""]:
+    def variance(x: Floats) -> Float[Tensor, ""]:
         wide = masked(x.double(), mask)
         return masked((wide - wide.sum() / count.clamp(min=1)).square(), mask).sum() / (count - 1).clamp(min=1)
 
@@ -231,13 +213,10 @@ def explained_variance(
 
 
 def supervised_objective(
-    logprobs: Float[Tensor, "T"],
-    is_top: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    *,
-    num_tokens: int,
+    logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
-    """`-1 / num_tokens  sum_{t: m_t} logprob_t`, over the answer tokens of the whole batch, on all ranks."""
+    """Return `-1 / num_tokens sum_{t: m_t} logprob_t`, with `num_tokens` of the whole batch on all ranks, and
+    statistics."""
     nll = -masked_sum(logprobs, mask)
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))

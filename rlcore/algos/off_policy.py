@@ -1,31 +1,23 @@
-"""Correction for the distance between the policy that answers were sampled from and the one that is trained."""
+"""Correction for the distance between the policy that sampled the responses and the one being trained."""
 
 import math
 from typing import assert_never
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
-from rlcore.algos.aggregation import masked, segment_sum, token_counts
-from rlcore.algos.kl import kl_estimate
-from rlcore.algos.losses import MAX_LOG_RATIO, token_log_ratio
+from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum, token_counts
+from rlcore.algos.losses import MAX_LOG_RATIO, kl_estimate, token_log_ratio
 from rlcore.config.algo import ImportanceConfig, RejectionConfig
 
 
 def importance_weights(
-    old_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: ImportanceConfig,
-) -> Float[Tensor, "T"]:
-    """Weight of each answer token's policy loss; without gradient, 0 where the mask is False.
+    old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
+    *, settings: ImportanceConfig,
+) -> Floats:  # fmt: skip
+    """Return the weight of each response token's policy loss, without gradient, 0 where the mask is False.
 
-    With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence
-    `r = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n:
+    With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence `r =
+    exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n:
 
         off        1
         truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
@@ -50,24 +42,19 @@ def importance_weights(
 
 
 def rejection_mask(
-    old_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: RejectionConfig,
-) -> Bool[Tensor, "T"]:
-    """True for answer tokens that are too far from the sampler's policy.
+    old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
+    *, settings: RejectionConfig,
+) -> Mask:  # fmt: skip
+    """Return True for response tokens that are too far from the sampler's policy.
 
     With `k_t` the estimate of KL(behavior || old) at token t (`kl_estimate`):
 
         token                      |k_t| > bound
-        sequence-sum, -mean        |sum or mean of k over the answer| > bound, for all of its tokens
-        sequence-max               max |k_t| over the answer > bound, for all of its tokens
+        sequence-sum, -mean        |sum or mean of k over the response| > bound, for all of its tokens
+        sequence-max               max |k_t| over the response > bound, for all of its tokens
 
-    `bound` is log(cap) for k1, else cap. veRL's rollout correction; Liu et al. 2025, "When Speed Kills Stability". A
-    NaN is not rejected: it is to be told.
+    `bound` is log(cap) for k1, else cap. veRL's rollout correction; Liu et al. 2025, "When Speed Kills Stability". NaN
+    is not rejected, so that it is reported.
     """
     distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
     match settings.level:
@@ -90,16 +77,10 @@ def rejection_mask(
 
 
 def off_policy_mask(
-    policy_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    delta: float,
-) -> Bool[Tensor, "T"]:
-    """True for the tokens with a negative advantage of answers that the policy has left:
+    policy_logprobs: Floats, behavior_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
+    num_sequences: int, *, delta: float,
+) -> Mask:  # fmt: skip
+    """Return True for tokens with a negative advantage in responses that the policy has moved away from:
 
         A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta
 

@@ -1,29 +1,33 @@
-"""The learning rate of each step, as a pure function of the step, and the next weight of the entropy bonus."""
+"""The learning rate of a step, and the controllers of the KL coefficient and the entropy bonus."""
 
 import math
 from typing import assert_never
 
-from rlcore.config.algo import AlgoConfig, OptimConfig
+from rlcore.config.algo import AlgoConfig, KlConfig, OptimConfig
+from rlcore.errors import NonFiniteError
+
+# The controller moves by at most this share over one horizon (Ziegler et al. 2019)
+MAX_RELATIVE_ERROR = 0.2
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
-    """Steps of warm-up: `warmup_steps`, or where that is 0 the whole steps in `warmup_ratio` of the run."""
+    """Return the warm-up steps: `warmup_steps`, or if that is 0 the whole steps in `warmup_ratio` of the run."""
     # 0.29 of 100 steps is 28.999999999999996 as a product
     return optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
 
 
 def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
-    """Learning rate of the step that is taken after `step` finished ones (0, 1, ...).
+    """Return the learning rate of the step after `step` finished ones (0, 1, ...).
 
-    With W warm-up steps, S `total_steps` and `x = (step - W) / (S - W)`, held within 0 and 1:
+    With W warm-up steps, S `total_steps` and `x = (step - W) / (S - W)`, clamped to 0 and 1:
 
         step < W   lr (step + 1) / W
         constant   lr
         linear     lr (m + (1 - m) (1 - x))
         cosine     lr (m + (1 - m) (1 + cos(pi x)) / 2)       m = min_lr_ratio
 
-    So no step is taken at rate 0: the first has lr / W, the W-th and the one after it lr, and lr m is reached where the
-    run ends. Past the end it stays there. Cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
+    No step has rate 0: the first has lr / W, and lr m is reached at the end of the run and kept. Cosine: Loshchilov and
+    Hutter 2017, arXiv:1608.03983, without restarts.
     """
     warmup = num_warmup_steps(optim=optim, total_steps=total_steps)
     if step < warmup:
@@ -42,7 +46,7 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
 
 
 def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
-    """What is added to `algo.entropy_coef` after a step in which the policy's entropy was observed, in nats a token.
+    """Return the addend to `algo.entropy_coef` after a step with this entropy, in nats a token.
 
     With the weight `c = entropy_coef + added`, and `step` and `target` of `algo.entropy_control`:
 
@@ -57,3 +61,19 @@ def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoC
     if observed_entropy < control.target:
         return added + control.step
     return max(-settings.entropy_coef, added - control.step)
+
+
+def next_kl_coef(coef: float, observed_kl: float, num_sequences: int, *, settings: KlConfig) -> float:
+    """Return the KL coefficient after a step with `observed_kl` nats a token over `num_sequences` responses.
+
+        fixed      coef
+        adaptive   coef (1 + clip(observed_kl / target - 1, -0.2, 0.2) num_sequences / horizon), not below 0
+
+    Ziegler et al. 2019, arXiv:1909.08593. The checkpoint contains it. Raises NonFiniteError if the KL is not finite.
+    """
+    if not settings.adaptive:
+        return coef
+    if not math.isfinite(observed_kl):
+        raise NonFiniteError(f"algo.kl: the observed KL is {observed_kl}; the coefficient cannot follow it")
+    error = max(-MAX_RELATIVE_ERROR, min(MAX_RELATIVE_ERROR, observed_kl / settings.target - 1))
+    return max(0.0, coef * (1 + error * num_sequences / settings.horizon))

@@ -1,1 +1,1 @@
-"""From rollouts to packed tensors, balanced over ranks and cut into micro-batches."""
+"""Rollouts as packed tensors, balanced over ranks and cut into micro-batches."""

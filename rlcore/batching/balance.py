@@ -1,8 +1,8 @@
-"""Assign sequences to mini-batches, ranks and micro-batches, balanced by cost and under a token budget.
+"""Assignment of sequences to mini-batches, ranks and micro-batches, balanced by cost under a token budget.
 
 Ranks and micro-batches use the largest differencing method of Karmarkar and Karp ("The differencing method of set
-partitioning", 1982). Ranks wait for each other at every micro-batch, whose layers they gather together, so both are
-balanced by operations where there are several ranks, and micro-batches of one rank by tokens, which take its memory.
+partitioning", 1982). Ranks synchronize at every micro-batch, so several ranks are balanced by operations. One rank is
+balanced by tokens, which determine its memory.
 """
 
 import bisect
@@ -22,18 +22,17 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""-(sum of a part), an index of it, and its indices as nested pairs: joining lists takes quadratic time."""
+"""-(sum of a part), one of its indices, and all indices as nested pairs, because joining lists takes quadratic time."""
 BALANCE_TOLERANCE = 1e-3
-"""Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
+"""Relative excess of the heaviest part over the mean above which sequences are exchanged."""
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Indices of `lengths` in `num_parts` parts whose sums are nearly equal; each part ascending.
+    """Return the indices of `lengths` in `num_parts` parts of nearly equal sums, each part ascending.
 
-    With `equal_counts` each part holds the same number of indices (`num_parts` divides their number). The differencing
-    method then gives each part one of every `num_parts` lengths next to each other, so the part with the longest is too
-    heavy where lengths are skewed; pairs are exchanged after it. Without `equal_counts` a part is never empty while
-    there are at least `num_parts` indices and all lengths are positive.
+    With `equal_counts` each part has the same number of indices. The differencing method then takes one of every
+    `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Otherwise no part is empty if there
+    are at least `num_parts` indices and all lengths are positive.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -47,7 +46,7 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
 
 @functools.lru_cache(maxsize=16)
 def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> list[list[int]]:
-    """A step asks for the same parts several times: to count micro-batches, for the reference, for the update."""
+    """Compute the parts once: a step needs them for counting micro-batches, for the reference and for the update."""
     if num_parts == 1:
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -61,9 +60,9 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
     serial = len(order)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        alone, beside = num_parts - len(second), num_parts - len(first)  # of each the heaviest, joined to empty ones
-        merged = first[:alone] + second[:beside]
-        pairs = zip(first[alone:], reversed(second[beside:]), strict=True)
+        alone, rest = num_parts - len(second), num_parts - len(first)  # the heaviest of each, joined to empty parts
+        merged = first[:alone] + second[:rest]
+        pairs = zip(first[alone:], reversed(second[rest:]), strict=True)
         merged += [(a + b, i, (left, right)) for (a, i, left), (b, _, right) in pairs]
         merged.sort()
         heapq.heappush(heap, (_spread(merged, num_parts), serial, merged))
@@ -73,12 +72,12 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """-(sum of the heaviest part less that of the lightest); those that are not held are empty."""
+    """Return -(sum of the heaviest part less that of the lightest). Parts that are not listed are empty."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
 def _indices(tree: Any) -> list[int]:
-    """The leaves of nested pairs."""
+    """Return the leaves of nested pairs."""
     found, rest = [], [tree]
     while rest:
         node = rest.pop()
@@ -90,7 +89,7 @@ def _indices(tree: Any) -> list[int]:
 
 
 def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The parts after exchanges of two indices between the heaviest part and another, until none makes it lighter."""
+    """Exchange two indices between the heaviest part and another until none makes it lighter."""
     sums = [sum(lengths[i] for i in part) for part in parts]
     enough = (1 + BALANCE_TOLERANCE) * sum(sums) / len(sums)
     while max(sums) > enough:
@@ -109,7 +108,7 @@ def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]
 
 
 def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], gap: int) -> tuple[int, int] | None:
-    """One index of each part whose exchange brings the two sums, `gap` apart, closest; None where none does."""
+    """Return one index of each part whose exchange brings the sums, `gap` apart, closest, or None."""
     candidates = sorted(light, key=lambda i: (lengths[i], i))
     values = [lengths[i] for i in candidates]
     best, closest = None, gap
@@ -124,7 +123,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Token counts of n sequences: all tokens, targets, and first tokens that are computed with another sequence."""
+    """Token counts of n sequences: all tokens, targets, and first tokens that are shared with another sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -132,34 +131,32 @@ class Sizes:
 
     @classmethod
     def from_batch(cls, batch: PackedBatch, *, share_prompts: bool) -> "Sizes":
-        """Those of a batch."""
+        """Count the tokens of a batch."""
         targets = batch.loss_lengths()
         shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
         return cls(batch.sequence_lengths(), targets, shared)
 
     def select(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
-        """Of some of them, in this order. `batch`: of all of them."""
+        """Return the sizes of some sequences of the batch, in this order."""
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
         is_next = chosen.diff(prepend=chosen[:1]) == 1
-        if bool((shared > 0)[~is_next].any()):  # answers are parted from those that compute their prompt
+        if bool((shared > 0)[~is_next].any()):  # responses are separated from those that compute their prompt
             shared = torch.from_numpy(shared_prompts(batch, rows))
         return Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
     def without_sharing(self) -> "Sizes":
-        """Each sequence computed without another."""
+        """Return the sizes without shared prompts."""
         return replace(self, shared=torch.zeros_like(self.shared))
 
     def num_computed(self) -> int:
-        """Tokens that a pass over them computes."""
+        """Return the tokens that a pass computes."""
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """What a pass over each sequence costs beside another; its tokens where the model's shape is not known.
-
-        In units of the operations of `ModelShape.update_flops` over 6: a token's products with the layers' weights, a
-        target's with the head, and attention with the square of the length.
-        """
+        """Return the cost of each sequence in a pass: its tokens if the model's shape is unknown. The unit is the
+        operations of `ModelShape.update_flops` over 6: products of a token with the layers' weights, of a target with
+        the head, and attention with the square of the length."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -170,15 +167,13 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Sequences of each micro-batch, nearly equal in cost to a model of this shape; without one, in tokens.
-
-    With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
-    """
+    """Return the sequences of each micro-batch, of nearly equal cost for this shape (without one, in tokens). With
+    `share_prompts` responses to one prompt stay together if they fit into a micro-batch."""
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """The sequences of each micro-batch, and how many tokens it computes."""
+    """Return the sequences of each micro-batch, and how many tokens each computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.without_sharing()
@@ -191,8 +186,8 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Neighbouring sequences that compute a prompt together, no more of them than one of `num_micro` parts holds, and
-    how many tokens they compute."""
+    """Return neighbouring sequences that share a prompt, bounded by the size of one of `num_micro` parts, and their
+    tokens."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -208,8 +203,8 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """`sequences[rank]`: indices of the sequences that a rank works on; `num_micro` is the same on all ranks, since
-    sharded parameters are gathered by all ranks together."""
+    """Indices of the sequences of each rank, and the micro-batches of every rank. Their number is equal because all
+    ranks gather sharded parameters together."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -217,9 +212,8 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which rank works on which sequences of a step. `mini_batches`: the shares of each optimizer step; `whole`: those
-    of a pass over all of them, in which a rank has what it has in the optimizer steps, in their order; `num_shared`:
-    tokens of all of them that are computed with another sequence."""
+    """Assignment of a step's sequences to ranks: `mini_batches` of each optimizer step, `whole` of a pass over all
+    sequences in the same order, and the number of tokens that share a computed prompt."""
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares
@@ -228,8 +222,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """Shares sequences out to ranks, equally many and nearly equal in cost; with `share_prompts` whole prompts, where
-    they have equally many answers and the ranks divide their number. `max_tokens`: of a micro-batch."""
+    """Assigns equally many sequences of nearly equal cost to each rank. With `share_prompts` it assigns whole prompts,
+    if they have equally many responses and the ranks divide their number. `max_tokens` bounds a micro-batch."""
 
     num_ranks: int
     max_tokens: int
@@ -237,7 +231,7 @@ class Balancer:
     share_prompts: bool = False
 
     def assign(self, batch: PackedBatch, groups_per_mini_batch: int) -> Assignment:
-        """Shares in each mini-batch, and in all of them."""
+        """Assign the sequences of each mini-batch, and of all of them, to ranks."""
         sizes = Sizes.from_batch(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
         found = tuple(self.shares(batch, sizes, sequences) for sequences in cut)
@@ -251,27 +245,28 @@ class Balancer:
         return self.shape if self.num_ranks > 1 else None
 
     def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> RankShares:
-        """Shares in some sequences of the batch, by their indices. `sizes`: of all of them."""
+        """Assign some sequences of the batch. `sizes` are those of the whole batch."""
         parts = self._parts(batch.group_ids[list(sequences)], sizes.select(batch, sequences))
         of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
         return RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
 
     def _parts(self, group_ids: Int[Tensor, "n"], sizes: Sizes) -> list[list[int]]:
-        """The sequences of each rank, as places among those that `sizes` is of."""
+        """Return the sequences of each rank, as indices into `sizes`."""
         prompts = mini_batches(group_ids, 1) if self.share_prompts else []
-        if len({len(answers) for answers in prompts}) != 1 or len(prompts) % self.num_ranks:
+        if len({len(rows) for rows in prompts}) != 1 or len(prompts) % self.num_ranks:
             return partition(sizes.without_sharing().costs(self._shape), self.num_ranks, equal_counts=True)
         weights = sizes.costs(self._shape)
-        of_prompts = [sum(weights[i] for i in answers) for answers in prompts]
+        of_prompts = [sum(weights[i] for i in rows) for rows in prompts]
         parts = partition(of_prompts, self.num_ranks, equal_counts=True)
         return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
     def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
-        """Micro-batches of the rank that needs most."""
+        """Return the micro-batches of the rank that needs most."""
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""
+        """Return the fewest micro-batches, by cost and by tokens, in which no part of several sequences exceeds the
+        budget."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -285,8 +280,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """A lower bound on the bins of `budget` that hold the lengths, where one over the budget is alone in its bin: L2 of
-    Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    """Return a lower bound on the bins of `budget` that hold the lengths: L2 of Martello and Toth ("Lower bounds and
+    reduction procedures for the bin packing problem", 1990). A length over the budget has its own bin."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1
@@ -298,7 +293,7 @@ def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:
-    """Indices of the sequences of each optimizer step: whole groups, in the order they were drawn."""
+    """Return the sequences of each optimizer step: whole groups, in the order they were drawn."""
     order: dict[int, list[int]] = {}
     for index, group in enumerate(group_ids.tolist()):
         order.setdefault(group, []).append(index)

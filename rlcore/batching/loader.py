@@ -1,45 +1,47 @@
-"""The order of prompts: an endless stream fixed by the seed, addressed by one integer.
+"""The order of prompts: an endless stream fixed by the seed and addressed by one integer.
 
-The stream is epoch after epoch, each a fresh permutation of all prompts. Its position, the number of prompts drawn so
-far, is the whole state, so a resumed run draws what an uninterrupted one would, at an epoch's end too, and on any
-number of ranks. No prompt is dropped: a batch may hold the end of one epoch and the beginning of the next.
+Each epoch is a new permutation of all prompts. The position, the number of prompts drawn so far, is the whole state, so
+that a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
 
-A mixture draws from one stream for each part by weight. Its positions come in blocks of 1,024; the block that ends at
-position n brings part i to exactly
+A mixture draws from one stream for each part by weight, in blocks of 1,024 positions. The block that ends at position n
+brings part i to exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])        W: running sums of the weights over their total, as exact fractions
 
-prompts, so a share is exact to one prompt at every block's end; within a block the parts are shuffled.
+prompts. Within a block the parts are shuffled.
 
-A stream that is weighed draws by weights instead (`rlcore.batching.pass_counts`): what it gives until it is weighed
-again follows from the seed, the weights, and the first position that was taken since.
+A stream with weights is fixed by the seed, the weights, and the first position taken
+after they were set.
 """
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
-from rlcore.batching.pass_counts import weighted_order
-from rlcore.errors import DataError
+from rlcore.config.data import PassRatesConfig
+from rlcore.errors import CheckpointError, DataError
 from rlcore.types import Prompt
 
 T = TypeVar("T")
+Array = np.ndarray
 WEIGHTED_SEED = 2**31
-"""First word of the seeds of weighted orders: a run's seed is below it."""
+"""First word of the seeds of weighted orders, above every run's seed."""
 
 
 class PromptStream(Generic[T]):
-    """All prompts (or demonstrations), epoch after epoch. Streams of the same seed and another `part` have orders of
-    their own."""
+    """All prompts (or demonstrations), epoch after epoch. Each `part` has a separate order."""
 
     def __init__(self, prompts: Sequence[T], *, seed: int, part: int | None = None) -> None:
         if not prompts:
             raise DataError("The training set has no prompt left; loosen the filter or make a larger dataset.")
         self._prompts = tuple(prompts)
-        # A run's only stream has no part in its seed, which keeps its order what it was before there were mixtures.
+        # The only stream of a run has no part in its seed.
         self._seed = (seed,) if part is None else (seed, part + 1)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -47,19 +49,19 @@ class PromptStream(Generic[T]):
         self._begin: int | None = None
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """From the next position taken on, draw by weights: one a prompt, over 0. No prompt twice before all were."""
+        """Draw by positive weights from the next position on, each prompt once before any is repeated."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """Return the prompts in an epoch."""
         return len(self._prompts)
 
     def epoch_at(self, position: int) -> int:
-        """Epoch of the prompt at `position`, counted from 0."""
+        """Return the epoch of the prompt at `position`, from 0."""
         return position // len(self._prompts)
 
     def take(self, position: int, count: int) -> tuple[T, ...]:
-        """The `count` prompts from `position` on."""
+        """Return the `count` prompts from `position` on."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> T:
@@ -74,12 +76,12 @@ class PromptStream(Generic[T]):
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._weights is None:
             return np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
-        assert self._begin is not None, "an order is made for a position"
+        assert self._begin is not None, "an order needs a position"
         return weighted_order(self._weights, np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch)))
 
 
 BLOCK = 1_024
-"""Positions that are shared out together; a part's share must be worth one prompt of them."""
+"""Positions that are shared out together. The share of a part must be at least one of them."""
 
 
 class MixedStream:
@@ -102,21 +104,21 @@ class MixedStream:
         self._places = np.empty(0, dtype=np.int64)
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """As `PromptStream.weigh`, in each part; `weights`: of the parts' prompts one part after the other."""
+        """Call `PromptStream.set_weights` of each part. `weights` lists all prompts, part after part."""
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
             stream.set_weights(mine)
 
     def __len__(self) -> int:
-        """Prompts of all parts."""
+        """Return the prompts of all parts."""
         return sum(map(len, self._streams))
 
     def epoch_at(self, position: int) -> int:
-        """Epoch at `position`, counted from 0: one for every so many prompts as all parts hold together."""
+        """Return the epoch at `position`, from 0, counted in prompts of all parts."""
         return position // len(self)
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        """The `count` prompts from `position` on."""
+        """Return the `count` prompts from `position` on."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> Prompt:
@@ -127,7 +129,7 @@ class MixedStream:
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Which part each position of a block draws from, and at which place of that part's own stream."""
+        """Choose the part, and the position in the part's stream, for each position of a block."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._seed, block, len(quotas)))
@@ -139,6 +141,119 @@ class MixedStream:
         self._block = block
 
     def _counts_before(self, position: int) -> list[int]:
-        """Prompts of each part before a position that begins a block."""
+        """Return the prompts drawn from each part before a block's first position."""
         ends = [int(position * share) for share in self._shares]  # int of a Fraction is its floor, from 0 up
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassCounts:
+    """Pass counts of R training rows, immutable.
+
+    A row has two counts: s scored responses, c of them correct. After a step with n more, k of them correct,
+
+        s <- fade s + n        c <- fade c + k
+
+    so that responses of older models count less. The weight of a row in the next draw is, with `[low, high]` the band,
+
+        band          1 where s = 0 or low <= c / s <= high, else `rest_weight`
+        informative   4 p (1 - p)  with  p = (c + 1/2) / (s + 1)
+
+    p is the posterior mean of the pass rate under Jeffreys' prior, Beta(1/2, 1/2). p (1 - p) is the variance of a
+    score, and a group of equal scores has no gradient under a group advantage.
+    """
+
+    passes: Float[Array, "R"]
+    samples: Float[Array, "R"]
+
+    @classmethod
+    def of(cls, passes: Sequence[int] | Array, samples: Sequence[int] | Array) -> "PassCounts":
+        """Make counts of whole numbers."""
+        return cls(np.asarray(passes, dtype=np.float32), np.asarray(samples, dtype=np.float32))
+
+    @classmethod
+    def read(cls, text: str, num_rows: int) -> "PassCounts":
+        """Read the text that `text` wrote. Raises CheckpointError: the number of rows differs."""
+        found = np.frombuffer(base64.b64decode(text), dtype="<f4")
+        if found.size != 2 * num_rows:
+            raise CheckpointError(
+                f"the checkpoint counts the passes of {found.size // 2:,} training rows, and there are {num_rows:,}: "
+                "it is of other data or another table of pass rates. Put them back, or start another run (--fork)"
+            )
+        return cls(found[:num_rows].astype(np.float32), found[num_rows:].astype(np.float32))
+
+    def text(self) -> str:
+        """Return all counts as text, bit for bit: 11 characters a row."""
+        return base64.b64encode(np.concatenate([self.passes, self.samples]).astype("<f4").tobytes()).decode()
+
+    def rates(self) -> Float[Array, "R"]:
+        """Return c / s, NaN for a row without a scored response."""
+        with np.errstate(invalid="ignore"):
+            rates: Array = self.passes.astype(np.float64) / self.samples
+        return rates
+
+    def update(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
+        """Return the counts after M groups: the row of each (all different), its correct and its scored responses. A
+        group without a scored response changes nothing."""
+        rows, passes, samples = (np.asarray(each) for each in (rows, passes, samples))
+        scored = samples > 0
+        rows, passes, samples = rows[scored], passes[scored], samples[scored]
+        after = self.passes.copy(), self.samples.copy()
+        for counts, new in zip(after, (passes, samples), strict=True):
+            counts[rows] = np.float32(fade) * counts[rows] + new.astype(np.float32)
+        return PassCounts(*after)
+
+    def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
+        """Return True for rows whose pass rate is unknown or in the band. The others are retired."""
+        low, high = settings.band
+        rates = self.rates()
+        inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
+        return inside
+
+    def weights(self, settings: PassRatesConfig) -> Float[Array, "R"]:
+        """Return the weight of each row in the next draw, over 0 and at most 1."""
+        if settings.draw == "band":
+            return np.where(self.in_band(settings), 1.0, settings.rest_weight)
+        p = (self.passes.astype(np.float64) + 0.5) / (self.samples.astype(np.float64) + 1.0)
+        return 4.0 * p * (1.0 - p)
+
+
+class RowSampler:
+    """Draws training rows by weights. `row_ids` has the `prompt_id` of each row, `start` the counts before the first
+    step."""
+
+    def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
+        self._place = {row_id: place for place, row_id in enumerate(row_ids)}
+        self._start = start
+        self._settings = settings
+
+    def _counts(self, text: str) -> PassCounts:
+        return PassCounts.read(text, len(self._place)) if text else self._start
+
+    def weights(self, text: str) -> Float[Array, "R"]:
+        """Return the weight of each row in a step's draw. `text`: the counts before it, '' at the start."""
+        return self._counts(text).weights(self._settings)
+
+    def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
+        """Return the counts after a step, and metrics of the change. `groups` has (correct, scored) responses by
+        `prompt_id`."""
+        rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
+        passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
+        before = self._counts(text)
+        after = before.update(rows, passes, samples, self._settings.fade)
+        rates = after.rates()
+        known = rates[~np.isnan(rates)]
+        metrics = {"pass_rates/mean": float(known.mean())} if len(known) else {}
+        if self._settings.draw == "band":
+            was, now = before.in_band(self._settings), after.in_band(self._settings)
+            metrics["pass_rates/retired_share"] = float((~now).mean())
+            metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
+            metrics["pass_rates/rows_revived"] = float((~was & now).sum())
+        return after.text(), metrics
+
+
+def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
+    """Return all rows in a random order, drawn without replacement by weight. Rows are sorted by the keys log(u) / w
+    with u uniform: Efraimidis and Spirakis 2006, Information Processing Letters 97."""
+    keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
+    return np.argsort(-keys, kind="stable")

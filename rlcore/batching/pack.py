@@ -1,4 +1,4 @@
-"""Rollouts laid end to end. The shift from tokens to targets is made here and nowhere else."""
+"""Rollouts laid end to end. This is the only module that shifts tokens to targets."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -15,8 +15,8 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """N rollouts -> one `PackedBatch` of T tokens, in the order given. Without a loss: answers that have
-    no score, and tokens that an environment wrote.
+    """Pack N rollouts into a `PackedBatch` of T tokens, in the given order. Responses without a score and tokens of an
+    environment have no loss.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -37,13 +37,13 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     prompt: Prompt | None = None
     start = 0
     for rollout, stop, scored in zip(rollouts, cu_seqlens[1:].tolist(), score_mask.tolist(), strict=True):
-        if rollout.prompt is not prompt:  # answers to a prompt are neighbours: its tuple is read once
+        if rollout.prompt is not prompt:  # responses to a prompt are neighbours: read its tuple once
             prompt, prompt_ids = rollout.prompt, np.array(rollout.prompt.token_ids, dtype=np.int64)
-        first_answer = start + len(prompt_ids)
-        token_ids[start:first_answer] = prompt_ids
-        token_ids[first_answer:stop] = rollout.response_ids
-        loss_mask[first_answer - 1 : stop - 1] = scored if rollout.is_sampled is None else scored & rollout.is_sampled
-        behavior[first_answer - 1 : stop - 1] = rollout.behavior_logprobs
+        begin = start + len(prompt_ids)
+        token_ids[start:begin] = prompt_ids
+        token_ids[begin:stop] = rollout.response_ids
+        loss_mask[begin - 1 : stop - 1] = scored if rollout.is_sampled is None else scored & rollout.is_sampled
+        behavior[begin - 1 : stop - 1] = rollout.behavior_logprobs
         start = stop
     target_ids = np.zeros(num_tokens, dtype=np.int64)
     target_ids[:-1] = token_ids[1:]
@@ -63,7 +63,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Each turn's reward at the position that predicts the turn's last token, 0 elsewhere and without a score."""
+    """Return each turn's reward at the position that predicts its last token, 0 elsewhere and without a score."""
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -72,9 +72,7 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
-    """N demonstrations -> one `PackedBatch` of T tokens, in the order given, with a loss on their answers' tokens.
-
-    All that follows a first token is packed as an episode is, of which the model has sampled some tokens.
+    """Pack N demonstrations into a `PackedBatch`, in the given order, with a loss on their target tokens.
 
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
@@ -96,7 +94,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
-    """Positions in the flat tensors of the tokens of `sequences`, in their order: Int[t]."""
+    """Return the flat positions of the tokens of `sequences`, in their order: Int[t]."""
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
     shift = first - (lengths.cumsum(0) - lengths)  # from a place among the chosen tokens to one among all
@@ -104,10 +102,10 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Int[n]: how many of its first tokens each of n sequences (None: all) has in common with the one before it that
-    has 0 here.
+    """Return Int[n]: the first tokens that each sequence (None: all) shares with the last one before it that has 0
+    here.
 
-    Those before the first loss, of neighbours that answer the same prompt. The batch is on the host.
+    Only tokens before the first loss of neighbours with the same prompt count. The batch must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -135,7 +133,7 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
 
 
 def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Where sequences and their tokens stand: slices of neighbours, so that nothing is copied; None: they are all."""
+    """Return the indices of sequences and of their tokens, as slices (no copy) for neighbours. None: all sequences."""
     first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
     if list(sequences) != list(range(first, stop)):
         return torch.tensor(list(sequences), dtype=torch.int64), token_indices(batch.cu_seqlens, sequences)
@@ -145,12 +143,12 @@ def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tenso
 
 
 def _at(values: Tensor, places: Tensor | slice) -> Tensor:
-    """`values[places]`; of single places `index_select` is three times as fast."""
+    """Return `values[places]`. `index_select` is three times as fast for single places."""
     return values[places] if isinstance(places, slice) else values.index_select(0, places)
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
-    """The packed batch of some sequences, in the order given; the batch itself where they are all of it."""
+    """Return the batch of some sequences, in the given order, without a copy if they are all."""
     places = _gather_indices(batch, sequences)
     return batch if places is None else _select_tokens(batch, *places)
 
@@ -171,7 +169,7 @@ def _select_tokens(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | s
 
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """The train batch of some sequences, in the order given; the batch itself where they are all of it."""
+    """Return the train batch of some sequences, in the given order, without a copy if they are all."""
     places = _gather_indices(batch.packed, sequences)
     if places is None:
         return batch
@@ -186,7 +184,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Inverse of splitting by `select`: the values of each token of each part in the order of the whole, T first."""
+    """Invert `select`: return the values of all parts in the order of the whole batch, T first."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

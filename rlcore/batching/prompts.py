@@ -1,4 +1,4 @@
-"""Reads filtered rows: token ids made once by the filter, never again at training time."""
+"""Reads filtered rows. The filter makes the token ids once."""
 
 import json
 from collections.abc import Sequence
@@ -18,9 +18,8 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Tokens of a whole conversation; `is_answer` is True for those that the model shall learn to write, each answer's
-    end token among them. `misdirected`: the same prompt with an answer that reaches another target, where there is one.
-    """
+    """Tokens of a whole conversation. `is_target` is True for those to learn, each response's end token among them.
+    `misdirected` is the same prompt with a response that reaches another target, if there is one."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -28,17 +27,14 @@ class Demonstration:
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
-        """A prompt with one answer, and perhaps another one that is beside the target."""
+        """Make a demonstration of a prompt with one response, and perhaps a distractor."""
         wrong = cls.of(prompt, distractor) if distractor else None
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
-    """All prompts of a filtered file, in its order; `prompt_id` is the row's index in the dataset.
-
-    Raises:
-        DataError: no such file, a damaged one, or one without the filter's columns.
-    """
+    """Read all prompts of a filtered file, in its order. `prompt_id` is the row's index in the dataset. Raises
+    DataError: the file is missing, damaged, or lacks a column."""
     kinds = {"prompt_ids": _INTEGERS, "ground_truth_json": "string", "data_source": "string", "extra_info": "struct"}
     table = _read(parquet, kinds)
     extra = table.column("extra_info").combine_chunks()
@@ -59,17 +55,13 @@ def read_prompts(parquet: Path) -> list[Prompt]:
 
 
 def is_chat(parquet: Path) -> bool:
-    """Whether the filter rendered a filtered file's prompts by the tokenizer's chat template."""
+    """Return True if the filter rendered the prompts with the tokenizer's chat template."""
     document = json.loads((pq.read_metadata(parquet).metadata or {}).get(b"millrace", b"{}"))
     return bool(document.get("origin", {}).get("prompt_form") != "text")
 
 
 def read_solutions(parquet: Path) -> list[Demonstration]:
-    """All rows of a filtered file that have a solution, in its order.
-
-    Raises:
-        DataError: as `read_prompts`.
-    """
+    """Read all rows of a filtered file that have a solution. Raises DataError as `read_prompts`."""
     names = ("prompt_ids", "solution_ids", "distractor_ids")
     table = _read(parquet, dict.fromkeys(names, _INTEGERS))
     columns = (table.column(name).to_pylist() for name in names)
@@ -77,18 +69,14 @@ def read_solutions(parquet: Path) -> list[Demonstration]:
 
 
 def read_demonstrations(parquet: Path) -> list[Demonstration]:
-    """All rows of a file of tokenized demonstrations (`data.demonstrations`), in its order.
-
-    Raises:
-        DataError: no such file, a damaged one, or one without its columns.
-    """
+    """Read all rows of a file of tokenized demonstrations. Raises DataError as `read_prompts`."""
     table = _read(parquet, {"token_ids": _INTEGERS, "answer_lengths": _INTEGERS})
     rows = zip(table.column("token_ids").to_pylist(), table.column("answer_lengths").to_pylist(), strict=True)
     return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Runs of tokens that are no answer's and of an answer's, in turn.
+    """Return runs of False and True in turn.
 
     >>> _alternating_mask([2, 1, 1])
     [False, False, True, False]
@@ -124,7 +112,7 @@ def _matches_type(found: pa.DataType, kind: str) -> bool:
 
 
 def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
-    """A field of each row: a whole number, or None where the row has none."""
+    """Return a field of each row, None where the row has none."""
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())

@@ -39,7 +39,7 @@ class LoopState:
     """What the target of the entropy has added to the weight of its bonus so far."""
     pass_counts: str = ""
     """Right and scored answers of each training row as float32, where rows are drawn by them, in base64
-    (`rlcore.batching.pass_counts`)."""
+    (`rlcore.batching.loader`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""All settings, typed: every default, range and docstring lives here, once. Imports neither torch nor Ray."""
+"""All settings, typed, with every default, range and docstring. Imports neither torch nor Ray."""
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, KlConfig, OptimConfig
 from rlcore.config.data import (

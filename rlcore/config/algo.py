@@ -10,13 +10,13 @@ from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
-"""Advantages that are a function with options, as those of one's own are."""
+"""Advantages that are a function with options, like custom ones."""
 GROUP_ADVANTAGES: frozenset[str] = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS}
 )
-"""Advantages that compare the answers to one prompt with each other and so need two or more of them."""
+"""Advantages that compare the responses to one prompt, and need two or more of them."""
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
-"""Advantages that compare an answer with something else: where all answers to a prompt score the same, not 0."""
+"""Advantages that are not 0 in a group of equal scores."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
@@ -32,20 +32,19 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 class EntropyControlConfig(Section):
-    """A controller that moves the weight of the entropy bonus so that the policy's entropy stays near a target."""
+    """A controller of the entropy bonus that keeps the policy's entropy near a target."""
 
     target: float | None = Field(default=None, gt=0)
-    """Entropy that it aims at, in nats a token; None: the weight stays `algo.entropy_coef`."""
+    """Target entropy in nats a token; None: the weight stays `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """What the weight rises by after a step with an entropy below the target, and falls by, to 0 at least, after one
-    above it."""
+    """Change of the weight after a step: up if the entropy is below the target, down (to 0 at least) if above."""
 
 
 class KlConfig(Section):
     """Distance from the frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """Where the KL term acts. Off: no reference model is loaded."""
+    """Place of the KL term. Off: no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -57,9 +56,9 @@ class KlConfig(Section):
     coef: float = Field(default=0.001, ge=0)
     """Coefficient (at the start, if adaptive)."""
     adaptive: bool = False
-    """Whether a controller moves the coefficient towards `target`."""
+    """Let a controller move the coefficient towards `target`."""
     target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
-    """KL that the adaptive controller aims at, per token."""
+    """Target KL of the adaptive controller, per token."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
     """Sequences over which the adaptive controller acts."""
     offload: Annotated[
@@ -67,12 +66,12 @@ class KlConfig(Section):
         MayChange,
         EffectiveWhen("model.lora", "null", why="model.lora: the reference is the policy without its adapters"),
     ] = False
-    """Keep the reference's weights in host memory between its passes."""
+    """Keep the reference's weights in host memory between its forward passes."""
     effective = EffectiveWhen(".where")
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator, with `auto` resolved: the one whose gradient is the divergence's at that place."""
+        """The estimator, with `auto` resolved to the one that has the divergence's gradient."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -89,17 +88,16 @@ class ImportanceConfig(Section):
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
     """truncate: weight min(ratio, cap). mask: weight 0 where the ratio leaves [1/cap, cap]."""
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
-    """Ratio of each token, or one of the whole answer: the product of its tokens' ratios."""
+    """Ratio of each token, or of the whole response: the product of its tokens' ratios."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
     """Bound of the ratio exp(old - behavior)."""
 
 
 class RejectionConfig(Section):
-    """Tokens and answers that are left out of the update where the trainer's probabilities are too far from the
-    sampler's."""
+    """Tokens and responses that the update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """What is measured and left out: a token, or an answer by sum, mean or maximum over its tokens."""
+    """Unit that is measured and skipped: a token, or a response by sum, mean or maximum over its tokens."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """Divergence of a token: KL(behavior || old), estimated as in `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
@@ -112,30 +110,30 @@ class RejectionConfig(Section):
 
 
 class ClipCovConfig(Section):
-    """Tokens without a policy loss for the covariance of their log-probability with the advantages, by which the
-    policy's entropy falls (Clip-Cov)."""
+    """Tokens without a policy loss because their covariance of log-probability and advantage lowers the entropy
+    (Clip-Cov)."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a mini-batch's answer tokens that are drawn at most; 0: none. The paper has 0.0002."""
+    """Largest share of a mini-batch's response tokens that are drawn; 0: none. The paper has 0.0002."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
-    """Covariance above which a token may be drawn; its mean over all tokens is far smaller."""
+    """Covariance above which a token may be drawn; the mean over all tokens is far smaller."""
     high: Annotated[float, _BY_COVARIANCE] = 5.0
     """Covariance below which it may be drawn."""
 
 
 class DynamicSamplingConfig(Section):
-    """Drop groups whose answers all score the same and sample others in their place (DAPO)."""
+    """Replacement of groups whose responses all have the same score (DAPO)."""
 
     enabled: bool = False
-    """Whether groups of equal score are replaced."""
+    """Replace groups of equal score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
-    """Sampling rounds at most after a step's first; then the step goes on with what it has."""
+    """Most sampling rounds after a step's first. Then the step continues with the groups it has."""
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
-             "Sample more answers to each prompt, or switch it off"),
+             "Sample more responses to each prompt, or switch it off"),
         rule(".enabled", "algo.advantage",
              "must be false with gae, reinforce_pp and remax, whose advantages in a group of equal scores are not 0",
              lambda own, run: not own.enabled or run.algo.advantage not in UNGROUPED_ADVANTAGES,
@@ -144,10 +142,10 @@ class DynamicSamplingConfig(Section):
 
 
 class OverlongConfig(Section):
-    """Soft punishment of answers near the length limit (DAPO)."""
+    """Soft penalty on responses near the length limit (DAPO)."""
 
     enabled: bool = False
-    """Whether the reward falls near the limit."""
+    """Lower the reward near the limit."""
     buffer_tokens: Annotated[
         int,
         EffectiveWhen(".enabled"),
@@ -155,18 +153,18 @@ class OverlongConfig(Section):
     ] = Field(default=128, ge=1)
     """Tokens before the limit over which the penalty grows."""
     penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)
-    """Reward taken away at the limit."""
+    """Penalty at the limit."""
 
 
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
-    """A loss or an advantage has a short name, or is `module:function`, which a process of its own tries."""
+    """Check that a loss or an advantage has a known name or the form `module:function`."""
 
     def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
         if given in known or is_function_name(given):
             return None
         remedy = f"{did_you_mean(given, known)}There are {', '.join(known)}"
-        return Problem(f".{field}", "must be one that is there, or `module:function` of your own", given, remedy)
+        return Problem(f".{field}", "must be a known name, or a custom `module:function`", given, remedy)
 
     return Rule((f".{field}",), check)
 
@@ -175,7 +173,7 @@ class AlgoConfig(Section):
     """The algorithm. `docs/algorithms.md` maps every choice to its equation and function."""
 
     advantage: str = "grpo"
-    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or
+    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or a custom
     `module:function`."""
     advantage_options: Annotated[
         dict[str, bool | int | float | str],
@@ -187,20 +185,19 @@ class AlgoConfig(Section):
     lam: Annotated[float, EffectiveWhen(".advantage", "gae")] = Field(default=1.0, ge=0, le=1)
     """Lambda of the generalized advantage estimate."""
     policy_loss: str = "ppo_clip"
-    """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or `module:function` of your own."""
+    """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or a custom `module:function`."""
     policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Keyword arguments of the policy loss, such as `tau_pos` of sapo: any names that the function declares."""
+    """Keyword arguments that the function of the policy loss declares, such as `tau_pos` of sapo."""
     clip_low: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0)
     """Ratio is clipped above at 1 + clip_high."""
-    dual_clip: Annotated[
-        float | None,
-        EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}"),
-    ] = Field(default=3.0, gt=1)
+    dual_clip: Annotated[float | None, EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}")] = Field(
+        default=3.0, gt=1
+    )
     """Bound of the loss for negative advantages; None: no dual clip."""
     aggregation: Aggregation = "token-mean"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus (at the start, with a target); 0 computes the entropy without gradient."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
@@ -214,20 +211,20 @@ class AlgoConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
     """Correction between sampler and trainer."""
     rejection: RejectionConfig = RejectionConfig()
-    """What is left out for being too far from the sampler."""
+    """Tokens and responses that are too far from the sampler."""
     off_policy_mask: float | None = Field(default=None, gt=0)
-    """Answers with a negative advantage whose mean log-probability has fallen by more than this since they were sampled
-    have no policy loss; in nats a token. None: all have."""
+    """Largest fall of a response's mean log-probability since it was sampled, in nats a token. Above it a response with
+    a negative advantage has no policy loss. None: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of a mini-batch's answer tokens that have a policy loss: those where the policy's entropy is highest."""
+    """Share of a mini-batch's response tokens that have a policy loss: those where the policy's entropy is highest."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Tokens without a policy loss, so that the entropy falls more slowly."""
     mask_truncated: bool = False
-    """Leave answers that were cut at the length limit out of the update; their scores still count in their group."""
+    """Skip responses that were cut at the length limit in the update; their scores still count in their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups of equal score."""
     overlong: OverlongConfig = OverlongConfig()
-    """Soft punishment near the length limit."""
+    """Soft penalty near the length limit."""
     checks = (
         _is_known("policy_loss", tuple(POLICY_LOSSES)),
         _is_known("advantage", ADVANTAGES),
@@ -250,20 +247,20 @@ class AlgoConfig(Section):
              lambda own, _: own.advantage != "gdpo" or not (own.overlong.enabled or own.kl.where == "reward"),
              "Leave the penalty out, and set algo.kl.where=loss"),
         rule(".advantage", "data.environment",
-             "must not be remax with an environment: its greedy answer would meet another one's random numbers",
+             "must not be remax with an environment: its greedy response would get other random numbers",
              lambda own, run: own.advantage != "remax" or not run.data.environment, "Choose algo=rloo or algo=grpo"),
     )  # fmt: skip
 
     @property
     def advantage_function(self) -> str | None:
-        """`module:function` of an advantage that is a function with options; None for the others."""
+        """`module:function` of an advantage that is a function with options, None for the others."""
         name = ADVANTAGE_FUNCTIONS.get(self.advantage, self.advantage)
         return name if ":" in name else None
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""Bytes of moments that an offloaded optimizer moves to the device together, enough to fill the bus; a larger tensor
-goes alone. It is here because the memory plan uses it before torch is imported."""
+"""Bytes of moments that an offloaded optimizer moves to the device together. Defined here because the memory plan uses
+it before torch is imported."""
 
 
 class OptimConfig(Section):
@@ -290,7 +287,7 @@ class OptimConfig(Section):
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the moments in host memory and bring them to the GPU piece by piece for each step; equal numbers."""
+    """Keep the moments in host memory and move them to the GPU piece by piece for each step; equal numbers."""
     checks = (
         rule(".warmup_ratio", ".warmup_steps", "must be 0 where warmup_steps is given",
              lambda own, _: not (own.warmup_steps and own.warmup_ratio), "Set one of the two"),
@@ -298,7 +295,7 @@ class OptimConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO: same trunk as the policy, separate weights, own optimizer."""
+    """The value model of PPO: the policy's architecture, separate weights and optimizer."""
 
     path: str | None = None
     """Initial weights; None: the policy's."""
@@ -307,7 +304,7 @@ class CriticConfig(Section):
     warmup_steps: Annotated[int, Bound("be under", "trainer.total_steps", "Lower it, or train for longer")] = Field(
         default=0, ge=0
     )
-    """First steps in which the critic alone is trained."""
+    """First steps, in which the critic alone is trained."""
     checks = (
         rule("critic", "algo.advantage", "has no use except with algo.advantage=gae",
              lambda _, run: run.algo.advantage == "gae",

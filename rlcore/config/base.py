@@ -1,4 +1,4 @@
-"""What all sections of settings share: their form and their dotted keys."""
+"""The common form of all sections of settings, and their dotted keys."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,34 +10,34 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 Run = Any
-"""Type of a `RunConfig` where its sections are declared, which it is made of."""
+"""Type of a `RunConfig` in the modules of its sections, which it is made of."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""Endings that tell the path of a file from a name in a folder of `conf/`."""
+"""Endings that distinguish the path of a file from a name in a folder of `conf/`."""
 
 
 def expand_path(path: str) -> Path:
-    """A path with `~` expanded; that of an unknown user stays, where Path.expanduser raises RuntimeError."""
+    """Expand `~`. That of an unknown user stays, where Path.expanduser raises RuntimeError."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def expand_home(path: str | None) -> str | None:
-    """The same of a setting's text, which may be none or a hub id: a validator of fields."""
+    """Expand `~` in a setting that may be None or a hub id: a validator of fields."""
     return path and os.path.expanduser(path)  # noqa: PTH111
 
 
 def is_function_name(name: str) -> bool:
-    """Whether a text is `module:function`."""
+    """Return True for `module:function`."""
     module, _, function = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), function))
 
 
 class MayChange:
-    """Annotation of a setting or a section that may differ when a run is resumed: a label or a place, what is kept and
-    evaluated, or where and how fast the same numbers are computed. All others are part of the run's fingerprint."""
+    """Annotation of a setting or section that may change when a run resumes. It does not affect the run's numbers and
+    is not part of its fingerprint."""
 
 
 class Section(BaseModel):
-    """A frozen group of settings. The string below a field is its documentation: meaning, unit, range."""
+    """A frozen group of settings. The string below a field documents its meaning, unit and range."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -52,7 +52,7 @@ class Section(BaseModel):
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting of a section and of the sections in it: its dotted name, with `prefix` before it, and its field."""
+    """Yield every setting of a section and its subsections: the dotted name, after `prefix`, and the field."""
     for name, field in section.model_fields.items():
         inner = sections_of(field.annotation)
         if not inner:
@@ -62,7 +62,7 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
-    """Section classes that a field may hold: none for a plain value, several for a union of tasks."""
+    """Return the section classes that a field may hold: none for a plain value, several for a union of tasks."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, Section) else ()
     if get_origin(annotation) in (Union, UnionType):
@@ -71,7 +71,7 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as dotted keys. A mapping without entries is a leaf of its own.
+    """Return nested settings as dotted keys. A mapping without entries is a leaf.
 
     >>> leaves({"algo": {"kl": {"coef": 0.1}}, "critic": None})
     {'algo.kl.coef': 0.1, 'critic': None}
@@ -86,12 +86,12 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def covers(name: str, key: str) -> bool:
-    """Whether a key is `name` itself or lies in the section `name`."""
+    """Return True if a key is `name` itself or in the section `name`."""
     return key == name or key.startswith(f"{name}.")
 
 
 def value_at(section: Section, name: str, absent: Any = None) -> Any:
-    """Value of a dotted key, `absent` where the settings have none of that name (another task, a null section)."""
+    """Return the value of a dotted key, `absent` if there is none (another task, a null section)."""
     found: Any = section
     for part in name.split("."):
         found = getattr(found, part, absent)

@@ -1,8 +1,9 @@
-"""From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
+"""Validation of composed settings, their overrides and their suites to a `RunConfig`, or to every mistake in them."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
@@ -10,12 +11,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from yaml import YAMLError
 
-from rlcore.config.base import covers, keys_of, leaves
-from rlcore.config.data import TASKS, CountdownData
+from rlcore.config.base import FILE_ENDINGS, covers, expand_path, keys_of, leaves
+from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
+from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
+from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
+from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
-from rlcore.config.suite import SUITES, find_problems, resolve_suites, suites_in
+
+SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
+SUITES = "validation.suites"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +36,13 @@ class ValueOverride:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Dotted keys of the values that it gives."""
+        """Dotted keys of its values."""
         return tuple(leaves({self.key: self.value}))
 
 
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Nested plain settings with overrides put over them, as a typed config without the wrong ones.
-
-    Every mistake in keys, types, ranges and rules goes to `findings`.
-
-    Raises:
-        ConfigError: some of the values that are wrong cannot be removed.
-    """
+    """Return nested plain settings with overrides as a typed config without the wrong values. Every mistake in keys,
+    types, ranges and rules goes to `findings`. Raises ConfigError: some of the wrong values cannot be removed."""
     for written in values:
         _apply_override(settings, written, findings)
     resolve_suites(settings, findings)
@@ -56,7 +58,7 @@ def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride],
 
 
 def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: Findings) -> None:
-    """Put one override into nested plain settings, in place. Unknown keys are found later, by `_typed`."""
+    """Put one override into nested plain settings. `_validate_types` finds unknown keys."""
     key, value = written.key, written.value
     *outer, last = key.split(".")
     inner = settings
@@ -69,7 +71,7 @@ def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: 
             findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
             return
     if written.delete and last not in inner:
-        rule = "there is nothing of that name to delete"
+        rule = "there is no such key to delete"
         findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
     elif written.delete:
         inner.pop(last)
@@ -84,8 +86,7 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """The settings as JSON has them, every `${...}` replaced by its value. One that cannot be read, or points nowhere,
-    is a problem, and the value that it is in is left out."""
+    """Return the settings as JSON has them, every `${...}` replaced. Values that cannot be resolved become problems."""
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -102,7 +103,7 @@ def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]
 
 
 def _path_of(key: str, settings: Any) -> list[str]:
-    """The names of a dotted key in nested settings, where a name may have a dot itself."""
+    """Return the names of a dotted key in nested settings, where a name may contain a dot."""
     for name, inner in settings.items() if isinstance(settings, dict) else ():
         if covers(name, key):
             return [name, *_path_of(key[len(name) + 1 :], inner)]
@@ -110,7 +111,7 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _remove(settings: Any, path: Sequence[int | str]) -> Any:
-    """Remove the value at a path; a path that is not there any more is left alone."""
+    """Remove the value at a path if it exists."""
     *outer, last = path
     for part in outer:
         settings = settings.get(part, {})
@@ -118,20 +119,15 @@ def _remove(settings: Any, path: Sequence[int | str]) -> Any:
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """OmegaConf's settings as plain values; with `resolve` every `${...}` is replaced by its value."""
+    """Return OmegaConf's settings as plain values, with every `${...}` replaced if `resolve`."""
     found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
-# ---------------------------------------------------------------------- keys, types and ranges, by pydantic
-
-
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """The settings without their mistakes: wrong values are removed until the rest is right.
-
-    `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
-    """
+    """Remove wrong values until the rest is valid. `texts` has the text of each number that an override gives, and ''
+    for other values, by the dotted key."""
     while True:
         text = json.dumps(settings)
         try:
@@ -145,7 +141,7 @@ def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping
 
 
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
-    """Path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
+    """Return the path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
     path: list[int | str] = []
     for part in detail["loc"]:
         if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
@@ -157,18 +153,18 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Add what is wrong with the settings that were `given`, and take it out of `settings`."""
+    """Add the mistake in the settings `given` to `findings`, and remove it from `settings`."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
     value, outer = detail["input"], key.rpartition(".")[0]
     values_of_outer = get_args(all_keys()[outer][0].annotation)[1] if outer in free_mappings() else None
     if isinstance(values_of_outer, UnionType):
-        # pydantic has a mistake for each type that the value may have; as problems they are equal, and so one.
+        # pydantic reports a mistake for each type of the union. As problems they are equal.
         rule = "must be true or false, a finite number or a text"
         findings.add(Problem(key, rule, format_value(value), _describe(outer)))
     elif detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
-        # A name made of digits is parsed as a number; its text is the string that was meant.
+        # A name of digits is parsed as a number. Its text is the intended string.
         inner: Any = settings if error_path(detail, settings) == path else given
         for part in path[:-1]:
             inner = inner[part]
@@ -186,7 +182,7 @@ def _report_error(
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
-    """A mistake in a list of sections: `entry 0: data.train_size`, or by the section's name."""
+    """Return a problem in a list of sections: `entry 0: data.train_size`, or the section's name."""
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
     name = suite.get("name") if isinstance(suite, dict) else None
@@ -210,7 +206,7 @@ def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: F
         return
     proposal = nearest(name, all_keys())
     remedy = f"Did you mean {proposal}?" if proposal else "docs/settings.md lists every key"
-    # The value that the right key should have is not known, so rules about it would mislead.
+    # The value of the right key is unknown, so rules about it would mislead.
     findings.add(Problem(name, "there is no such setting", got, remedy), name, *([proposal] if proposal else []))
 
 
@@ -231,9 +227,9 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
 
 
 def rule_text(detail: ErrorDetails) -> str:
-    """The rule that a value breaks, in our words."""
-    told = detail["msg"].removeprefix("Value error, ")
-    return told.replace("Input should be", "must be").replace("String should", "must")
+    """Return the rule that a value breaks, in this project's words."""
+    text = detail["msg"].removeprefix("Value error, ")
+    return text.replace("Input should be", "must be").replace("String should", "must")
 
 
 def _describe(key: str) -> str:
@@ -242,3 +238,104 @@ def _describe(key: str) -> str:
     field_info = all_keys()[key][0]
     default = format_value(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
+
+
+def read_yaml(file: Path) -> dict[str, Any] | str:
+    """Return the keys and values of a YAML file, as OmegaConf reads them, or an error message."""
+    try:
+        if not file.exists():
+            return "there is no such file"
+        if not file.is_file():
+            return "must be a regular file"
+        with file.open(encoding="utf-8") as opened:
+            content = OmegaConf.to_container(OmegaConf.load(opened))
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        return f"cannot be read ({' '.join(str(error).split())})"
+    if not content or not isinstance(content, dict):
+        return "its file must hold keys and values"
+    return {str(name): value for name, value in content.items()}
+
+
+def resolve_suites(settings: dict[str, Any], findings: Findings) -> None:
+    """Replace the file names in `validation.suites` by the files' content, in nested plain settings."""
+    named = suites_in(settings)
+    if any(isinstance(entry, str) for entry in named):
+        settings["validation"]["suites"] = read_suites(named, findings)
+
+
+def suites_in(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the value of `validation.suites` in nested plain settings, empty if it is no list."""
+    section = settings.get("validation")
+    named = section.get("suites") if isinstance(section, dict) else None
+    return named if isinstance(named, list) else []
+
+
+def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
+    """Return the content of the named files as plain values. Entries that are no names stay."""
+    found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
+    for problem in found:
+        if isinstance(problem, Problem):
+            findings.add(problem, SUITES)
+    return [entry for entry in found if not isinstance(entry, Problem)]
+
+
+def _read(name: str) -> dict[str, Any] | Problem:
+    """Return a suite file's content, with the file's name as the default of `name`, or a problem."""
+    is_path = name.endswith(FILE_ENDINGS)
+    file = expand_path(name) if is_path else SUITES_DIR / f"{name}.yaml"
+    if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
+        remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
+        return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
+    content = read_yaml(file)
+    if isinstance(content, str):
+        got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
+        return Problem(SUITES, content, got, "conf/suite/gsm8k.yaml shows the form")
+    return {"name": file.stem, **content}
+
+
+def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
+    """Return a run's settings with the suite's data, seed, lengths and sampling. Its seed fixes both the rows and the
+    sampled tokens."""
+    prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
+    response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
+    changes: dict[str, Any] = {
+        "data": _held_out_only(suite.data).model_copy(update={"seed": suite.seed}),
+        "seed": suite.seed,
+        "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
+        "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),
+        "validation": ValidationConfig(**dict(suite.evaluation)),
+    }
+    if not suite.data.environment:
+        changes["episode"] = EpisodeConfig()  # its tools need an environment
+    return config.model_copy(update=changes)
+
+
+def _held_out_only(data: TaskData) -> TaskData:
+    """Return a task's settings whose training rows, which are not read, need not exist."""
+    if isinstance(data, ParquetData):
+        return data.model_copy(update={"train_file": data.validation_file})
+    if isinstance(data, MappedData):
+        return data.model_copy(update={"train_split": data.validation_split})
+    return data
+
+
+def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
+    """Return every broken rule of a run, and of each of its datasets and suites as if it were the only one. Rules that
+    read a key or section named in `unreliable` are skipped."""
+    found = broken_rules(run, unsound)
+    for key, name, alone in _single_datasets(run):
+        if not any(covers(key, each) or covers(each, key) for each in unsound):
+            found += [replace(each, key=key, rule=f"{name}: {each.key} {each.rule}")
+                      for each in broken_rules(alone, unsound) if each not in found]  # fmt: skip
+    return found
+
+
+def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
+    """Yield the key, the name and the settings of each dataset of a mixture and each suite as the only one."""
+    for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
+        yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
+    for suite in run.validation.suites:  # the warm start learns from the run's own data
+        alone = suite_settings(run, suite).model_copy(update={"warm_start": WarmStartConfig()})
+        yield "validation.suites", suite.name, alone

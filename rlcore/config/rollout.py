@@ -1,4 +1,4 @@
-"""Settings of the rollout engine, the scoring pool and validation."""
+"""Settings of the rollout engine, the scoring pool and the evaluation."""
 
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -31,7 +31,7 @@ def _is_endpoint(url: str) -> bool:
 
 
 class SamplingConfig(Section):
-    """How answers are drawn."""
+    """Sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy; log-probabilities are those at this temperature."""
@@ -40,21 +40,21 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The engine that writes answers."""
+    """The engine that generates responses."""
 
     engine: Literal["hf", "vllm", "none"] = "hf"
-    """hf: transformers, slow and obvious. vllm: vLLM in the worker's process. none: no answers, for the workers of a
+    """hf: transformers, slow and simple. vllm: vLLM in the worker's process. none: no responses, for the workers of a
     warm start; a run needs one of the others."""
     samples_per_prompt: int = Field(default=8, ge=1)
-    """Answers to each prompt: the group size of GRPO."""
+    """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training answers are drawn. Temperature 1 and top_p 1 keep the policy gradient unbiased."""
+    """Sampling of training responses. Temperature 1 and top_p 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text of prompts and answers: that of scorers, judges, environments,
-    tools and the record. Tags stay: `<think>`, `</answer>`, `</tool_call>` and others that a tokenizer has as special
-    tokens. Off: all stay, the end token of an answer too."""
+    """Remove special tokens from the text of prompts and responses for scorers, judges, environments, tools and the
+    record. Tags such as `<think>`, `</answer>` and `</tool_call>` stay, even if they are special tokens. Off: all stay,
+    the end token of a response too."""
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
     """Sequences decoded together."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -62,13 +62,14 @@ class RolloutConfig(Section):
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
         default=1, ge=1
     )
-    """Workers, and with them GPUs, that share one vLLM engine: each holds a part of every matrix. For a model whose
-    weights and cache do not fit one GPU beside training; one that fits is faster with an engine for each GPU."""
+    """Workers, and with them GPUs, that share one vLLM engine, each with a part of every matrix. For a model whose
+    weights and cache do not fit on one GPU in addition to training; one that fits is faster with an engine for each
+    GPU."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
-    """Share of the GPU's memory that vLLM may take for its weights and cache; `max_num_seqs` answers may need less."""
+    """Share of the GPU's memory that vLLM may use for its weights and cache; `max_num_seqs` responses may need less."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """What vLLM frees of the GPU while training runs: 0 nothing, 1 the cache, and its weights wait in the host's
-    memory, 2 cache and weights, which the next hand-over brings back."""
+    """Memory that vLLM frees on the GPU during training: 0 none, 1 the cache, with the weights in host memory, 2 cache
+    and weights, which the next weight sync restores."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -77,22 +78,22 @@ class RolloutConfig(Section):
         _OF_VLLM,
         Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
-    """Tokens that vLLM computes in one pass, prompts and answers together. Where `memory_share` has no room for all
-    answers, vLLM keeps memory for such a pass, and its cache lacks it. None: vLLM's own choice."""
+    """Tokens that vLLM computes in one pass, prompts and responses together. Where `memory_share` has no room for all
+    responses, vLLM reserves memory for such a pass instead of its cache. None: vLLM's own choice."""
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
-    """Whether the answers to one prompt share its keys and values in vLLM."""
+    """Share a prompt's keys and values among its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
-    """After each hand-over to vLLM some prompts of the run are answered, and the log-probabilities compared with the
-    trainer's: a mean absolute difference above this is told, and stops the run where a tensor could not be compared.
-    None: 4 times that of the first hand-over, at least 0.0001 in float32 and 0.02 in bfloat16."""
+    """vLLM responds to some prompts of the run after each weight sync, and its log-probabilities are compared with the
+    trainer's. A mean absolute difference above this is reported, and stops the run if a tensor could not be compared.
+    None: 4 times that of the first weight sync, at least 0.0001 in float32 and 0.02 in bfloat16."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
-             "must be at least 2 with an advantage that compares the answers to a prompt",
+             "must be at least 2 with an advantage that compares the responses to a prompt",
              lambda own, run: run.algo.advantage not in GROUP_ADVANTAGES or own.samples_per_prompt >= 2,
              "Set it to 2 or more (8 is usual), or algo.advantage to gae, reinforce_pp or remax"),
         rule(".sampling.temperature", "", "must be over 0 for training",
              lambda own, _: own.sampling.temperature > 0, "Use 1, which is unbiased"),
-        rule(".engine", "", "must be hf or vllm: training needs answers",
+        rule(".engine", "", "must be hf or vllm: training needs responses",
              lambda own, _: own.engine != "none", "Set rollout.engine=vllm, or hf where there is no vLLM"),
         rule(".tensor_parallel_size", ".engine", "must be 1 without vLLM",
              lambda own, _: own.engine == "vllm" or own.tensor_parallel_size == 1, "Set rollout.engine=vllm, or 1"),
@@ -106,37 +107,37 @@ class RolloutConfig(Section):
 
 
 class JudgeConfig(Section):
-    """A model that judges answers, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
+    """A model that judges responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """Where the endpoint is, without `/chat/completions`: `http://127.0.0.1:8000/v1`. No proxy is used, no redirection
-    followed."""
+    """Address of the endpoint, without `/chat/completions`: `http://127.0.0.1:8000/v1`. No proxy is used, no
+    redirection followed."""
     model: str = ""
-    """Its name of the model."""
+    """Name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """Name of the environment variable that holds the endpoint's key; '' for an endpoint without one."""
+    """Environment variable with the endpoint's key; '' for an endpoint without one."""
     prompt: str = (
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
-    """What the model is asked; `{response}` and `{ground_truth}` (as JSON) are put in. It must end its text with
+    """Prompt of the judge, with `{response}` and `{ground_truth}` (as JSON) filled in. The model must end its text with
     `{"score": X}` or `<score>X</score>`, and have no second one."""
     highest: float = Field(default=1.0, gt=0)
-    """Best score; the part `judge` is the score over it, 0 to 1. A score outside 0 to this is no verdict."""
+    """Best score; the part `judge` is the score divided by it, 0 to 1. A score outside 0 to this is no verdict."""
     levels: int | None = Field(default=None, ge=2)
-    """Structured output: by a JSON schema (`response_format`) it can write `{"score": X}` alone, without reasons,
-    X one of so many numbers, evenly from 0 to `highest`; so a small model gives a verdict too. None: free text."""
+    """Structured output: a JSON schema (`response_format`) allows only `{"score": X}` with one of so many values of X,
+    evenly from 0 to `highest`, so that a small model gives a verdict too. None: free text."""
     rules: str = ""
-    """`module:function` of a scorer beside the judge: its parts, and its total added to the judge's; '' for none."""
+    """`module:function` of an additional scorer: its parts are kept and its total is added; '' for none."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
-    """Requests at most for one answer: a lost connection and status 408, 425, 429 and 500 and above are tried again,
-    after 0.5, 1, 2, ... seconds."""
+    """Most requests for one response: a lost connection and status 408, 425, 429 and 500 and above are retried after
+    0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
-    """Seconds for one answer, all tries together."""
+    """Seconds for one response, all tries together."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest text of the judge, in tokens."""
     cache: Annotated[str, MayChange] = ""
-    """File that keeps verdicts by what was asked, for all processes and later runs; '' keeps them in each process."""
+    """File that keeps verdicts by request, for all processes and later runs; '' keeps them in each process."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
     checks = (
         rule(".url", "data.scorer",
@@ -148,7 +149,7 @@ class JudgeConfig(Section):
              lambda own, run: run.data.scorer != JUDGE or bool(own.model),
              "Use a name that the endpoint lists at /models"),
         rule(".prompt", "", "must have a place {response}",
-             lambda own, _: "{response}" in own.prompt, "Write {response} where the answer comes"),
+             lambda own, _: "{response}" in own.prompt, "Write {response} where the response comes"),
         rule(".rules", "", "must be `module:function` of a scorer other than the judge, or ''",
              lambda own, _: not own.rules or (is_function_name(own.rules) and own.rules != JUDGE),
              "Such as data.countdown:score"),
@@ -156,36 +157,36 @@ class JudgeConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores: the pool of processes that computes them, and how several become one."""
+    """Scores: the pool of processes that computes them, and their combination."""
 
     weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each part of a score: the total becomes the sum of weight x part; `total` is the scorer's own. {}: the
-    scorer's total. An answer whose score lacks a part that has a weight has no score."""
+    scorer's total. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the trainer's own process (trusted, bounded scorers only)."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
-    """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
+    """Seconds for one response; over it, its process is killed and replaced and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     """A model as judge."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
-    """Whether the scorer is given some answers that must not score before the first step (nothing, junk, the prompt, a
-    form without content, answers to other problems). An event tells of those that do. It changes no number."""
+    """Score some responses that must not score before the first step: nothing, junk, the prompt, a form without
+    content, responses to other problems. An event reports those that score. It changes no number."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """Share of rows whose own reference or solution may earn less than full marks by the scorer. Each is scored before
-    the run; above the share the dataset is refused, below it the rows are reported."""
+    """Share of rows whose own reference or solution may get less than the full score. Each is scored before the run.
+    Above the share the dataset is refused, below it the rows are reported."""
     checks = (
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with data.scorer=data.math:score, which some answers keep busy for ever, and with "
+             "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
              "data=parquet without data.scorer, whose rows may be mathematics",
              lambda own, run: isinstance(run.data, MixtureData) or own.num_processes > 0
              or run.data.scorer not in ("data.math:score", BY_ROW), "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any answer",
+             "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any response",
              lambda own, run: run.data.scorer != "data.reasoning_gym:score" or own.num_processes > 0,
              "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with a scorer data.judge:score: as many answers are judged at a time",
+             "must be 1 or more with a scorer data.judge:score: so many responses are scored concurrently",
              lambda own, run: run.data.scorer != JUDGE or own.num_processes > 0, "Set reward.num_processes=16"),
         rule(".deadline_s", "sandbox.time_s",
              "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and "
@@ -204,10 +205,10 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Limits of a program that a model wrote: an answer (`data.code:score`) or a call (`data.code:run_python`)."""
+    """Limits of a program that a model wrote: a response (`data.code:score`) or a call (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """Seconds of wall time for a program, with all its tests together; it is killed then, and the tests left fail."""
+    """Seconds of wall time for a program with all its tests; then it is killed, and the remaining tests fail."""
     memory_mb: int = Field(default=512, ge=64)
     """Address space of the program, which is one process."""
     file_mb: int = Field(default=16, ge=1)
@@ -215,8 +216,8 @@ class SandboxConfig(Section):
     output_kb: int = Field(default=64, ge=1)
     """Output that is kept; the rest is cut off."""
     allow_weak: bool = False
-    """Run programs where they cannot be shut in (no bubblewrap, no user namespaces): under limits of time, memory and
-    files for each process alone, with the network and all files of this user in reach."""
+    """Run programs where no sandbox is available (no bubblewrap, no user namespaces): with limits of time, memory and
+    files for each process, but with the network and all files of this user in reach."""
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.calculator:Countdown data.number_guessing:Game data.countdown:score data.gsm8k:score "
@@ -227,7 +228,7 @@ class SandboxConfig(Section):
 
 
 class EpisodeConfig(Section):
-    """Answers of several turns, with an environment's replies between them (`data.environment`).
+    """Responses of several turns, with an environment's replies between them (`data.environment`).
 
     `rollout.max_response_tokens` is the length of a whole episode, replies included: a turn that reaches it is the
     last, and a reply that leaves no token after it is dropped, which ends the episode.
@@ -237,19 +238,19 @@ class EpisodeConfig(Section):
     """Functions that the model may call, each as `module:function`, for data.environment=rlcore.rollout.tools:Tools. A
     chat template shows them to the model, so each needs type hints and a docstring with `Args:`."""
     max_turns: int = Field(default=8, ge=1)
-    """Most turns of the model. The last one is judged too; what the environment replies to it is dropped."""
+    """Most turns of the model. The last one is scored too; the environment's reply to it is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
-    """Longest turn of the model, in tokens: one that reaches it ends there, and the episode goes on. 0: no limit."""
+    """Longest turn of the model, in tokens: one that reaches it ends there, and the episode continues. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
-    """Longest reply of the environment, in tokens, and in characters 16 times that: what is beyond is cut off."""
+    """Longest reply of the environment, in tokens, and in characters 16 times that; the rest is cut off."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
     """Seconds for one reply. Over it the environment's process is killed and replaced, and the episode has no score and
     no part in training; other episodes of that process are repeated in the new one."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """Processes of the environments; each has one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
-    """Whether each turn's reward stands at its last token, for advantages that know when a reward came. Off: the sum of
-    all stands at the episode's last token."""
+    """Put each turn's reward at its last token, for advantages that use the time of a reward. Off: their sum is at the
+    episode's last token."""
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -264,90 +265,89 @@ class EpisodeConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """How a model is judged on held-out problems."""
+    """Evaluation of a model on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
     """Steps between two validations in training; 0: only before and after."""
     max_problems: int = Field(default=0, ge=0)
     """Held-out problems used in training, and of a suite in an evaluation; 0: all."""
     samples_per_problem: int = Field(default=4, ge=1)
-    """Sampled answers to each problem, for mean@k and pass@k."""
+    """Sampled responses to each problem, for mean@k and pass@k."""
     sampling: SamplingConfig = SamplingConfig()
-    """How validation answers are drawn."""
+    """Sampling of validation responses."""
     greedy: bool = True
-    """Also judge one greedy answer to each problem."""
+    """Also evaluate one greedy response to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """Bootstrap resamples over problems, 1,000 at least: of figures that are no 0 or 1 of each problem, and of
-    differences."""
+    """Bootstrap resamples over problems, 1,000 at least, for differences and metrics with values other than 0 and 1."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
              lambda own, _: own.num_resamples >= 1_000, "Leave it out"),
         rule(".samples_per_problem", ".sampling.temperature", "must be 1 with validation.sampling.temperature=0",
              lambda own, _: own.sampling.temperature > 0 or own.samples_per_problem == 1,
-             "Set it to 1, or sample at temperature 1; validation.greedy judges a greedy answer as well"),
+             "Set it to 1, or sample at temperature 1; validation.greedy evaluates a greedy response as well"),
     )  # fmt: skip
 
     @property
     def evaluation(self) -> "EvaluationConfig":
-        """These settings alone, without what a subclass adds."""
+        """These settings alone, without those of a subclass."""
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Whether both come to the same figures of the same weights: they do whatever `every_steps` says."""
+        """Return True if both give the same metrics of the same weights, whatever `every_steps` is."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether a training of so many steps is judged after this one, 0 being before the first."""
+        """Return True if a training of so many steps validates after this one (0: before the first)."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
 class SuiteConfig(EvaluationConfig):
-    """A held-out set of its own, with its own task, scorer and sampling, and without a training part."""
+    """A separate held-out set with its own task, scorer and sampling, and without a training part."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
-    """Its name in metrics: `val-core/<name>/...`."""
+    """Name in metrics: `val-core/<name>/...`."""
     data: TaskData
-    """Settings of a task, `task` among them, without a seed. The held-out rows are taken and nothing else."""
+    """Settings of a task, `task` among them, without a seed. Only the held-out rows are used."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """Fixes the problems that a task draws and every sampled token, whatever the seed of the run."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt kept, in tokens; a longer one is left out. None: filter.max_prompt_tokens."""
+    """Longest prompt kept, in tokens; a longer one is dropped. None: filter.max_prompt_tokens."""
     max_response_tokens: int | None = Field(default=None, ge=1)
-    """Longest answer, in tokens. None: rollout.max_response_tokens."""
+    """Longest response, in tokens. None: rollout.max_response_tokens."""
 
 
 def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
-    """Each suite's figures have a name of their own, and its answers fit where the run's do."""
+    """Check that each suite's name is unique, and that its responses fit where the run's do."""
     if names := reserved(suite.name for suite in validation.suites):
-        says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
+        says = f"must have different names, and none {ALL_SOURCES}, the name of all held-out problems together"
         return Problem(".suites", says, names, "Write another `name` into the file")
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
     for suite in validation.suites:
         longest = (suite.max_prompt_tokens or prompt) + (suite.max_response_tokens or response)
         if longest > prompt + response:
-            says = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
+            says = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and response"
             remedy = f"Lower the suite's limits, or raise the run's by {longest - prompt - response}"
             return Problem(".suites", says, f"{suite.name}: {longest}, the run {prompt + response}", remedy)
     return None
 
 
 class ValidationConfig(EvaluationConfig):
-    """How a model is judged on held-out problems: those of its own data, and suites."""
+    """Evaluation of a model on held-out problems: those of the run's data, and suites."""
 
     suites: tuple[SuiteConfig, ...] = ()
     """Further held-out sets, each a name in `conf/suite`, the path of a file of that form, or its content
-    (docs/data.md). They decide neither which checkpoint is best nor the objective of a sweep."""
+    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep."""
     checks = (
         rule(".suites", "", "must not name a seed in their data",
              lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),
-             "Set the suite's own seed, which fixes its rows and its answers"),
+             "Set the suite's own seed, which fixes its rows and its responses"),
         Rule((".suites", "filter.max_prompt_tokens", "rollout.max_response_tokens"), _suites_have_names_and_room),
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Whether a metric is a figure of a suite. A data source `<suite>/hard` is none."""
+        """Return True for a metric of a suite. A data source `<suite>/hard` is none."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

@@ -1,8 +1,8 @@
-"""What settings demand of each other: rules and bounds, which must hold, and settings without an effect elsewhere.
+"""Rules between settings: bounds and rules that must hold, and settings without an effect.
 
 Each is declared at the setting: a `Bound` or an `EffectiveWhen` in the annotation of its field, a `Rule` in the
-`checks` of its section, an `EffectiveWhen` for all of a section as its `effective`. Names of settings are dotted keys;
-`.name` is one of the same section.
+`checks` of its section, an `EffectiveWhen` for a whole section as its `effective`. Names of settings are dotted keys,
+and `.name` is one of the same section.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -33,7 +33,7 @@ class Rule:
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """A rule about one key, given others (in one text, with spaces); the problem shows the values of all."""
+    """Return a rule about one key and others (in one text, with spaces). The problem shows the values of all."""
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -45,10 +45,8 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
-
-    Several others count by their sum, for `divide` by their product. The bound holds where no setting is null and
-    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors.
-    """
+    Several others count by their sum, for `divide` by their product. The bound holds if no setting is null and
+    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors."""
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str
@@ -56,7 +54,7 @@ class Bound:
     only_with: str = ""
 
     def rule(self, key: str) -> Rule:
-        """The rule that the setting of this name keeps the bound."""
+        """Return the rule that the setting of this name keeps the bound."""
         names = tuple(self.others.replace(" x ", " + ").split(" + "))
 
         def check(section: Any, run: Run) -> Problem | None:
@@ -75,14 +73,14 @@ class Bound:
 
 @cache
 def rules_of(section: type[Section]) -> tuple[Rule, ...]:
-    """The bounds of a section's fields, and the rules that it declares."""
+    """Return the bounds of a section's fields, and the rules that it declares."""
     fields = section.model_fields.items()
     bounds = (each.rule(f".{name}") for name, field in fields for each in field.metadata if isinstance(each, Bound))
     return (*bounds, *(each for kind in section.__mro__ for each in vars(kind).get("checks", ())))
 
 
 def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
-    """Every broken rule, except rules that read a key or section named in `unsound`."""
+    """Return every broken rule, except rules that read a key or section named in `unreliable`."""
     found = []
     for prefix, section in sections_in(config):
         for each in rules_of(type(section)):
@@ -95,7 +93,7 @@ def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
 
 
 def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """A section and those in it, without those that are null, with what comes before the names of their keys."""
+    """Yield a section and its subsections that are not null, each with the prefix of its keys."""
     yield prefix, section
     for name in type(section).model_fields:
         inner = getattr(section, name)
@@ -104,7 +102,7 @@ def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Secti
 
 
 def divisors(number: int) -> str:
-    """The largest divisors of a number, in order."""
+    """Return the largest divisors of a number, in order."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
     found = sorted({*low, *(number // each for each in low)})
     return ", ".join(map(str, found[-_MAX_DIVISORS:]))
@@ -119,14 +117,14 @@ def _value(section: Section, run: Run, name: str) -> Any:
 
 
 def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
-    """Values of settings in words: `48 with batch_size 64`."""
+    """Return values of settings as text: `48 with batch_size 64`."""
     first, *rest = (_value_text(_value(section, run, name)) for name in (key, *others))
     values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
     return f"{first} with {', '.join(values)}" if values else first
 
 
 def _value_text(value: object) -> str:
-    """A setting's value; of sections their number."""
+    """Return a setting's value as text, for sections their number."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
@@ -134,16 +132,14 @@ def _value_text(value: object) -> str:
     return format_value(value)
 
 
-# ---------------------------------------------------------------------- settings without an effect
-
-
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A setting is read only where one of the settings `by` (in one text, with spaces) has one of the values.
+    """Declares that a setting is read only if one of the settings `by` (in one text, with spaces) has one of the
+    values.
 
     Without `values`, which may be a function, it must be on, and with `unless` have none of these. `of` limits it to
-    some values of the setting. `why` and `remedy` replace the generated reason and remedy. There is no warning where
-    none of `by` exists (another task, a section that is null).
+    some values of the setting. `why` and `remedy` replace the generated texts. There is no warning if none of `by`
+    exists (another task, a section that is null).
     """
 
     by: str
@@ -154,7 +150,7 @@ class EffectiveWhen:
     remedy: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Whether the setting is read where one of `by` has this value."""
+        """Return True if the setting is read where one of `by` has this value."""
         if callable(self.values):
             return self.values(value)
         if self.values or self.unless:
@@ -163,13 +159,13 @@ class EffectiveWhen:
         return value not in (None, False, 0, "off", "", ())
 
     def reason(self, by: dict[str, Any]) -> str | None:
-        """The settings `by` that leave the setting unread, as one would write them; None where it is read."""
+        """Return the settings `by` that leave the setting unread, None if it is read."""
         if not by or any(map(self.is_met, by.values())):
             return None
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """What the first of `by`, of this name, has to be."""
+        """Return the change of the first of `by`, of this name, that makes the setting effective."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
@@ -182,16 +178,12 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """A warning for each group of settings that cannot have an effect here: keys and values, why, what to do.
+    """Return a warning for each group of settings without an effect: keys and values, reason, remedy.
 
-    They are no mistakes: shared sweeps and experiments give such settings on purpose. The first reason counts.
-
-    Args:
-        config: sound settings.
-        given: dotted keys, and members of groups, that were asked for: overrides.
-        in_file: dotted keys of an experiment's file. They get no warning where an override has switched off what they
-            belong to, which is done on purpose.
-        swept: dotted keys, and groups, that differ from point to point of a sweep; `config` is that of no point.
+    They are not mistakes: shared sweeps and experiments contain such settings. The first reason counts. `given` are
+    keys and groups of overrides. `in_file` are keys of an experiment's file, without a warning if an override has
+    switched off their section. `swept` are keys and groups that differ from point to point of a sweep, and `config` is
+    that of no point.
     """
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
@@ -216,7 +208,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """What is declared, with the full names of `by`, and the settings and sections that it is declared at."""
+    """Return each declaration, with the full names of `by`, and the settings and sections that declare it."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

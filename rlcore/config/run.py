@@ -25,7 +25,7 @@ from rlcore.config.trainer import (
 
 
 def _warmup_fits(optim: str, total: str) -> Rule:
-    """The learning rate of a section reaches its peak before its stage ends."""
+    """Check that the learning rate of a section reaches its peak before its stage ends."""
 
     def holds(run: "RunConfig", _: "RunConfig") -> bool:
         steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)
@@ -78,15 +78,15 @@ class RunConfig(Section):
 
     @property
     def concurrent_responses(self) -> int:
-        """Answers of a batch that an engine writes at one time: those of all ranks that share it."""
+        """Responses of a batch that an engine writes concurrently, for all ranks that share it."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
-        answers = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)
-        return min(self.rollout.max_num_seqs, answers)
+        responses = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)
+        return min(self.rollout.max_num_seqs, responses)
 
 
 @cache
 def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
-    """The field of every dotted key, with several entries where tasks share it (`data.scorer`)."""
+    """Return the fields of every dotted key. Keys that tasks share (`data.scorer`) have several."""
     found: dict[str, tuple[FieldInfo, ...]] = {}
     for name, field in keys_of(RunConfig):
         found[name] = (*found.get(name, ()), field)
@@ -95,16 +95,16 @@ def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
 
 @cache
 def section_names() -> frozenset[str]:
-    """Dotted names of the sections: `algo`, `algo.kl`, ..."""
+    """Return the dotted names of the sections: `algo`, `algo.kl`, ..."""
     return frozenset(name[:at] for name in all_keys() for at, letter in enumerate(name) if letter == ".")
 
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """Keys below which any name may be added: `tags`."""
+    """Return the keys below which any name may be added, such as `tags`."""
     return frozenset(name for name, (field, *_) in all_keys().items() if get_origin(field.annotation) is dict)
 
 
 def is_key(name: str) -> bool:
-    """Whether a dotted name is a setting, or lies in a mapping with free names."""
+    """Return True if a dotted name is a setting or a name in a mapping with free names."""
     return name in all_keys() or name.rpartition(".")[0] in free_mappings()

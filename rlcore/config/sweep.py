@@ -1,13 +1,22 @@
-"""What a sweep is: which points of which settings are tried, how they are compared, and when to stop."""
+"""A sweep: its settings (points, comparison, budget), and the reading and checking of its file."""
 
 import itertools
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from rlcore.config.base import Section
-from rlcore.config.problems import override_value
+from rlcore.config.base import FILE_ENDINGS, Section, keys_of
+from rlcore.config.check import read_yaml, rule_text
+from rlcore.config.compose import CONF_DIR, GROUPS, compose, compose_many, group_members
+from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
+from rlcore.config.problems import Problem, did_you_mean, format_value, override_value, settings_error
+from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 
 Point = Mapping[str, JsonValue]
 """Dotted keys or groups of one point, and their values."""
@@ -16,21 +25,21 @@ SEARCHES = ("grid", "list", "random", "optuna")
 
 
 class Range(Section):
-    """Numbers from `low` to `high`, both included (with `step`, the last that a step reaches); whole ones where both
-    ends are whole."""
+    """Numbers from `low` to `high`, both included (with `step`, up to the last step), integers if both ends are
+    integers."""
 
     low: int | float
     """Least value."""
     high: int | float
     """Largest value."""
     log: bool = False
-    """Drawn evenly over orders of magnitude, as a learning rate should be."""
+    """Drawn evenly over orders of magnitude, as for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
     """Distance of neighbouring values from `low` on; None: any value."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether its values are whole numbers."""
+        """True if its values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
 
     @model_validator(mode="after")
@@ -45,7 +54,7 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""Where mistakes in the values of a space are, beside their key."""
+"""Locations of mistakes in the values of a space, in addition to their key."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
@@ -55,7 +64,7 @@ Space = dict[str, Values]
 
 
 class RandomSearch(Section):
-    """Points drawn independently of one another by Optuna's RandomSampler."""
+    """Points drawn independently by Optuna's RandomSampler."""
 
     num_points: int = Field(ge=1)
     """Points to try. A larger number adds to those tried before."""
@@ -66,16 +75,15 @@ class RandomSearch(Section):
 
 
 class Pruning(Section):
-    """Poor points are not trained further: each is compared with those that have come to the same step before it."""
+    """Early stopping of poor points: each is compared with those that reached the same step before it."""
 
     every_steps: int = Field(ge=1)
     """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
     pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
     """paired: drops a point that the best one beats on the same held-out problems, by the interval of the paired
-    difference, unless it is among the best n / (k + 1) of n points at the k-th comparison; the others are Optuna's of
-    those names."""
+    difference, unless it is among the best n / (k + 1) of n points at the k-th comparison. The others are Optuna's."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Level of the paired interval, 0 to 1. A lower one drops more points, and sooner."""
+    """Level of the paired interval, 0 to 1. A lower one drops more points earlier."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of Optuna's pruner, such as reduction_factor: 3."""
 
@@ -89,32 +97,32 @@ class Pruning(Section):
 
 
 class OptunaSearch(RandomSearch):
-    """Points chosen by Optuna's TPE from the scores of those before. The seed fixes them, given the same scores."""
+    """Points chosen by Optuna's TPE from the scores of earlier ones. The seed fixes them for equal scores."""
 
     startup_points: int = Field(default=10, ge=1)
     """Points drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
-    """Points trained at a time with --on-workers."""
+    """Points trained concurrently with --on-workers."""
 
 
 class Budget(Section):
-    """What one call may spend. Finished runs cost nothing; the next call goes on where this one ends."""
+    """Limits of one call. Finished runs cost nothing, and the next call continues."""
 
     runs: int | None = Field(default=None, ge=1)
-    """Runs that are worked on."""
+    """Most runs."""
     steps: int | None = Field(default=None, ge=1)
     """Training steps."""
     hours: float | None = Field(default=None, gt=0)
-    """Hours after which no further run is begun."""
+    """Hours after which no further run starts."""
 
 
 class Objective(Section):
-    """The score of a point: the mean over seeds of a held-out figure at the last step."""
+    """The score of a point: the mean over seeds of a held-out metric at the last step."""
 
     metric: str | None = None
-    """A figure of the validation, such as reward/greedy; None: reward/mean@k, as everywhere."""
+    """A metric of the validation, such as reward/greedy; None: reward/mean@k."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """Which end is the better one."""
+    """Direction of improvement."""
 
 
 class SweepSpec(Section):
@@ -123,11 +131,11 @@ class SweepSpec(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """First part of the sweep's id."""
     experiment: str | None = None
-    """What is varied: a name in conf/experiment, or the path of a file; None: the defaults."""
+    """Base of all points: a name in conf/experiment, or the path of a file; None: the defaults."""
     overrides: tuple[str, ...] = ()
     """Settings that all points share, as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
-    """Each point is run with each of them, and its score is the mean."""
+    """Seeds of each point, whose score is the mean over them."""
     objective: Objective = Objective()
     grid: dict[str, tuple[JsonValue, ...]] | None = None
     """Every combination of these values."""
@@ -141,32 +149,29 @@ class SweepSpec(Section):
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """The members of `SEARCHES` that the file has: one, if it is sound."""
+        """Names of the search in the file: exactly one, if it is valid."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
     def search(self) -> RandomSearch | None:
-        """The random or Optuna search; None where the file lists its points."""
+        """The random or Optuna search, None where the file lists its points."""
         return self.random or self.optuna
 
     @property
     def space(self) -> Mapping[str, Values]:
-        """Space of the search; empty without one."""
+        """Space of the search, empty without one."""
         return {} if self.search is None else self.search.space
 
 
-# ---------------------------------------------------------------------- points
-
-
 def points_of(spec: SweepSpec) -> list[Point]:
-    """The points of a grid or a list, in order; none of a search, which draws them during the sweep."""
+    """Return the points of a grid or a list, in order. A search draws its points during the sweep."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ())
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Points with every end and every choice of a space at least once, to be checked before the search."""
+    """Return points that contain every end and choice of a space at least once, to be checked before the search."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -176,7 +181,7 @@ def edge_points(space: Mapping[str, Values]) -> list[Point]:
 
 
 def point_overrides(point: Point) -> list[str]:
-    """A point as overrides.
+    """Return a point as overrides.
 
     >>> point_overrides({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
     ['optim.lr=1e-05', 'algo=dapo', "data.operations=['+','-']", "filter.overlong='off'"]
@@ -185,9 +190,254 @@ def point_overrides(point: Point) -> list[str]:
 
 
 def format_point(point: Point) -> str:
-    """A point in a line.
+    """Return a point as one line.
 
     >>> format_point({"optim.lr": 1e-5, "algo": "dapo"})
     'optim.lr=1e-05 algo=dapo'
     """
     return " ".join(point_overrides(point))
+
+
+SWEEPS_DIR = CONF_DIR / "sweep"
+_WORDS = tuple(name.rpartition(".")[2] for name, _ in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
+MAX_POINTS = 10_000
+NOT_SWEPT = {
+    "seed": "Write the seeds as seeds: [1, 2]",
+    "experiment": "A sweep varies one experiment; write a sweep for each",
+    "name": "It names a run and changes nothing of it",
+    "run_id": "It names a run and changes nothing of it",
+    "tags": "They label a run and change nothing of it",
+    "paths": "All runs of a sweep have one root; set it for the sweep: paths.root=...",
+    "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
+}
+"""Keys that no point may have, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A checked sweep. `base`: the settings without any point. `points`: those of a grid or a list in order, none of a
+    search."""
+
+    spec: SweepSpec
+    overrides: tuple[str, ...]
+    base: RunConfig
+    points: tuple[Point, ...]
+
+    @property
+    def sweep_id(self) -> str:
+        """Name of the sweep's folder. It does not depend on the budget or the number of points of a search."""
+        spec = self.spec.model_dump(mode="json", exclude={"budget", "experiment", "overrides"})
+        for search in ("random", "optuna"):
+            if spec[search] is not None:
+                del spec[search]["num_points"]
+        base = self.base
+        more = {"name": base.name, "total_steps": base.trainer.total_steps, "metric": self.metric_of(base)}
+        digest = fingerprint("sweep", {"spec": spec, "base": fixed_settings(base), **more})
+        return f"{self.spec.name}-{digest[:8]}"
+
+    @property
+    def folder(self) -> Path:
+        """The sweep's folder."""
+        return Path(self.base.paths.root).resolve() / "sweeps" / self.sweep_id
+
+    @property
+    def num_points(self) -> int:
+        """Requested points. The sweep's study may have more from an earlier call."""
+        return len(self.points) if self.spec.search is None else self.spec.search.num_points
+
+    def rungs(self, config: RunConfig) -> tuple[int, ...]:
+        """Return the steps at which a point with these settings is compared, ending with its last step."""
+        total = config.trainer.total_steps
+        every = total if self.spec.pruning is None else self.spec.pruning.every_steps
+        return (*range(every, total, every), total)
+
+    def overrides_of(self, point: Point, seed: int) -> list[str]:
+        """Return the settings of one run on top of the experiment."""
+        return [*self.overrides, *point_overrides(point), f"seed={seed}"]
+
+    def unused_settings(self) -> list[str]:
+        """Return a line for each setting, shared or swept, that has no effect in any point."""
+        swept = {key for point in self.points for key in point} | self.spec.space.keys()
+        return compose(self.overrides, experiment=self.spec.experiment).unused_settings(swept)
+
+    def metric_of(self, config: RunConfig) -> str:
+        """Return the objective's name below `val-core/<data source>/`."""
+        return self.spec.objective.metric or f"reward/mean@{config.validation.samples_per_problem}"
+
+
+def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | None = None) -> Sweep:
+    """Read a sweep and check it, and every point, without heavy imports.
+
+    `source` is a name in `conf/sweep`, or the path of a .yaml file. `overrides` are shared by all points and replace
+    the file's, as does `budget`. Raises ConfigError: one message with every mistake in the file, or if there is none,
+    in the settings.
+    """
+    spec = _parse(_content(source))
+    if budget is not None:
+        changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
+        spec = spec.model_copy(update={"budget": changed})
+    if spec.experiment is not None and spec.experiment.endswith(FILE_ENDINGS):
+        # Workers may have another working directory.
+        spec = spec.model_copy(update={"experiment": str(Path(spec.experiment).absolute())})
+    replaced = {_key(text) for text in overrides}
+    shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
+    if problems := [*_search_problems(spec), *_key_problems(spec, shared), *_seed_problems(spec, shared)]:
+        raise settings_error(problems)
+    points = points_of(spec)
+    tried = points or edge_points(spec.space)
+    checked = compose_many(
+        [shared, *([*shared, *point_overrides(point)] for point in tried)], experiment=spec.experiment
+    )
+    (base, of_all), of_points = checked[0], checked[1:]
+    found = Sweep(spec, shared, base, tuple(points))
+    configs = [config for config, _ in of_points]
+    problems = [*of_all, *_point_problems(tried, [[one for one in more if one not in of_all] for _, more in of_points])]
+    if not problems:
+        problems += _duplicate_problems(tried, configs)
+    problems += [*_metric_problems(spec, configs), *_rung_problems(found, configs)]
+    if problems:
+        raise settings_error(list(dict.fromkeys(problems)))
+    return found
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _content(source: str) -> dict[str, Any]:
+    file = Path(source) if source.endswith(FILE_ENDINGS) else SWEEPS_DIR / f"{source}.yaml"
+    if not file.is_file():
+        names = group_members("sweep")
+        remedy = f"{did_you_mean(source, names)}There are {', '.join(names)}"
+        raise settings_error([Problem("sweep", "must be the path of a file, or a name in conf/sweep", source, remedy)])
+    content = read_yaml(file)
+    if isinstance(content, str):
+        raise settings_error([Problem("sweep", content, str(file), "docs/sweeps.md shows the form")])
+    sections = content.keys() & {*RunConfig.model_fields} - {*SweepSpec.model_fields}
+    if "defaults" in content or (sections and not content.keys() & {*SEARCHES, "experiment"}):
+        remedy = f"Run it by millrace run experiment={source}; docs/sweeps.md shows a sweep's file"
+        raise settings_error([Problem("sweep", "must be a sweep's file, and this is an experiment's", source, remedy)])
+    return content
+
+
+def _parse(content: Mapping[str, Any]) -> SweepSpec:
+    """Parse the file to a `SweepSpec`, or raise one error with all mistakes in its form."""
+    try:
+        # Strict JSON, as for settings: neither true nor "5" is a number.
+        return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        raise settings_error([_form_problem(detail) for detail in error.errors(include_url=False)]) from None
+
+
+def _form_problem(detail: ErrorDetails) -> Problem:
+    loc = [str(part) for part in detail["loc"] if part not in (VALUES, RANGE)]
+    got, kind, key = detail["input"], detail["type"], ".".join(loc)
+    if kind == "tuple_type" and VALUES in detail["loc"]:
+        return Problem(
+            key, "must be a list of values, or a range", format_value(got), "Write [1, 2] or {low: 1, high: 2}"
+        )
+    if kind == "extra_forbidden":
+        words = tuple(SweepSpec.model_fields) if len(loc) == 1 else _WORDS
+        remedy = f"{did_you_mean(loc[-1], words)}docs/sweeps.md lists the keys of a sweep"
+        return Problem(key, "a sweep has no such key", format_value(got), remedy)
+    return Problem(
+        key, "is missing" if kind == "missing" else rule_text(detail), format_value(got), "See docs/sweeps.md"
+    )
+
+
+def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
+    """Check that the sweep has one way to choose points, and values to try."""
+    said = spec.searches
+    if not said:
+        remedy = f"Use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
+        yield Problem("sweep", "is empty: it has nothing to try", spec.name, remedy)
+    if len(said) > 1:
+        yield Problem("sweep", "has more than one way to choose points", ", ".join(said), "Keep one of them")
+    listed = {f"list.{number}": point for number, point in enumerate(spec.list or (), 1)}
+    spread = {f"{said[0]}.{key}": values for key, values in {**(spec.grid or {}), **spec.space}.items()}
+    for name, values in {"seeds": spec.seeds, "grid": spec.grid, "list": spec.list, **listed, **spread}.items():
+        if values in ({}, ()):
+            yield Problem(
+                name, "is empty: there is nothing to try", format_value(values), "Name a setting and its values"
+            )
+    size = math.prod(len(values) for values in (spec.grid or {}).values())
+    if size > MAX_POINTS:
+        remedy = "Draw some of them by random or optuna"
+        yield Problem("grid", f"must have at most {MAX_POINTS:,} points", f"{size:,}", remedy)
+
+
+def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
+    """Check that every swept key may be swept, and is not also given for all points."""
+    keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
+    for key in keys:
+        owner = key.partition(".")[0]
+        name = f"{spec.searches[0]}.{key}"
+        if owner in NOT_SWEPT:
+            yield Problem(name, "cannot be swept", key, NOT_SWEPT[owner])
+        elif not (key in GROUPS or is_key(key) or key in section_names()):
+            remedy = f"{did_you_mean(key, [*all_keys(), *GROUPS])}docs/settings.md lists every key"
+            yield Problem(name, "there is no such setting", key, remedy)
+    for key in map(_key, shared):
+        if key in keys:
+            yield Problem(key, "is swept, and given for all points", key, "Keep one")
+
+
+def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
+    """Check that the seeds differ, and are given once."""
+    twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
+    if twice:
+        yield Problem("seeds", "must differ", format_value(spec.seeds), f"Name {', '.join(map(str, twice))} once")
+    for text in shared:
+        if _key(text) in ("seed", "run_id"):
+            yield Problem("overrides", "seed and run_id differ from run to run", text, "Write seeds: [...] instead")
+
+
+def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
+    """Yield each mistake once, with its points."""
+    where: dict[Problem, list[Point]] = {}
+    for point, problems in zip(points, found, strict=True):
+        for problem in problems:
+            where.setdefault(problem, []).append(point)
+    for problem, owners in where.items():
+        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        rule = f"{problem.rule} (point {format_point(owners[0])}{more})"
+        yield Problem(problem.key, rule, problem.got, problem.remedy)
+
+
+def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Problem]:
+    """Check that no two points have the same run id."""
+    first: dict[str, Point] = {}
+    for point, config in zip(points, configs, strict=True):
+        before = first.setdefault(run_id(config), point)
+        if before is not point:
+            got = f"{format_point(before)} and {format_point(point)}"
+            remedy = "Leave one out; keys that do not change a run's numbers make no other run, see docs/sweeps.md"
+            yield Problem("sweep", "has two points that are the same run", got, remedy)
+
+
+def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
+    """Check that the validation of each point has the objective's metric."""
+    metric = spec.objective.metric
+    for config in configs:
+        k = config.validation.samples_per_problem
+        known = [f"reward/{name}@{k}" for name in ("mean", "pass", "pass_all", "maj")] + [f"acc/mean@{k}"]
+        known += ["reward/greedy", "acc/greedy"] if config.validation.greedy else []
+        if metric is not None and metric not in known:
+            remedy = f"{did_you_mean(metric, known)}There are {', '.join(known)}"
+            yield Problem("objective.metric", "must be a metric of the validation", metric, remedy)
+
+
+def _rung_problems(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
+    """Check that there is a checkpoint and a validation where points are compared."""
+    if (pruning := found.spec.pruning) is None:
+        return
+    first, key = pruning.every_steps, "pruning.every_steps"
+    for config in configs:
+        if first >= config.trainer.total_steps:
+            remedy = "Lower it, or leave out the early stopping"
+            yield Problem(key, "must be below trainer.total_steps", str(first), remedy)
+        for name, every in (("trainer.steps_per_chunk", config.trainer.steps_per_chunk),
+                            ("validation.every_steps", config.validation.every_steps)):  # fmt: skip
+            if every == 0 or first % every:
+                rule, remedy = f"must be a multiple of {name} ({every})", f"Add {name}={first} to overrides"
+                yield Problem(key, rule, str(first), remedy)

@@ -14,10 +14,10 @@ _PROFILED = EffectiveWhen(".first_step")
 
 
 class TrainerConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     total_steps: int = Field(default=100, ge=1, le=10_000_000)
-    """Steps of the run; a step is one batch of prompts sampled, scored and learned from."""
+    """Steps of the run; a step samples, scores and trains on one batch of prompts."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=20, ge=1)
     """Steps between two checkpoints. A chunk is the unit that Prefect retries."""
     batch_size: int = Field(default=256, ge=1, le=10_000_000)
@@ -37,8 +37,8 @@ class TrainerConfig(Section):
     ] = Field(default=16_384, ge=1)
     """Token budget of one forward and backward. The gradient does not depend on it."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """Log-probabilities before the update. auto: recomputed only where a batch gets more than one update
-    or the algorithm compares or ranks them."""
+    """Log-probabilities before the update. auto: recomputed only if a batch gets more than one update or the algorithm
+    compares or ranks them."""
 
 
 StateAction = Literal["off", "tell", "stop"]
@@ -46,34 +46,35 @@ StepAction = Literal["off", "tell", "skip", "stop"]
 
 
 class AlarmConfig(Section):
-    """What is done when the numbers of a run go wrong: one action for each alarm.
+    """Actions on wrong numbers of a run, one for each alarm.
 
-    off: not checked. tell: an event in journal, MLflow and Prefect. skip: besides, the step's update is left out.
-    stop: the step is saved and the run fails; `--fork RUN@best` continues from its best checkpoint with other settings.
-    Entropy and KL are states of the weights, which no skipped update mends, so they have no skip."""
+    off: not checked. tell: an event in journal, MLflow and Prefect. skip: also skip the step's update. stop: save the
+    step and fail; `--fork RUN@best` continues from the best checkpoint with other settings. Entropy and KL are states
+    of the weights, which no skipped update mends, so they have no skip.
+    """
 
     non_finite: Literal["skip", "stop"] = "stop"
-    """A loss or gradient is not finite. The batch is saved in any case; the update is never applied."""
+    """A loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
-    """The norm of the policy's gradient, before clipping, is above `grad_norm_above` in a mini-batch. skip leaves out
-    only the mini-batches where it is."""
+    """The norm of the policy's gradient, before clipping, is above `grad_norm_above` in a mini-batch. skip skips only
+    these mini-batches."""
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """Norm over all parameters of the gradient of one mini-batch."""
     entropy: StateAction = "tell"
-    """The policy's entropy is below `entropy_below`: it gives one answer whatever the seed."""
+    """The policy's entropy is below `entropy_below`: it gives the same response for every seed."""
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
-    """Mean over answer tokens, nats."""
+    """Mean over response tokens, nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """Within each group all answers have the same score: there is nothing to compare. Not checked where each prompt has
-    one answer."""
+    """All responses of each group have the same score, so there is nothing to compare. Not checked if each prompt has
+    one response."""
     kl: StateAction = "off"
     """The KL divergence from the reference is above `kl_above`. Needs algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
-    """Mean over answer tokens, nats."""
+    """Mean over response tokens, nats."""
     length: StepAction = "off"
-    """The share of answers that end at rollout.max_response_tokens is at least `length_share`."""
+    """The share of responses that end at rollout.max_response_tokens is at least `length_share`."""
     length_share: Annotated[float, EffectiveWhen(".length")] = Field(default=0.95, gt=0, le=1)
-    """Share of the step's answers."""
+    """Share of the step's responses."""
     checks = (
         rule(".kl", "algo.kl.where", "needs a reference to measure the KL from",
              lambda own, run: own.kl == "off" or run.algo.kl.where != "off",
@@ -82,7 +83,7 @@ class AlarmConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept of a run. Retention works from what is on disk."""
+    """Retention of checkpoints, by what is on disk."""
 
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
@@ -93,17 +94,16 @@ class CheckpointConfig(Section):
     reserve_gb: float = Field(default=1.0, ge=0)
     """Free space, in GB of 1e9 bytes, that is never used."""
     wait_for_room_s: float = Field(default=3_600.0, ge=0)
-    """Seconds that a run short of disk space waits for room before it ends; what is saved stays."""
+    """Seconds that a run waits for disk space before it ends; its saved state stays."""
 
 
 class AnswersConfig(Section):
-    """What is kept of the answers, with tokens, log-probabilities, scores and advantages. Changes no number."""
+    """Record of the responses, with tokens, log-probabilities, scores and advantages. Changes no number."""
 
     every_steps: int = Field(default=1, ge=0)
-    """The answers of each training step whose number is a multiple of this are kept, and those of every validation; 0:
-    none at all."""
+    """Training steps whose number is a multiple of this keep their responses, as does every validation; 0: none."""
     max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
-    """Most that they may take on the disk, in GB of 1e9 bytes; those of the oldest training steps are deleted first."""
+    """Largest size on disk, in GB of 1e9 bytes; those of the oldest training steps are deleted first."""
 
 
 class ProfileConfig(Section):
@@ -111,43 +111,43 @@ class ProfileConfig(Section):
     https://ui.perfetto.dev or chrome://tracing."""
 
     first_step: int | None = Field(default=None, ge=1)
-    """First step that is recorded. None: no step is."""
+    """First recorded step. None: no step is recorded."""
     num_steps: Annotated[int, _PROFILED] = Field(default=1, ge=1, le=10)
-    """Steps that are recorded, each in files of its own."""
+    """Recorded steps, each in separate files."""
     max_mb: Annotated[float, _PROFILED] = Field(default=200.0, gt=0)
-    """Largest trace of a step and rank, in MB of 1e6 bytes. One that is larger is not kept and ends the window."""
+    """Largest trace of a step and rank, in MB of 1e6 bytes. A larger one is not kept and ends the window."""
 
 
 class DeadlineConfig(Section):
-    """Seconds that one phase of a run may take. A longer one counts as hung: the stacks of all processes are written to
-    a file, the trainer is ended, and the chunk is tried again from its checkpoint."""
+    """Longest times of the phases of a run, in seconds. A longer phase counts as hung: the stacks of all processes are
+    written to a file, the trainer is ended, and the chunk is retried from its checkpoint."""
 
     start_s: float = Field(default=1_800.0, gt=0)
     """Start of the workers: Ray, models, engines."""
     generate_s: float = Field(default=3_600.0, gt=0)
-    """Answers of one step."""
+    """Responses of one step."""
     score_s: float = Field(default=3_600.0, gt=0)
-    """Scores of one step; a single answer has reward.deadline_s."""
+    """Scores of one step; a single response has reward.deadline_s."""
     forward_s: float = Field(default=3_600.0, gt=0)
     """A forward pass over the batch: old and reference log-probabilities, values."""
     update_s: float = Field(default=3_600.0, gt=0)
     """All updates of a step of policy or critic."""
     hand_over_s: float = Field(default=900.0, gt=0)
-    """Hand-over of the weights to the engine."""
+    """Weight sync to the engine."""
     validate_s: float = Field(default=7_200.0, gt=0)
     """One validation."""
     save_s: float = Field(default=1_800.0, gt=0)
-    """Writing a checkpoint or the weights for others; waiting for room does not count."""
+    """Writing a checkpoint or exporting weights; waiting for disk space does not count."""
     load_s: float = Field(default=1_800.0, gt=0)
     """Reading a checkpoint."""
 
     def longest_s(self) -> float:
-        """The longest deadline."""
+        """Return the longest deadline."""
         return max(float(getattr(self, name)) for name in type(self).model_fields)
 
 
 class RuntimeConfig(Section):
-    """Where workers live. Changes the speed, not the numbers."""
+    """Placement of the workers. Changes the speed, not the numbers."""
 
     backend: Literal["local", "ray"] = "local"
     """local: one worker in the trainer's process. ray: one actor a rank."""
@@ -167,25 +167,25 @@ class RuntimeConfig(Section):
     placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
     """Seconds to wait for the cluster to grant the workers' resources."""
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
-    """What is done with the memory plan of a run on a GPU. check: one that cannot fit, however fine the micro-batches,
-    is refused. auto: besides, `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
-    `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload` and
-    `model.gradient_checkpointing` are chosen by the plan, the fastest that fit. off: it is only printed."""
+    """Use of the memory plan on a GPU. check: a run that cannot fit with any micro-batch is refused. auto: also, the
+    plan chooses the fastest values that fit of `rollout.memory_share`, `rollout.max_batched_tokens`,
+    `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`,
+    `optim.offload` and `model.gradient_checkpointing`. off: the plan is only printed."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Dense operations a second of one device in the compute type, in units of 1e12: what `perf/mfu` is a share of.
-    None: by the GPU's name in bfloat16; not known (and no such metric) on a CPU."""
+    """Dense operations a second of one device in the compute type, in units of 1e12: the denominator of `perf/mfu`.
+    None: by the GPU's name in bfloat16; unknown (and no such metric) on a CPU."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that torch's profiler records. Slows these steps down and changes no number."""
     deadlines: DeadlineConfig = DeadlineConfig()
-    """How long each phase may take before it counts as hung."""
+    """Longest time of each phase before it counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """Seconds in which a run ends after a request to stop. The step has half of them to finish, then it is given up and
-    the step before is saved; what is not saved at the end is done again by the next start."""
+    """Seconds in which a run ends after a request to stop. The step has half of them to finish, then it is cancelled
+    and the step before is saved; the next start repeats what is not saved."""
     max_chunk_retries: int = Field(default=2, ge=0)
-    """How often a failed chunk is tried again from its checkpoint."""
+    """Most retries of a failed chunk from its checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Order in which runs wait for the slots of their root (`millrace slots`), the highest first. Runs with a lower one
-    give theirs back at the end of a chunk, and wait. Without effect where the root has no slots."""
+    """Priority in the queue for the slots of their root (`millrace slots`), the highest first. Runs with a lower one
+    return their slots at the end of a chunk, and wait. Without effect if the root has no slots."""
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
              lambda own, _: own.backend == "ray" or own.num_workers == 1, "Set runtime.backend=ray"),
@@ -193,7 +193,7 @@ class RuntimeConfig(Section):
 
 
 class PathsConfig(Section):
-    """Where things are written."""
+    """Output folders."""
 
     root: str = "artifacts"
     """Folder of datasets, models, runs and the MLflow store; relative to the working directory. `~` is expanded."""
@@ -202,17 +202,17 @@ class PathsConfig(Section):
 
 
 class TrackingConfig(Section):
-    """MLflow. The local journal is written in any case."""
+    """MLflow. The local journal is always written."""
 
     enabled: bool = True
-    """Whether metrics and artifacts are carried to MLflow."""
+    """Send metrics and artifacts to MLflow."""
     uri: Annotated[str | None, _TRACKED] = None
     """MLflow tracking URI; None: sqlite under `paths.root`."""
     experiment: Annotated[str, _TRACKED] = "millrace"
     """MLflow experiment name."""
     log_best: Annotated[bool, _TRACKED] = True
-    """Whether the weights of the best checkpoint are kept in MLflow beside those of the last one."""
+    """Also keep the weights of the best checkpoint in MLflow, next to those of the last one."""
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
-    """Name in MLflow's model registry under which both are put, with the aliases `best` and `last`. None: neither."""
+    """Name in MLflow's model registry for both, with the aliases `best` and `last`. None: neither."""
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
-    """Seconds between two deliveries of the process beside the trainer."""
+    """Seconds between two deliveries of the delivery process."""

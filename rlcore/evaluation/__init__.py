@@ -1,1 +1,1 @@
-"""How a model did on held-out problems: results as they are kept, and their statistics with intervals. No torch."""
+"""Evaluation of models: responses to held-out problems, their metrics and intervals."""

@@ -1,4 +1,4 @@
-"""Answers to held-out problems and a validation made of them, as `validation/<name>.json` of a run holds it."""
+"""Responses to held-out problems and the validation made of them: `validation/<name>.json` of a run."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +36,11 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Response:
-    """One answer. `parts` are the named components of its score, `num_tokens` counts the end token.
+    """One response. `parts` are the named components of its score, `num_tokens` includes the end token.
 
-    `logprob` is the sum of its tokens' log-probabilities at sampling time (nats), None where it was not recorded.
-    `said` is the answer that the scorer found in the text, None where it returned none.
-    `failure` is why there is no score, None where there is one; an answer without a score is in no figure.
+    `logprob` is the sum of its tokens' log-probabilities (nats) when they were sampled, None if not recorded. `said` is
+    the answer that the scorer extracted, None if it returned none. `failure` is the reason for a missing score, None
+    otherwise. No metric uses a response without a score.
     """
 
     text: str
@@ -54,21 +54,19 @@ class Response:
 
     @property
     def vote(self) -> str:
-        """Key for majority votes: equal for equal answers."""
+        """Key for majority votes, equal for equal answers."""
         return vote(self.text) if self.said is None else self.said
 
     @property
     def solved(self) -> bool:
-        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
+        """True for a correct response: by the part `correct` if there is one, else by a full score (1)."""
         return Score(self.score, self.parts).solved
 
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """All answers to one held-out problem. `difficulty` is the task's own measure, 0 where it has none.
-
-    `data_source` is '' in files written before there were mixtures: that of the whole validation.
-    """
+    """All responses to one held-out problem. `difficulty` is a measure of the task, 0 if it has none. `data_source` is
+    '' for the data source of the whole validation."""
 
     prompt_id: int
     difficulty: int
@@ -80,28 +78,28 @@ class ProblemResult:
 
     @property
     def scored_samples(self) -> tuple[Response, ...]:
-        """Samples that have a score."""
-        return tuple(answer for answer in self.samples if answer.failure is None)
+        """Samples with a score."""
+        return tuple(response for response in self.samples if response.failure is None)
 
     @property
     def is_scored(self) -> bool:
-        """Whether a sample has a score, if there are samples, and the greedy answer, if there is one."""
+        """True if at least one sample (unless there are none) and the greedy response (if any) have a score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
     def num_solved(self) -> int:
-        """c: samples that are right."""
-        return sum(answer.solved for answer in self.scored_samples)
+        """c: number of correct samples."""
+        return sum(response.solved for response in self.scored_samples)
 
     @property
     def mean_score(self) -> float:
         """Mean score of the samples, 0 without any."""
-        return sum(answer.score for answer in self.scored_samples) / max(1, len(self.scored_samples))
+        return sum(response.score for response in self.scored_samples) / max(1, len(self.scored_samples))
 
 
 def vote(text: str) -> str:
-    """Key for majority votes where the scorer returned none, without white space: the last `<answer>`, else the text
-    after the last `####`, else the whole text.
+    """Return the key for majority votes of a text without an extracted answer, without white space: the last
+    `<answer>`, else the text after the last `####`, else the whole text.
 
     >>> vote("so <answer> 3 + 4 </answer>"), vote("it is #### 7"), vote("3 + 4")
     ('3+4', '7', '3+4')
@@ -112,11 +110,8 @@ def vote(text: str) -> str:
 
 
 def num_samples(problems: Sequence[ProblemResult]) -> int:
-    """k: sampled answers to each problem; 0 without problems.
-
-    Raises:
-        DataError: problems have different numbers of samples.
-    """
+    """Return k, the sampled responses to each problem, 0 without problems. Raises DataError: problems have different
+    numbers of samples."""
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")
@@ -124,48 +119,43 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`.
+    """Return each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`. All
+    problems must be scored.
 
-    Sampled statistics need samples, greedy ones a greedy answer to every problem. Answers without a score do not
-    count: of k samples with two failures the statistics are those of k - 2.
-
-    Args:
-        problems: each of which `is_scored`.
-
-    Raises:
-        DataError: problems have different numbers of samples.
+    Sampled statistics need samples, greedy ones a greedy response to every problem. With two failures of k samples the
+    statistics are those of k - 2. Raises DataError: problems have different numbers of samples.
     """
     k = num_samples(problems)
     found: dict[str, Array] = {}
     if k:
         solved = np.array([problem.num_solved for problem in problems])
-        answers = np.array([len(problem.scored_samples) for problem in problems])
+        counts = np.array([len(problem.scored_samples) for problem in problems])
         found = {
             f"reward/mean@{k}": np.array([problem.mean_score for problem in problems]),
-            f"reward/pass@{k}": pass_at_k(answers, solved, answers),
-            f"reward/pass_all@{k}": pass_all_at_k(answers, solved, answers),
+            f"reward/pass@{k}": pass_at_k(counts, solved, counts),
+            f"reward/pass_all@{k}": pass_all_at_k(counts, solved, counts),
             f"reward/maj@{k}": np.array(
                 [
                     majority([a.vote for a in each.scored_samples], [float(a.solved) for a in each.scored_samples])
                     for each in problems
                 ]
             ),
-            f"acc/mean@{k}": solved / answers,
+            f"acc/mean@{k}": solved / counts,
         }
     greedy = [problem.greedy for problem in problems if problem.greedy is not None]
     if greedy and len(greedy) == len(problems):
-        found["reward/greedy"] = np.array([answer.score for answer in greedy])
-        found["acc/greedy"] = np.array([float(answer.solved) for answer in greedy])
+        found["reward/greedy"] = np.array([response.score for response in greedy])
+        found["acc/greedy"] = np.array([float(response.solved) for response in greedy])
     return found
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """One model judged on held-out problems, each answered the same number of times.
+    """One model evaluated on held-out problems with equally many responses each.
 
-    `name` is `before`, `after` or `step-000020`; `step` and `policy_version` say which weights were judged.
-    `data_source` is that of all problems, `all` where they come from several. `suite`: fingerprint of the suite that
-    the problems are of, with its limits and its scorer; '' for the run's own held-out problems.
+    `name` is `before`, `after` or `step-000020`. `step` and `policy_version` identify the weights. `data_source` is
+    `all` for several sources. `suite` is the fingerprint of the suite with its limits and scorer, '' for the run's own
+    held-out problems.
     """
 
     name: str
@@ -178,21 +168,21 @@ class ValidationResult:
 
     @property
     def num_samples(self) -> int:
-        """k: sampled answers to each problem."""
+        """k: sampled responses to each problem."""
         return num_samples(self.problems)
 
     @property
     def reward_statistic(self) -> str:
-        """The statistic that stands for the held-out reward: the samples' mean, else the greedy answer's score."""
+        """Name of the held-out reward: the samples' mean, else the greedy response's score."""
         return f"reward/mean@{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
     def scored_only(self) -> "ValidationResult":
-        """The result over the problems that figures are made of: those with a score."""
+        """The result over the problems that have a score."""
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Mean over problems and interval of each column, Float[P], by this validation's settings."""
+        """Return the mean over problems and the interval of each column, Float[P]."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
@@ -202,9 +192,11 @@ class ValidationResult:
 
     @property
     def failures(self) -> list[str]:
-        """Why an answer has no score, for each that the scorer failed on; it is in no figure."""
-        answers = [each for problem in self.problems for each in (*problem.samples, problem.greedy) if each is not None]
-        return [answer.failure for answer in answers if answer.failure is not None]
+        """Reasons for missing scores, one for each response without one."""
+        responses = [
+            each for problem in self.problems for each in (*problem.samples, problem.greedy) if each is not None
+        ]
+        return [response.failure for response in responses if response.failure is not None]
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
@@ -212,23 +204,21 @@ class ValidationResult:
         return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
-        """The result of each data source, in the order of their names; empty where there is only one."""
+        """Return the result of each data source, sorted by name. Empty if there is only one."""
         parts = self._parts(lambda problem: problem.data_source)
         return {name: replace(part, data_source=name) for name, part in parts.items()} if len(parts) > 1 else {}
 
     def by_difficulty(self) -> dict[int, "ValidationResult"]:
-        """The result of each difficulty, easiest first, over the problems that figures are made of."""
+        """Return the result of each difficulty over the problems that have a score, easiest first."""
         return self.scored_only._parts(lambda problem: problem.difficulty)
 
     def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
-        """The result of the problems of each key, in order of the keys."""
         ordered = sorted(self.problems, key=key)  # a stable sort: problems of a part stay in their order
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """The figures of this validation under their metric names (`rlcore/tracking/metrics.md` defines them), each
-        with `/ci_low` and `/ci_high`; of several sources those of each, and of all problems as `val-core/all/...`.
-        """
+        """Return the metrics (see `rlcore/tracking/metrics.md`), each with `/ci_low` and `/ci_high`. Several sources
+        are reported one by one and together as `val-core/all/...`."""
         summary = {name: value for part in self.by_source().values() for name, value in part.metrics().items()}
         for statistic, interval in self.intervals.items():
             name = f"val-core/{self.data_source}/{statistic}"
@@ -238,28 +228,20 @@ class ValidationResult:
         return summary
 
     def write(self, path: Path) -> None:
-        """Write the JSON file, whole or not at all.
-
-        Raises:
-            DiskSpaceError: there is no room.
-        """
+        """Write the JSON file atomically. Raises DiskSpaceError."""
         document: dict[str, Any] = _RESULT.dump_python(self, mode="json")
         write_json_atomically(path, {"format_version": FORMAT_VERSION, **document})
 
     @classmethod
     def read(cls, path: Path) -> "ValidationResult":
-        """What `write` wrote.
-
-        Raises:
-            DataError: the file is missing, damaged or of another format.
-        """
+        """Read a file that `write` wrote. Raises DataError: the file is missing, damaged or of another format."""
         try:
             document = _DOCUMENT.validate_json(path.read_bytes())
             version = document.pop("format_version", None)
             if version == FORMAT_VERSION:
                 return _RESULT.validate_python(document)
         except (OSError, ValidationError) as error:
-            raise DataError(f"{path}: is no validation result ({first_problem(error)}); validate again") from error
+            raise DataError(f"{path}: is not a validation result ({first_problem(error)}); validate again") from error
         raise DataError(
             f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}; read it with the version of "
             "Millrace that wrote it, or validate again"
@@ -270,12 +252,9 @@ _DOCUMENT = TypeAdapter(dict[str, Any])
 _RESULT = TypeAdapter(ValidationResult)
 
 
-# ------------------------------------------------------------------ figures by number of answers, and two validations
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One statistic of two validations on the problems that both have; differences are `second - first`."""
+    """One statistic of two validations on their common problems. Differences are `second - first`."""
 
     statistic: str
     num_problems: int
@@ -285,30 +264,27 @@ class Comparison:
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
-    """pass@k for k = 1, 2, 4, ... and all samples, each with its interval."""
+    """Return pass@k for k = 1, 2, 4, ... and all samples, each with its interval."""
     result = result.scored_only
     num_samples = result.num_samples
     if not num_samples:
         return {}
     ks = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
     right = [problem.num_solved for problem in result.problems]
-    answers = [len(problem.scored_samples) for problem in result.problems]
-    found = result.intervals_of({str(k): pass_at_k(answers, right, np.minimum(k, answers)) for k in ks})
+    counts = [len(problem.scored_samples) for problem in result.problems]
+    found = result.intervals_of({str(k): pass_at_k(counts, right, np.minimum(k, counts)) for k in ks})
     return {int(k): interval for k, interval in found.items()}
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Every statistic that both validations have, paired over the problems that both have.
-
-    Raises:
-        DataError: they share no problem that has figures in both, or a problem of the same id asks for something else.
-    """
+    """Compare every common statistic of two validations, paired over their common problems. Raises DataError: they have
+    no scored problem in common, or problems of the same id differ."""
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]
     if not pairs:
         raise DataError(
-            f"validations {first.name} and {second.name}: share no problem that has figures in both, so nothing can be "
+            f"validations {first.name} and {second.name}: share no problem that is scored in both, so nothing can be "
             "paired"
         )
     for one, other in pairs:

@@ -1,7 +1,7 @@
-"""Statistics of repeated answers to the same problems, and how sure one can be of them.
+"""Statistics of repeated responses to the same problems, with confidence intervals.
 
-Legend: P problems, n answers to each, c of them right, M statistics, B resamples. Every figure reported is a mean over
-problems of a value per problem: its interval is Wilson's where each value is 0 or 1, else a bootstrap over problems.
+Legend: P problems, n responses to each, c of them correct, M statistics, B resamples. Every metric is a mean over
+problems of one value per problem.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,7 +20,7 @@ _CHUNK_SIZE = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure and the ends of its confidence interval."""
+    """A value and the ends of its confidence interval."""
 
     value: float
     low: float
@@ -28,7 +28,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval lies wholly above or wholly below 0."""
+        """True if the whole interval is above or below 0."""
         return self.low > 0 or self.high < 0
 
 
@@ -42,64 +42,52 @@ class PairedDifference:
 
 
 def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Chance that at least one of k answers is right, unbiased, for each problem: `1 - C(n-c, k) / C(n, k)`.
+    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)` for n, c [P]
+    and k, one number or [P], from 1 to n.
 
-    C(n-c, k) / C(n, k) is the share of the k-subsets of the n answers without a right one (Chen et al. 2021,
-    arXiv:2107.03374). As a product, which neither overflows nor cancels: prod over i < k of (n-c-i) / (n-i).
-
-    Args:
-        num_answers: n, [P].
-        num_right: c, [P]; 0 <= c <= n.
-        k: answers drawn, one number or [P]; 1 <= k <= n.
-
-    Returns:
-        Float[P].
+    C(n-c, k) / C(n, k) is the share of k-subsets without a correct response (Chen et al. 2021, arXiv:2107.03374). As a
+    product it neither overflows nor cancels: prod over i < k of (n-c-i) / (n-i).
 
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
     """
-    answers, right, drawn = _counts(num_responses, num_correct, k)
-    return 1.0 - _all_of_k(answers, answers - right, drawn)
+    total, correct, drawn = _counts(num_responses, num_correct, k)
+    return 1.0 - _all_of_k(total, total - correct, drawn)
 
 
 def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Chance that all of k answers are right, unbiased, for each problem: `C(c, k) / C(n, k)`.
+    """Return the unbiased chance that all of k responses are correct, for each problem: `C(c, k) / C(n, k)`.
 
-    Written pass^k elsewhere (Yao et al. 2024, arXiv:2406.12045). Arguments and result as for `pass_at_k`.
+    Also known as pass^k (Yao et al. 2024, arXiv:2406.12045). Arguments and result as for `pass_at_k`.
 
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
     """
-    answers, right, drawn = _counts(num_responses, num_correct, k)
-    return _all_of_k(answers, right, drawn)
+    total, correct, drawn = _counts(num_responses, num_correct, k)
+    return _all_of_k(total, correct, drawn)
 
 
 def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> tuple[Array, Array, Array]:
-    answers, right = np.asarray(num_responses, dtype=float), np.asarray(num_correct, dtype=float)
-    drawn = np.broadcast_to(np.asarray(k, dtype=float), answers.shape)
-    if (drawn < 1).any() or (answers < drawn).any():
-        raise ValueError(f"k must be 1 to the number of answers, got {k!r} with {answers.min():.0f} answers")
-    if (right < 0).any() or (right > answers).any():
-        raise ValueError("the number of right answers must be 0 to the number of answers")
-    return answers, right, drawn
+    total, correct = np.asarray(num_responses, dtype=float), np.asarray(num_correct, dtype=float)
+    drawn = np.broadcast_to(np.asarray(k, dtype=float), total.shape)
+    if (drawn < 1).any() or (total < drawn).any():
+        raise ValueError(f"k must be 1 to the number of responses, got {k!r} with {total.min():.0f} responses")
+    if (correct < 0).any() or (correct > total).any():
+        raise ValueError("the number of correct responses must be 0 to the number of responses")
+    return total, correct, drawn
 
 
-def _all_of_k(answers: Array, chosen: Array, k: Array) -> Array:
-    """`C(chosen, k) / C(answers, k)`: the chance that k answers drawn without putting back are all chosen ones."""
-    before = np.arange(k.max(initial=0))  # answers drawn before the one of this factor
-    left = np.maximum(answers[:, None] - before, 1.0)
+def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
+    """Return `C(chosen, k) / C(total, k)`: the chance that k responses drawn without replacement are all chosen."""
+    before = np.arange(k.max(initial=0))  # responses drawn before the one of this factor
+    left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
     return np.asarray(factors.prod(axis=1))
 
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
-    """Value of the answer given most often: the mean over its copies; over all of them where several are tied.
-
-    Averaging over a tie is the expectation of breaking it by lot, so the figure does not depend on an order.
-
-    Args:
-        votes: what each answer says; equal for answers that say the same.
-        values: 1 or 0 for right or wrong, or a score, of each answer.
+    """Return the mean value of the most frequent answer in `votes`. On a tie it is the mean over the tied answers, the
+    expectation of a random choice. `values` are 1 or 0, or scores.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
@@ -107,7 +95,7 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
     0.5
     """
     if not votes:
-        raise ValueError("a majority needs at least one answer")
+        raise ValueError("a majority needs at least one vote")
     groups: dict[Hashable, list[float]] = {}
     for vote, value in zip(votes, values, strict=True):
         groups.setdefault(vote, []).append(value)
@@ -117,13 +105,9 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """The mean over problems of M statistics with its interval: Wilson's of a statistic that is 0 or 1 for each problem
-    (the greedy answer, one sample, any or all of k samples), else that of `bootstrap_intervals`, with the same
-    arguments. Differences have the latter: theirs are of three values.
-
-    Where successes are rare a bootstrap of 0 and 1 covers too little: of 64 problems with a chance of 0.01 half have no
-    success, and their interval no width.
-    """
+    """Return the means of M statistics with their intervals: Wilson's if every value is 0 or 1, else the bootstrap's.
+    The bootstrap covers too little for rare successes: half of all samples of 64 problems with a chance of 0.01 contain
+    no success and give an interval without width. Arguments as for `bootstrap_intervals`."""
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
     return [
@@ -135,8 +119,8 @@ def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples
 
 
 def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
-    """A share with the interval of the score test: the chances p with |share - p| <= z sqrt(p (1 - p) / P)
-    (Wilson 1927), z the normal quantile of `confidence`.
+    """Return a share with the interval of the score test: all p with |share - p| <= z sqrt(p (1 - p) / P) (Wilson
+    1927), z the normal quantile of `confidence`.
 
     >>> round(wilson_interval(0, 30).high, 3)
     0.114
@@ -151,20 +135,10 @@ def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 
 def bootstrap_intervals(
     values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
 ) -> list[Interval]:
-    """Percentile bootstrap of the mean over problems, for M statistics of the same problems at once.
+    """Return the mean over problems of M statistics, `values` [P, M], with percentile-bootstrap intervals (Efron 1979).
 
-    Problems are resampled, not answers: the answers to one problem are not independent of each other. The ends are the
-    (1 -+ confidence) / 2 quantiles of the means of B resamples of P problems (Efron 1979). Where all values are equal
-    the interval has no width.
-
-    Args:
-        values: [P, M].
-        confidence: level, 0 to 1.
-        num_resamples: B.
-        seed: of the generator; the same for the same interval.
-
-    Returns:
-        M intervals. The same resamples are used for all of them.
+    Problems are resampled, not responses, because responses to one problem are not independent. All M statistics use
+    the same B = `num_resamples` resamples.
     """
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
@@ -183,7 +157,7 @@ def _table(values: ArrayLike) -> Array:
 
 
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
-    """Means of B resamples, [B, M]. A resample is how often each problem is drawn."""
+    """Return the means of B resamples, [B, M]."""
     num_problems = table.shape[0]
     at_a_time = max(1, _CHUNK_SIZE // num_problems)
     parts = []
@@ -199,15 +173,9 @@ def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator)
 def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
-    """Mean of `b - a` over the same problems, its bootstrap interval, and on how many problems either is higher.
-
-    Pairing takes out how hard each problem is, so the interval is narrower than that of two separate means.
-
-    Args:
-        a: value of each problem, [P].
-        b: value of each problem, [P], in the same order.
-        confidence, num_resamples: as for `bootstrap_intervals`.
-    """
+    """Return the mean of `b - a` over the same problems, [P] in the same order, with its bootstrap interval, and the
+    numbers of wins and losses. Pairing removes the difficulty of the problems, so the interval is narrower than that of
+    two means."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")

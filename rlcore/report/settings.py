@@ -56,7 +56,7 @@ def describe_setting(key: str) -> str:
     name in a free mapping (`tags.owner`) has the mapping's.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
-    ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
+    ('auto: CUDA where a GPU is present.', 'Responses to each prompt')
     """
     while key not in all_keys() and "." in key:
         key = key.rpartition(".")[0]

@@ -29,7 +29,7 @@ from rlcore.errors import ConfigError, EngineError, missing_object_remedy
 from rlcore.rollout.environment import resolve_environment
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, encode_line, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
-from rlcore.start import extend_import_path
+from rlcore.start import python_path
 
 R = TypeVar("R")
 
@@ -96,7 +96,7 @@ class ScoringProcess:
                 stderr=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": extend_import_path(),
+                    "PYTHONPATH": python_path(),
                     JUDGE_VARIABLE: config.judge.model_dump_json(),
                 },
                 start_new_session=True,  # a Ctrl-C at the terminal is the trainer's to handle

@@ -12,10 +12,10 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig
+from rlcore.config.check import suite_settings
 from rlcore.config.data import scorers_of
 from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
-from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.run.model_digests import content_digest, digests_in

@@ -8,12 +8,11 @@ from itertools import compress
 from pathlib import Path
 
 from rlcore import sandbox
-from rlcore.batching.loader import MixedStream, PromptStream
-from rlcore.batching.pass_counts import PassCounts, RowSampler
+from rlcore.batching.loader import MixedStream, PassCounts, PromptStream, RowSampler
 from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig, SuiteConfig
+from rlcore.config.check import suite_settings
 from rlcore.config.data import BY_ROW, TaskData, parts_of, scorer_of_row, scorers_of
-from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.by_part import with_scorer

@@ -20,8 +20,8 @@ from rlcore.algos.advantages import (
     whiten,
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum
-from rlcore.algos.kl import kl_estimate
 from rlcore.algos.loss_call import advantage_problem, check_results
+from rlcore.algos.losses import kl_estimate
 from rlcore.algos.off_policy import importance_weights, rejection_mask
 from rlcore.config import AlgoConfig
 from rlcore.types import PackedBatch, Score, TrainBatch

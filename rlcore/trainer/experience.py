@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rlcore.algos.advantages import groups_with_signal, overlong_penalty
-from rlcore.batching.loader import MixedStream, PromptStream
-from rlcore.batching.pass_counts import RowSampler
+from rlcore.batching.loader import MixedStream, PromptStream, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig

@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, masked
+from rlcore.algos.aggregation import Denominator, clipped_by_covariance, masked, rank_share, token_covariance
 from rlcore.algos.losses import has_argument
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
-from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
 from rlcore.batching.balance import Assignment, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.checkpoint.state import LoopState

@@ -1,4 +1,4 @@
-"""A loss variant of one's own: this one function and the line `algo.policy_loss: tests.algos.custom_loss:my_loss`."""
+"""A custom loss: this one function and the line `algo.policy_loss: tests.algos.custom_loss:my_loss`."""
 
 from typing import Annotated
 
@@ -52,7 +52,7 @@ def scaled(
     lengths: Int[Tensor, "N"],
     factor: Annotated[float, Field(gt=0)] = 2.0,
 ) -> Float[Tensor, "N"]:
-    """An advantage of one's own: `factor (s - mean) / sqrt(length)`."""
+    """A custom advantage: `factor (s - mean) / sqrt(length)`."""
     return factor * group_advantages(scores, group_ids, method="dr_grpo") / lengths.sqrt()
 
 

@@ -24,7 +24,6 @@ def inside(policy: float, old: float) -> float:
     return 1.0 if abs(policy - old) <= 20.0 else 0.0
 
 
-# ---------------------------------------------------------------- losses: (loss, derivative, clipped, clipped_lower)
 Token = tuple[float, float, bool, bool]
 
 
@@ -183,9 +182,8 @@ def kl(policy: float, ref: float, estimator: str) -> tuple[float, float]:
     return (k3, (1 - math.exp(-d)) * slope) if k3 <= 10.0 else (10.0, 0.0)
 
 
-# ---------------------------------------------------------------- aggregation
 def token_weights(mode: str, answers: Positions, num_tokens: int, num_sequences: int, norm: int) -> dict[int, float]:
-    """How much each token counts in the mini-batch loss."""
+    """Return how much each token counts in the mini-batch loss."""
     weights = {}
     for positions in answers:
         for t in positions:
@@ -202,7 +200,6 @@ def token_weights(mode: str, answers: Positions, num_tokens: int, num_sequences:
     return weights
 
 
-# ---------------------------------------------------------------- advantages
 def mean(values: Flat) -> float:
     return sum(values) / len(values)
 
@@ -235,7 +232,7 @@ def group_advantages(
             raise AssertionError(method)
     if method != "reinforce_pp_baseline":
         return out
-    # whitened over tokens: each answer's value stands at each of its tokens
+    # whitened over tokens, each with its answer's value
     tokens = [value for value, length in zip(out, lengths, strict=True) for _ in range(length)]
     centre, spread = mean(tokens), sum((v - mean(tokens)) ** 2 for v in tokens) / (len(tokens) - 1)
     return [(value - centre) / math.sqrt(spread + 1e-8) for value in out]

@@ -11,7 +11,7 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.types import PackedBatch, TrainBatch
 
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30)
-"""What may lie under a False mask without anybody noticing."""
+"""Values under a False mask, which must be ignored."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rows:
         return torch.cumsum(lengths, 0)
 
     def answers(self) -> list[list[int]]:
-        """For each sequence the flat positions of its answer tokens."""
+        """Return for each sequence the flat positions of its answer tokens."""
         positions, start = [], 0
         for row in self.marks:
             positions.append([start + t for t, mark in enumerate(row) if mark])

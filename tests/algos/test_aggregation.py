@@ -4,11 +4,20 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, aggregate, segment_sum, token_counts
-from rlcore.config.algo import Aggregation
+from rlcore.algos.aggregation import (
+    Denominator,
+    aggregate,
+    clipped_by_covariance,
+    rank_share,
+    segment_sum,
+    token_counts,
+    token_covariance,
+)
+from rlcore.config.algo import Aggregation, ClipCovConfig
 from tests.algos import naive
-from tests.algos.compare import assert_floats, assert_tokens
+from tests.algos.compare import assert_flags, assert_floats, assert_tokens
 from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, partitions
 
 MODES = get_args(Aggregation)
@@ -16,7 +25,7 @@ MODES = get_args(Aggregation)
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
 @pytest.mark.parametrize("mode", MODES)
-def test_value_and_gradient_are_those_of_the_naive_twin(mode: Aggregation, rows: Rows) -> None:
+def test_aggregate_value_and_gradient_equal_naive_twin(mode: Aggregation, rows: Rows) -> None:
     loss = leaf(floats(rows, 1))
     counts = denominator(rows)
     total = aggregate(
@@ -30,7 +39,7 @@ def test_value_and_gradient_are_those_of_the_naive_twin(mode: Aggregation, rows:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_in_any_split_and_order_add_up_to_the_whole(mode: Aggregation, dtype: torch.dtype) -> None:
+def test_aggregate_of_any_split_sums_to_whole(mode: Aggregation, dtype: torch.dtype) -> None:
     rel = 1e-12 if dtype == torch.float64 else 1e-6
     counts = denominator(RAGGED)
     values = floats(RAGGED, 5, dtype=dtype)
@@ -56,44 +65,6 @@ def test_micro_batches_in_any_split_and_order_add_up_to_the_whole(mode: Aggregat
         assert torch.equal(grad_of(parts), grad_of(whole))  # each token's weight depends on its own sequence alone
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_garbage_under_the_mask_changes_nothing(mode: Aggregation) -> None:
-    results = []
-    for values in (floats(RAGGED, 3), torch.where(RAGGED.mask, floats(RAGGED, 3), 0.0)):
-        loss = leaf(values)
-        total = aggregate(
-            loss, RAGGED.mask, RAGGED.sequence_ids, mode=mode, denominator=denominator(RAGGED), num_sequences=6
-        )
-        total.backward()
-        results.append((total.detach(), grad_of(loss)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_modes_are_four_different_numbers() -> None:
-    loss = floats(RAGGED, 1)
-    totals = {
-        aggregate(
-            loss, RAGGED.mask, RAGGED.sequence_ids, mode=mode, denominator=denominator(RAGGED), num_sequences=6
-        ).item()
-        for mode in MODES
-    }
-    assert len(totals) == 4
-
-
-def test_modes_agree_where_all_answers_are_as_long_as_the_limit() -> None:
-    """Identity: with |n| = C for every n, token-mean, seq-mean-token-mean and -sum-norm are one and the same."""
-    rows = Rows(((False, True, True, False), (True, True, False)))
-    loss = floats(rows, 1)
-    totals = [
-        aggregate(
-            loss, rows.mask, rows.sequence_ids, mode=mode, denominator=Denominator(4, 2, 2), num_sequences=2
-        ).item()
-        for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    ]
-    assert totals == pytest.approx([totals[0]] * 3, rel=1e-12)
-
-
 def test_segment_sum_and_token_counts() -> None:
     values = torch.where(GAPPED.mask, floats(GAPPED, 1), 0.0)
     expected = [sum(values[t].item() for t in positions) for positions in GAPPED.answers()]
@@ -102,14 +73,77 @@ def test_segment_sum_and_token_counts() -> None:
     assert segment_sum(values, GAPPED.sequence_ids, GAPPED.num_sequences + 2).tolist()[-2:] == [0.0, 0.0]
 
 
-def test_segment_sum_in_float32_is_the_rounded_float64_sum() -> None:
+def test_segment_sum_in_float32_is_rounded_float64() -> None:
     """1e8 + 1 - 1e8 is 0 when added up in float32."""
     values = torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32)
     assert segment_sum(values, torch.tensor([0, 0, 0]), 1).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("field", ["num_tokens", "num_sequences", "norm_tokens"])
-def test_a_denominator_of_nothing_is_refused_by_name(field: str) -> None:
+def test_denominator_rejects_zero(field: str) -> None:
     counts = {"num_tokens": 1, "num_sequences": 1, "norm_tokens": 1} | {field: 0}
     with pytest.raises(ValueError, match=rf"Denominator\.{field}: must be at least 1, got 0"):
         Denominator(**counts)
+
+
+BOTH = pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
+
+
+def on_answers(values: Tensor, rows: Rows) -> dict[int, float]:
+    return {t: values[t].item() for positions in rows.answers() for t in positions}
+
+
+@BOTH
+@pytest.mark.parametrize("share", [0.0001, 0.2, 0.5, 1.0])
+def test_rank_share_equals_naive_twin(share: float, rows: Rows) -> None:
+    for seed in range(5):
+        for values in (floats(rows, seed), floats(rows, seed).round()):  # the second has equal ones
+            expected = naive.largest(on_answers(values, rows), share)
+            found = rank_share(values, rows.mask) < share
+            assert_flags(found & rows.mask, dict.fromkeys(expected, True))
+            assert not found[~rows.mask].any()
+
+
+def test_rank_share_is_exact_for_whole_tokens() -> None:
+    for num_tokens in (10, 90, 1000):
+        mask = torch.ones(num_tokens, dtype=torch.bool)
+        ranks = rank_share(torch.arange(num_tokens).double(), mask)
+        for tenths in range(1, 10):
+            assert int((ranks < tenths / 10).sum()) == num_tokens * tenths // 10
+
+
+@BOTH
+def test_token_covariance_equals_naive_twin(rows: Rows) -> None:
+    for seed in range(5):
+        old, advantages = floats(rows, seed), floats(rows, seed + 50)
+        expected = naive.covariance(old.tolist(), advantages.tolist(), rows.answers())
+        assert_tokens(token_covariance(old, advantages, rows.mask), expected)
+
+
+@BOTH
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.9])
+def test_clip_cov_draws_equal_naive_twin(share: float, rows: Rows) -> None:
+    settings = ClipCovConfig(share=share, low=0.1, high=0.9)
+    num_tokens, seen = sum(rows.lengths()), set()
+    for seed in range(5):
+        covariance, draws = floats(rows, seed), floats(rows, seed + 50)
+        inside = {t: draws[t].item() for t, value in on_answers(covariance, rows).items() if 0.1 < value < 0.9}
+        drawn = [t for place, t in enumerate(naive.largest(inside, 1.0)) if place / num_tokens < share]
+        found = clipped_by_covariance(covariance, draws, rows.mask, settings=settings)
+        assert_flags(found, dict.fromkeys(drawn, True))
+        seen.add(len(drawn))
+    assert max(seen) > 0
+
+
+def test_clip_cov_excludes_interval_ends() -> None:
+    settings = ClipCovConfig(share=0.9, low=1.0, high=5.0)
+    covariance, mask = torch.tensor([1.0, 2.0, 5.0]), torch.ones(3, dtype=torch.bool)
+    found = clipped_by_covariance(covariance, torch.rand(3), mask, settings=settings)
+    assert found.tolist() == [False, True, False]
+
+
+def test_selection_handles_empty_share_and_mask() -> None:
+    values, nothing = floats(RAGGED, 1), torch.zeros_like(RAGGED.mask)
+    assert not clipped_by_covariance(values, values, RAGGED.mask, settings=ClipCovConfig(low=-9, high=9)).any()
+    assert not token_covariance(values, values, nothing).any()
+    assert (rank_share(values, nothing) == 1).all()

@@ -1,4 +1,4 @@
-"""A policy loss of one's own is tried before it is trained with."""
+"""Trial of custom losses and advantages before training."""
 
 import io
 import re
@@ -38,16 +38,16 @@ def loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequ
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_ours_pass(name: str) -> None:
+def test_built_in_losses_pass(name: str) -> None:
     require_policy_loss(AlgoConfig(policy_loss=name))
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "message"),
     [
         ("found", None),
         ("replace(found, loss=2 * found.loss)", None),
-        ("found.loss", "returns Tensor on two answers of three tokens"),
+        ("found.loss", "returns Tensor on two responses of three tokens"),
         ("SimpleNamespace(loss=found.loss)", "returns SimpleNamespace"),
         ("replace(found, loss=found.loss.detach())", "returns a loss without a gradient"),
         ("replace(found, loss=(found.loss - found.loss.detach()).detach() + 0 * found.loss)", "has no gradient"),
@@ -55,35 +55,34 @@ def test_ours_pass(name: str) -> None:
         ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_loss.py:8\)"),
     ],
 )  # fmt: skip
-def test_one_of_ones_own(returned: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_loss_is_tried(
+    returned: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_loss.py").write_text(f"{HEAD}    return {returned}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_loss", raising=False)
     settings = AlgoConfig(policy_loss="own_loss:loss")
-    if told is None:
+    if message is None:
         require_policy_loss(settings)
         return
-    with pytest.raises(ConfigError, match=rf"algo\.policy_loss: .* got own_loss:loss, which .*{told}.*must return"):
+    with pytest.raises(ConfigError, match=rf"algo\.policy_loss: .* got own_loss:loss, which .*{message}.*must return"):
         require_policy_loss(settings)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"loss": torch.tensor(1.0)}, r"returns loss of shape \[\] and torch.float32, not of one float a token"),
-        ({"clipped": torch.zeros(6)}, r"returns clipped of shape \[6\] and torch.float32, not of one bool a token"),
-        ({"log_ratio": None}, "returns NoneType as log_ratio"),
-    ],
-)
-def test_a_field_of_another_shape_or_type(changes: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"loss": torch.tensor(1.0)}, r"returns loss of shape \[\] and torch.float32, not of one float a token"),
+    ({"clipped": torch.zeros(6)}, r"returns clipped of shape \[6\] and torch.float32, not of one bool a token"),
+    ({"log_ratio": None}, "returns NoneType as log_ratio"),
+])  # fmt: skip
+def test_loss_field_of_wrong_shape_is_rejected(changes: dict[str, Any], message: str) -> None:
     """Tests check every constructor's types; a run does not."""
     found = object.__new__(PolicyLoss)
     fields = {name: torch.zeros(6) for name in ("loss", "log_ratio")}
     masks = {name: torch.zeros(6, dtype=torch.bool) for name in ("clipped", "clipped_lower")}
     for name, value in (fields | masks | changes).items():
         object.__setattr__(found, name, value)
-    assert re.search(told, gradient_problem(found, torch.zeros(6)))
-    with pytest.raises(UserCodeError, match=rf"^algo\.policy_loss: mine:loss {told}"):
+    assert re.search(message, gradient_problem(found, torch.zeros(6)))
+    with pytest.raises(UserCodeError, match=rf"^algo\.policy_loss: mine:loss {message}"):
         check_results(lambda policy: found, "algo.policy_loss", "mine:loss", loss_problem)(torch.zeros(6))
 
 
@@ -101,38 +100,34 @@ def advantage(scores, group_ids):
 """
 
 
-def test_what_goes_wrong_after_the_trial_names_the_setting_the_function_and_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_error_names_setting_function_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_late.py").write_text(LATE)
     monkeypatch.syspath_prepend(str(tmp_path))
     run = prepare(tmp_path, "algo.policy_loss=own_late:loss", "warm_start.enabled=false")
     group = LocalGroup(run.config, str(run.model_directory))
     try:
         require_policy_loss(run.config.algo)
-        told = re.escape("algo.policy_loss: own_late:loss raises TypeError: ")
+        message = re.escape("algo.policy_loss: own_late:loss raises TypeError: ")
         place = re.escape(f"({tmp_path}/own_late.py:5)")
-        with pytest.raises(UserCodeError, match=rf"(?m)^{told}.* {place}$"):
+        with pytest.raises(UserCodeError, match=rf"(?m)^{message}.* {place}$"):
             train(run, group, 1)
         short = prepare(tmp_path, "algo.advantage=own_late:advantage", "warm_start.enabled=false")
         require_advantage(short.config.algo)
         with pytest.raises(
-            UserCodeError, match=r"(?m)^algo\.advantage: own_late:advantage returns 31 values for 32 answers$"
+            UserCodeError, match=r"(?m)^algo\.advantage: own_late:advantage returns 31 values for 32 responses$"
         ):
             train(short, group, 1)
     finally:
         group.close()
 
 
-def test_memory_that_runs_out_in_a_loss_of_ones_own_is_still_told_apart() -> None:
+def test_out_of_memory_in_custom_loss_is_recognized() -> None:
     def loss(values: torch.Tensor) -> torch.Tensor:
         return torch.empty(1 << 60, dtype=torch.uint8)
 
     call = check_results(loss, "algo.policy_loss", "mine:loss", loss_problem)
     assert isinstance(catch_out_of_memory(lambda: call(torch.zeros(6))), OutOfMemory)
 
-
-# ---------------------------------------------------------------- options, and what a loss may ask for
 
 OWN = """
 import torch
@@ -150,14 +145,14 @@ seen = []
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A loss with options and wishes, in a file of its own."""
+    """A loss with options and named tensors, in a separate file."""
     (tmp_path / "own_options.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_options", raising=False)
     return "own_options:loss"
 
 
-def test_options_and_what_is_asked_for_by_name_are_given(own: str) -> None:
+def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
     settings = AlgoConfig(policy_loss=own, policy_loss_options={"rounds": 3})
     tensors = [torch.zeros(6, requires_grad=True), torch.zeros(6), torch.ones(6), torch.ones(6, dtype=torch.bool)]
     given = {"behavior_logprobs": torch.ones(6), "entropy": torch.full((6,), 2.0), "group_ids": torch.tensor([4, 4])}
@@ -169,49 +164,18 @@ def test_options_and_what_is_asked_for_by_name_are_given(own: str) -> None:
     assert groups is given["group_ids"]
 
 
-def test_it_is_tried_on_both_signs_masked_tokens_and_two_answers_to_one_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss that fails on any of these is told before the model loads."""
-    (tmp_path / "own_tried.py").write_text(
-        "from rlcore.algos.losses import ppo_clip\n"
-        "seen = []\n"
-        "def loss(*tensors, settings, behavior_logprobs, entropy, group_ids, covariance_rank):\n"
-        "    seen.append((*tensors, behavior_logprobs, entropy, group_ids, covariance_rank))\n"
-        "    return ppo_clip(*tensors, settings=settings)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_tried", raising=False)
-    require_policy_loss(AlgoConfig(policy_loss="own_tried:loss"))
-    [(policy, old, advantages, mask, ids, num_sequences, *given)] = sys.modules["own_tried"].seen
-    behavior, entropy, groups, ranks = given
-    assert num_sequences == 2
-    assert ids.tolist() == [0, 0, 0, 1, 1, 1]
-    assert mask.tolist() == [False, True, True, False, True, True]
-    assert advantages.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
-    assert groups.tolist() == [0, 0]
-    assert (ranks == 1).equal(~mask), "those without a loss come last"
-    assert sorted(ranks[mask].tolist()) == [0.0, 0.25, 0.5, 0.75]
-    for logprobs in (policy, old, behavior, -entropy):
-        assert (logprobs < 0).all()
-    assert len({*policy.tolist(), *old.tolist()}) == 12
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({}, r"algo\.policy_loss_options\.rounds: Field required\. loss has width, rounds"),
-        ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
-        ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
-        ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
-    ],
-)
-def test_a_wrong_option_is_told(options: dict[str, Any], told: str, own: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("options", "message"), [
+    ({}, r"algo\.policy_loss_options\.rounds: Field required\. loss has width, rounds"),
+    ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
+    ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
+    ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
+])  # fmt: skip
+def test_wrong_loss_option_is_reported(options: dict[str, Any], message: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         require_policy_loss(AlgoConfig(policy_loss=own, policy_loss_options=options))
 
 
-def test_an_option_of_ours_changes_the_loss_and_a_strange_one_is_refused() -> None:
+def test_unknown_option_of_built_in_loss_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"):
         require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}))
     with pytest.raises(ConfigError, match="ppo_clip has no options"):
@@ -219,10 +183,7 @@ def test_an_option_of_ours_changes_the_loss_and_a_strange_one_is_refused() -> No
     require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau_pos": 0.9}))
 
 
-# ---------------------------------------------------------------- an advantage of one's own
-
-
-def test_an_advantage_gets_its_options_and_the_lengths() -> None:
+def test_custom_advantage_gets_options_and_lengths() -> None:
     settings = AlgoConfig(advantage="tests.algos.custom_loss:scaled", advantage_options={"factor": 3})
     require_advantage(settings)
     scores, lengths = torch.tensor([1.0, 0.0]), torch.tensor([4, 16])
@@ -231,82 +192,52 @@ def test_an_advantage_gets_its_options_and_the_lengths() -> None:
     assert found.tolist() == [3 * 0.5 / 2, 3 * -0.5 / 4]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"factor": 0}, r"algo\.advantage_options\.factor: must be greater than 0; got 0\. scaled has factor"),
-        ({"lengths": 1}, r"algo\.advantage_options\.lengths: there is no such option"),
-    ],
-)
-def test_a_wrong_option_of_an_advantage_is_told(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("options", "message"), [
+    ({"factor": 0}, r"algo\.advantage_options\.factor: must be greater than 0; got 0\. scaled has factor"),
+    ({"lengths": 1}, r"algo\.advantage_options\.lengths: there is no such option"),
+])  # fmt: skip
+def test_wrong_advantage_option_is_reported(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         require_advantage(AlgoConfig(advantage="tests.algos.custom_loss:scaled", advantage_options=options))
 
 
-@pytest.mark.parametrize(
-    ("returned", "told"),
-    [
-        ("scores.tolist()", "returns list"),
-        ("scores.sum()", r"returns shape \[\] and torch.float32"),
-        ("scores[:-1]", "returns 5 values for 6 answers"),
-        ("scores > 0", r"returns shape \[6\] and torch.bool"),
-        ("scores / 0", "returns what is not finite"),
-        ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),
-    ],
-)
-def test_a_wrong_advantage_is_told(returned: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("returned", "message"), [
+    ("scores.tolist()", "returns list"),
+    ("scores.sum()", r"returns shape \[\] and torch.float32"),
+    ("scores[:-1]", "returns 5 values for 6 responses"),
+    ("scores > 0", r"returns shape \[6\] and torch.bool"),
+    ("scores / 0", "returns what is not finite"),
+    ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),
+])  # fmt: skip
+def test_wrong_advantage_result_is_reported(
+    returned: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_advantage.py").write_text(f"def advantage(scores, group_ids): return {returned}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_advantage", raising=False)
-    with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{told}"):
+    with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{message}"):
         require_advantage(AlgoConfig(advantage="own_advantage:advantage"))
 
 
-def test_an_advantage_is_tried_on_two_prompts_with_its_lengths_and_two_weighted_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_given.py").write_text(
-        "seen = []\n"
-        "def advantage(scores, group_ids, *, lengths, parts, part_weights):\n"
-        "    seen.append([each.tolist() for each in (scores, group_ids, lengths, parts, part_weights)])\n"
-        "    return scores\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_given", raising=False)
-    require_advantage(AlgoConfig(advantage="own_given:advantage"))
-    [(scores, groups, lengths, parts, weights)] = sys.modules["own_given"].seen
-    assert (scores, groups) == ([1.0, 0.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
-    assert parts == [[score, 1 - score] for score in scores]
-    assert weights == [1.0, 0.5]
-    assert lengths == [3, 1, 2, 5, 4, 3], "unlike within each group"
-
-
-def test_an_advantage_of_one_answer_too_few_and_of_another_shape_are_told_apart() -> None:
+def test_advantage_problem_names_count_or_shape() -> None:
     scores = torch.tensor([1.0, 0.0])
     assert advantage_problem(scores.double(), scores) == ""
-    assert advantage_problem(scores[:1], scores) == "returns 1 values for 2 answers"
+    assert advantage_problem(scores[:1], scores) == "returns 1 values for 2 responses"
     assert advantage_problem(scores[None], scores) == "returns shape [1, 2] and torch.float32"
     assert advantage_problem(scores.long(), scores) == "returns shape [2] and torch.int64"
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "told"),
-    [
-        (AlgoConfig(), None, ""),
-        (AlgoConfig(advantage="tests.algos.custom_loss:scaled"), None, ""),
-        (
-            AlgoConfig(advantage="builtins:len"),
-            1,
-            "algo.advantage: must be an advantage to train with; got builtins:len",
-        ),
-        (AlgoConfig(policy_loss="builtins:len"), 1, "algo.policy_loss: must be a loss to train with; got builtins:len"),
-        (AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}), 2, "algo.policy_loss_options.tau: there is"),
-    ],
-)
-def test_the_trial_ends_with_1_for_a_function_that_fails_and_with_2_for_settings(
+@pytest.mark.parametrize(("settings", "code", "message"), [
+    (AlgoConfig(), None, ""),
+    (AlgoConfig(advantage="tests.algos.custom_loss:scaled"), None, ""),
+    (AlgoConfig(advantage="builtins:len"), 1, "algo.advantage: must be an advantage to train with; got builtins:len"),
+    (AlgoConfig(policy_loss="builtins:len"), 1, "algo.policy_loss: must be a loss to train with; got builtins:len"),
+    (AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}), 2, "algo.policy_loss_options.tau: there is"),
+])  # fmt: skip
+def test_trial_exit_codes(
     settings: AlgoConfig,
     code: int | None,
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -318,5 +249,5 @@ def test_the_trial_ends_with_1_for_a_function_that_fails_and_with_2_for_settings
             main()
         assert ended.value.code == code
     out = capsys.readouterr().out
-    assert out.startswith(told)
-    assert bool(out) == bool(told)
+    assert out.startswith(message)
+    assert bool(out) == bool(message)

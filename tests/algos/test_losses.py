@@ -1,23 +1,28 @@
 """Policy and value losses against their naive twins: value, gradient and flags, ragged rows, garbage under the mask."""
 
+import math
+from typing import get_args
+
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
+from rlcore.algos.aggregation import Denominator, rank_share, token_covariance
 from rlcore.algos.losses import PolicyLoss, resolve_policy_loss, value_loss
-from rlcore.algos.selection import rank_share, token_covariance
-from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
+from rlcore.algos.objective import policy_objective
+from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig
+from rlcore.errors import ConfigError
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row, spoiled
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row, spoiled, train_batch
 
 LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
-SIDES = ("policy", "old", "advantages")
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]
 
 
 def covariance_rank(old: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
-    """With garbage where the mask is False."""
+    """Return with garbage where the mask is False."""
     return spoiled(rank_share(token_covariance(old, advantages, rows.mask), rows.mask), rows.mask, 1)
 
 
@@ -31,9 +36,7 @@ def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows,
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
 @pytest.mark.parametrize("clips", CLIPS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_gradient_and_flags_are_those_of_the_naive_twin(
-    name: str, clips: tuple[float, float, float | None], rows: Rows
-) -> None:
+def test_losses_equal_naive_twin(name: str, clips: tuple[float, float, float | None], rows: Rows) -> None:
     low, high, dual = clips
     settings = AlgoConfig(policy_loss=name, clip_low=low, clip_high=high, dual_clip=dual)
     for seed in range(5):
@@ -48,16 +51,13 @@ def test_value_gradient_and_flags_are_those_of_the_naive_twin(
         assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()})
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
-        ("gmpo", {"log_clip": 0.05}),
-        ("dppo", {"delta": 0.01}),
-        ("kl_cov", {"share": 0.4, "coef": 0.5}),
-    ],
-)
-def test_options_are_those_of_the_naive_twin(name: str, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(("name", "options"), [
+    ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+    ("gmpo", {"log_clip": 0.05}),
+    ("dppo", {"delta": 0.01}),
+    ("kl_cov", {"share": 0.4, "coef": 0.5}),
+])  # fmt: skip
+def test_loss_options_equal_naive_twin(name: str, options: dict[str, float]) -> None:
     function, twin = LOSSES[name]
     policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
     given = {"covariance_rank": covariance_rank(old, advantages, RAGGED)} if name == "kl_cov" else {}
@@ -72,7 +72,7 @@ def test_options_are_those_of_the_naive_twin(name: str, options: dict[str, float
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo", "kl_cov"])
-def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
+def test_twin_tests_reach_every_branch(name: str) -> None:
     """The comparison above would be empty if no token were clipped: say so if the random numbers ever stop doing it."""
     settings = AlgoConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5)
     results = [
@@ -86,14 +86,14 @@ def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
         assert torch.cat([r.clipped_lower for r in results]).any()
 
 
-def test_dppo_leaves_a_token_without_an_advantage_wherever_its_probability_has_gone() -> None:
+def test_dppo_ignores_token_without_advantage() -> None:
     old = floats(RAGGED, 1)
     result = call("dppo", old + RAGGED.mask, old, torch.zeros_like(old), RAGGED, AlgoConfig())
     assert not result.clipped.any()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_log_ratio_is_held_within_20_both_ways_and_the_ratio_has_no_gradient_beyond(name: str) -> None:
+def test_log_ratio_is_clamped_without_gradient(name: str) -> None:
     rows = Rows((row(2, 1), row(1, 1), row(3, 1), row(1, 1)))
     difference = torch.zeros(rows.mask.numel(), dtype=torch.float64)
     difference[rows.mask] = torch.tensor([25.0, -25.0, 300.0, -300.0], dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_log_ratio_is_held_within_20_both_ways_and_the_ratio_has_no_gradient_bey
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_float32_agrees_with_the_twin(name: str) -> None:
+def test_losses_in_float32_agree_with_twin(name: str) -> None:
     settings = AlgoConfig(clip_low=0.2, clip_high=0.28)
     policy, old = leaf(floats(RAGGED, 1, 0.3, torch.float32)), floats(RAGGED, 2, 0.3, torch.float32)
     advantages = floats(RAGGED, 3, 1.0, torch.float32)
@@ -122,19 +122,9 @@ def test_float32_agrees_with_the_twin(name: str) -> None:
     assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()}, rel=2e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_old_logprobs_and_advantages_get_no_gradient_from_a_detached_start(name: str) -> None:
-    """What the loss is differentiated by is the policy alone: with an old that is the policy's own, detached."""
-    policy, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2)
-    result = call(name, policy, policy.detach(), advantages, RAGGED, AlgoConfig())
-    result.loss.sum().backward()
-    expected = {t: -advantages[t].item() for positions in RAGGED.answers() for t in positions}
-    assert_tokens(grad_of(policy), expected)  # REINFORCE
-
-
 @pytest.mark.parametrize("clip", [0.05, 0.5, 3.0])
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_value_loss_is_that_of_the_naive_twin(rows: Rows, clip: float) -> None:
+def test_value_loss_equals_naive_twin(rows: Rows, clip: float) -> None:
     any_clipped = any_free = False
     for seed in range(5):
         values, old, returns = leaf(floats(rows, seed)), floats(rows, seed + 100), floats(rows, seed + 200)
@@ -154,22 +144,7 @@ def test_value_loss_is_that_of_the_naive_twin(rows: Rows, clip: float) -> None:
     assert any_clipped or clip == 3.0
 
 
-def test_dual_clip_acts_on_negative_advantages_alone() -> None:
-    rows = Rows((row(1, 2),))
-    log_ratio = torch.log(torch.tensor([10.0, 10.0, 1.0], dtype=torch.float64))
-    advantages = torch.tensor([-2.0, 2.0, 0.0], dtype=torch.float64)
-    settings = AlgoConfig(dual_clip=3.0)
-    result = call("ppo_clip", log_ratio, torch.zeros(3, dtype=torch.float64), advantages, rows, settings)
-    assert result.loss.tolist() == pytest.approx([6.0, -2.4, 0.0])
-    assert result.clipped_lower.tolist() == [True, False, False]
-    assert result.clipped.tolist() == [False, True, False]
-    free = settings.model_copy(update={"dual_clip": None})
-    without = call("ppo_clip", log_ratio, torch.zeros(3, dtype=torch.float64), advantages, rows, free)
-    assert without.loss.tolist() == pytest.approx([20.0, -2.4, 0.0])
-    assert not without.clipped_lower.any()
-
-
-def test_dual_clip_clips_no_token_that_is_as_far_as_it_allows() -> None:
+def test_dual_clip_includes_its_bound() -> None:
     log_ratio, rows = torch.tensor([1.2, 0.0], dtype=torch.float64), Rows((row(1, 1),))
     advantages = torch.tensor([-1.0, 0.0], dtype=torch.float64)
     for factor, is_clipped in ((1.0, False), (1 - 1e-9, True)):
@@ -178,29 +153,80 @@ def test_dual_clip_clips_no_token_that_is_as_far_as_it_allows() -> None:
         assert result.clipped_lower.tolist() == [is_clipped, False]
 
 
-def test_each_side_of_the_clip_has_its_own_width() -> None:
-    rows = Rows((row(1, 4),))
-    ratios = torch.tensor([0.75, 1.25, 0.85, 1.35, 1.0], dtype=torch.float64)
-    advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
-    settings = AlgoConfig(clip_low=0.2, clip_high=0.3)
-    result = call("ppo_clip", ratios.log(), torch.zeros(5, dtype=torch.float64), advantages, rows, settings)
-    assert result.clipped.tolist() == [True, False, False, True, False]
-    assert result.loss.tolist() == pytest.approx([0.8, -1.25, 0.85, -1.3, 0.0])
+@pytest.mark.parametrize(("name", "complaint"), [
+    ("ppo", "there is no 'ppo'"),
+    ("", "there is no ''"),
+    ("tests.algos.custom_loss:", "there is no"),
+    (":my_loss", "there is no"),
+    ("tests.algos.no_such_module:f", "cannot be imported .*no_such_module"),
+    ("tests.algos.custom_loss:no_such_function", "cannot be imported .*no_such_function"),
+    ("tests.algos.custom_loss:NOT_A_FUNCTION", "is a int, not a function"),
+])  # fmt: skip
+def test_wrong_name_is_reported_with_known_ones(name: str, complaint: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"algo\.policy_loss: .*{complaint}.*{', '.join(sorted(POLICY_LOSSES))}, or a custom `module:function`",
+    ):
+        resolve_policy_loss(name)
 
 
-@pytest.mark.parametrize("side", ["policy", "old", "advantages"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_garbage_under_the_mask_changes_nothing(name: str, side: str) -> None:
-    """Not one bit of value or gradient: the clean and the spoiled call are compared exactly."""
-    clean = {key: torch.where(RAGGED.mask, floats(RAGGED, i), 0.0) for i, key in enumerate(SIDES)}
-    dirty = clean | {side: floats(RAGGED, SIDES.index(side))}
-    results, grads = [], []
-    for inputs in (clean, dirty):
-        policy = leaf(inputs["policy"])
-        result = call(name, policy, inputs["old"], inputs["advantages"], RAGGED, AlgoConfig())
-        result.loss.sum().backward()
-        results.append(result)
-        grads.append(grad_of(policy))
-    for field in ("loss", "log_ratio", "clipped", "clipped_lower"):
-        assert torch.equal(getattr(results[0], field), getattr(results[1], field))
-    assert torch.equal(grads[0], grads[1])
+def test_custom_loss_needs_one_function_and_setting() -> None:
+    settings = AlgoConfig.model_validate(yaml.safe_load("policy_loss: tests.algos.custom_loss:my_loss"))
+    policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
+    num_tokens = sum(RAGGED.lengths())
+    loss, statistics = policy_objective(
+        policy,
+        torch.zeros_like(old),
+        train_batch(RAGGED, advantages, old_logprobs=old),
+        settings=settings,
+        denominator=Denominator(num_tokens, RAGGED.num_sequences, 8),
+        kl_coef=0.0,
+    )
+    loss.backward()
+    value, expected_grad = 0.0, {}
+    for t in (t for positions in RAGGED.answers() for t in positions):
+        d, a = policy[t].item() - old[t].item(), advantages[t].item()
+        value += (-math.exp(d) * a + d * d / 0.4) / num_tokens
+        expected_grad[t] = (-math.exp(d) * a + d / 0.2) / num_tokens
+    assert loss.item() == pytest.approx(value, rel=1e-12)
+    assert statistics.pg_loss.item() == loss.item()
+    for t, gradient in enumerate(grad_of(policy).tolist()):
+        assert gradient == pytest.approx(expected_grad.get(t, 0.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "kl_cov"])
+def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Aggregation) -> None:
+    """A real softmax: the gradient of the logits is that of -sum_t c_t A_t log pi(t), for every loss."""
+    rows, vocabulary = RAGGED, 5
+    num_tokens = rows.mask.numel()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(num_tokens, vocabulary, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, vocabulary, (num_tokens, 1), generator=generator)
+    advantages = floats(rows, 3)
+
+    def logprobs(leaf_logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(leaf_logits, -1).gather(-1, tokens).squeeze(-1)
+
+    learned = leaf(logits)
+    policy = logprobs(learned)
+    loss, _ = policy_objective(
+        policy,
+        torch.zeros(num_tokens, dtype=torch.float64),
+        train_batch(
+            rows,
+            advantages,
+            old_logprobs=policy.detach().clone(),
+            covariance_rank=torch.zeros(num_tokens, dtype=torch.float64),
+        ),
+        settings=AlgoConfig(policy_loss=name, aggregation=aggregation),
+        denominator=Denominator(sum(rows.lengths()), rows.num_sequences, 8),
+        kl_coef=0.0,
+    )
+    loss.backward()
+    reinforce = leaf(logits)
+    weights = naive.token_weights(aggregation, rows.answers(), sum(rows.lengths()), rows.num_sequences, 8)
+    index = torch.tensor(list(weights))
+    weight = torch.tensor(list(weights.values()), dtype=torch.float64)
+    (-(weight * advantages[index]) * logprobs(reinforce)[index]).sum().backward()
+    torch.testing.assert_close(grad_of(learned), grad_of(reinforce), rtol=1e-12, atol=1e-15)

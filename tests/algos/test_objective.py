@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator
+from rlcore.algos.advantages import broadcast_to_tokens, gae, reinforce_pp, token_rewards, whiten
+from rlcore.algos.aggregation import Denominator, rank_share, token_covariance
 from rlcore.algos.objective import (
     PolicyStatistics,
     ValueStatistics,
@@ -18,8 +19,9 @@ from rlcore.algos.objective import (
     policy_objective,
     value_objective,
 )
-from rlcore.algos.selection import rank_share, token_covariance
-from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, KlConfig
+from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejection_mask
+from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
+from rlcore.types import PackedBatch, TrainBatch
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
 from tests.algos.ragged import (
@@ -61,7 +63,7 @@ class Inputs:
         return Inputs(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
     def learned(self) -> "Inputs":
-        """With leaves in place of what a network computes."""
+        """Return with leaves in place of what a network computes."""
         return replace(self, policy=leaf(self.policy), entropy=leaf(self.entropy))
 
 
@@ -93,9 +95,7 @@ def algo(**changes: Any) -> AlgoConfig:
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
 @pytest.mark.parametrize(("name", "aggregation"), list(product(NAIVE, get_args(Aggregation))))
-def test_value_gradient_and_statistics_are_those_of_the_naive_twin(
-    name: str, aggregation: Aggregation, rows: Rows
-) -> None:
+def test_policy_objective_equals_naive_twin(name: str, aggregation: Aggregation, rows: Rows) -> None:
     inputs, counts = Inputs.random(rows).learned(), denominator(rows)
     settings = algo(policy_loss=name, aggregation=aggregation)
     loss, statistics = call(inputs, rows, settings, counts)
@@ -136,9 +136,7 @@ def test_value_gradient_and_statistics_are_those_of_the_naive_twin(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("name", "aggregation"), list(product(NAIVE, get_args(Aggregation))))
-def test_any_split_and_order_gives_the_same_loss_gradient_and_metrics(
-    name: str, aggregation: Aggregation, dtype: torch.dtype
-) -> None:
+def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggregation, dtype: torch.dtype) -> None:
     rel = 1e-12 if dtype == torch.float64 else 1e-6
     settings, counts = algo(policy_loss=name, aggregation=aggregation), denominator(RAGGED)
     values = Inputs.random(RAGGED, dtype)
@@ -163,7 +161,7 @@ def test_any_split_and_order_gives_the_same_loss_gradient_and_metrics(
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", NAIVE)
-def test_no_bit_of_garbage_gets_through(name: str, estimator: str) -> None:
+def test_policy_objective_ignores_garbage_under_mask(name: str, estimator: str) -> None:
     settings = algo(policy_loss=name, kl=KlConfig(where="loss", estimator=estimator))
     clean = Inputs(*(torch.where(RAGGED.mask, values, 0.0) for values in vars(Inputs.random(RAGGED)).values()))
     results = []
@@ -176,8 +174,8 @@ def test_no_bit_of_garbage_gets_through(name: str, estimator: str) -> None:
         assert torch.equal(expected, found)
 
 
-def test_what_a_careless_loss_returns_under_the_mask_changes_nothing() -> None:
-    """A loss of one's own that does not mask its results: not counted, not added."""
+def test_garbage_of_custom_loss_is_ignored() -> None:
+    """A custom loss that does not mask its results."""
     results = []
     for name in ("my_loss", "careless_loss"):
         settings = algo(policy_loss=f"tests.algos.custom_loss:{name}")
@@ -186,7 +184,7 @@ def test_what_a_careless_loss_returns_under_the_mask_changes_nothing() -> None:
     assert torch.equal(results[0], results[1])
 
 
-def test_without_old_logprobs_they_are_the_policys_own() -> None:
+def test_missing_old_logprobs_default_to_policy() -> None:
     inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
     own, without = inputs.learned(), replace(inputs.learned(), old=None)
     own = replace(own, old=own.policy.detach().clone())
@@ -199,7 +197,7 @@ def test_without_old_logprobs_they_are_the_policys_own() -> None:
 
 
 @pytest.mark.parametrize("where", ["off", "reward"])
-def test_kl_outside_the_loss_needs_no_reference_and_adds_nothing(where: str) -> None:
+def test_kl_outside_loss_needs_no_reference(where: str) -> None:
     counts = denominator(RAGGED)
     inputs = replace(Inputs.random(RAGGED), ref=None).learned()
     loss, statistics = call(inputs, RAGGED, algo(kl=KlConfig(where=where)), counts)
@@ -208,7 +206,7 @@ def test_kl_outside_the_loss_needs_no_reference_and_adds_nothing(where: str) -> 
     assert statistics.kl_loss.item() == 0.0
 
 
-def test_no_entropy_bonus_no_entropy_gradient_but_still_its_value() -> None:
+def test_entropy_without_bonus_has_no_gradient() -> None:
     inputs = Inputs.random(RAGGED).learned()
     loss, statistics = call(inputs, RAGGED, algo(entropy_coef=0.0), denominator(RAGGED))
     loss.backward()
@@ -217,7 +215,7 @@ def test_no_entropy_bonus_no_entropy_gradient_but_still_its_value() -> None:
     assert statistics.metrics()["actor/entropy"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_present_kl_coefficient_counts_not_the_settings() -> None:
+def test_current_kl_coefficient_replaces_setting() -> None:
     inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
     settings = algo(kl=KlConfig(where="loss", coef=77.0))
     small, statistics = call(inputs, RAGGED, settings, counts, kl_coef=0.0)
@@ -226,7 +224,7 @@ def test_the_present_kl_coefficient_counts_not_the_settings() -> None:
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_an_answer_that_the_policy_has_left_has_no_policy_loss_and_stays_in_the_denominators(rows: Rows) -> None:
+def test_off_policy_response_stays_in_denominators(rows: Rows) -> None:
     inputs, counts = replace(Inputs.random(rows).learned(), ref=None), denominator(rows)
     assert inputs.old is not None
     loss, _ = call(inputs, rows, algo(kl=KlConfig(), entropy_coef=0.0, off_policy_mask=0.1), counts)
@@ -246,7 +244,7 @@ def test_an_answer_that_the_policy_has_left_has_no_policy_loss_and_stays_in_the_
     assert_tokens(grad_of(inputs.policy), gradient)
 
 
-def test_what_is_added_to_the_weight_of_the_entropy_counts() -> None:
+def test_added_entropy_weight_counts() -> None:
     plain, moved = Inputs.random(RAGGED).learned(), Inputs.random(RAGGED).learned()
     by_settings, _ = call(plain, RAGGED, algo(entropy_coef=0.05), denominator(RAGGED))
     by_controller, _ = call(moved, RAGGED, algo(entropy_coef=0.01), denominator(RAGGED), entropy_added=0.04)
@@ -267,7 +265,7 @@ def test_statistics_have_no_gradient_and_survive_an_all_reduce() -> None:
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_value_objective_is_that_of_the_naive_twin(rows: Rows) -> None:
+def test_value_objective_equals_naive_twin(rows: Rows) -> None:
     values, old, returns = leaf(floats(rows, 1)), floats(rows, 2), floats(rows, 3)
     counts = denominator(rows)
     # the policy's aggregation does not reach the critic
@@ -292,7 +290,7 @@ def test_value_objective_is_that_of_the_naive_twin(rows: Rows) -> None:
     )
 
 
-def test_value_objective_is_the_same_for_any_split() -> None:
+def test_value_objective_is_independent_of_split() -> None:
     data = [floats(RAGGED, seed) for seed in (1, 2, 3)]
     counts, settings = denominator(RAGGED), AlgoConfig()
 
@@ -335,13 +333,82 @@ def test_explained_variance(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 1.0), (2, 1 - 0.5 / (2.0 + 1e-5))])
-def test_explained_variance_of_answers_of_one_token(num_tokens: int, expected: float) -> None:
+def test_explained_variance_of_one_token(num_tokens: int, expected: float) -> None:
     """One number has no variance, and two have that of one degree of freedom."""
     values, returns = torch.tensor([3.0, 4.0]).double(), torch.tensor([5.0, 7.0]).double()
     mask = torch.arange(2) < num_tokens
     assert explained_variance(values, returns, mask).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_statistics_of_no_token_divide_by_nothing() -> None:
+def test_statistics_without_tokens_are_empty() -> None:
     nothing = PolicyStatistics.unstack(torch.zeros(9, dtype=torch.float64))
     assert (nothing.mean_ref_kl(), nothing.mean_entropy()) == (0.0, 0.0)
+
+
+T, N = 50, 4
+
+
+def flat() -> Tensor:
+    return torch.empty(T, device="meta")
+
+
+MASK = torch.empty(T, dtype=torch.bool, device="meta")
+IDS = torch.empty(T, dtype=torch.int64, device="meta")
+COUNTS = Denominator(num_tokens=30, num_sequences=N, norm_tokens=20)
+OF_ROWS = torch.empty(N, device="meta")
+BATCH = TrainBatch(
+    PackedBatch(
+        token_ids=IDS,
+        position_ids=IDS,
+        cu_seqlens=torch.empty(N + 1, dtype=torch.int64, device="meta"),
+        target_ids=IDS,
+        loss_mask=MASK,
+        behavior_logprobs=flat(),
+        scores=OF_ROWS,
+        score_mask=OF_ROWS.bool(),
+        group_ids=OF_ROWS.long(),
+    ),
+    *(flat() for _ in range(7)),
+)
+
+
+def test_meta_tensors_refuse_synchronization() -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        flat().sum().item()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        MASK.nonzero()
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_objective_does_not_synchronize(name: str, aggregation: Aggregation) -> None:
+    settings = AlgoConfig(policy_loss=name, aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss"))
+    policy = flat().requires_grad_()
+    loss, _ = policy_objective(policy, flat(), BATCH, settings=settings, denominator=COUNTS, kl_coef=0.1)
+    loss.backward()
+    assert policy.grad is not None
+
+
+def test_value_objective_does_not_synchronize() -> None:
+    loss, _ = value_objective(flat(), BATCH, settings=AlgoConfig(), denominator=COUNTS)
+    assert loss.shape == ()
+
+
+def test_token_functions_do_not_synchronize() -> None:
+    rewards = token_rewards(
+        torch.empty(N, device="meta"), torch.empty(N + 1, dtype=torch.int64, device="meta"), MASK, flat(), 0.1
+    )
+    advantages, _ = gae(rewards, flat(), MASK, IDS, gamma=1.0, lam=0.95)
+    for result in (
+        whiten(advantages, MASK),
+        reinforce_pp(rewards, MASK, IDS, gamma=1.0)[0],
+        broadcast_to_tokens(torch.empty(N, device="meta"), MASK, IDS),
+        importance_weights(flat(), flat(), MASK, IDS, N, settings=ImportanceConfig(mode="mask", level="sequence")),
+        *(
+            rejection_mask(flat(), flat(), MASK, IDS, N, settings=RejectionConfig(level=level))
+            for level in get_args(RejectionConfig.model_fields["level"].annotation)
+        ),
+        off_policy_mask(flat(), flat(), flat(), MASK, IDS, N, delta=0.1),
+    ):
+        assert result.shape == (T,)
+    assert explained_variance(flat(), flat(), MASK).shape == ()

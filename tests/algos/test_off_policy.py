@@ -1,4 +1,4 @@
-"""What is weighed and left out for its distance from the sampler, against naive twins; and the same for any split."""
+"""Importance weights and masks against naive twins, and their independence of the split."""
 
 import math
 from typing import Any, get_args
@@ -12,7 +12,7 @@ from rlcore.config.algo import ImportanceConfig, RejectionConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
 from tests.algos.naive import naive_weight
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, partitions
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, leaf, partitions
 
 LEVELS = get_args(RejectionConfig.model_fields["level"].annotation)
 CAPS = {"k1": (1.05, 1.5, 4.0), "k2": (0.01, 0.3), "k3": (0.01, 0.3)}
@@ -42,7 +42,7 @@ def naive_rejected(old: list[float], behavior: list[float], rows: Rows, settings
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
 @pytest.mark.parametrize("estimator", CAPS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_rejected_is_what_the_naive_twin_rejects(level: str, estimator: str, rows: Rows) -> None:
+def test_rejection_mask_equals_naive_twin(level: str, estimator: str, rows: Rows) -> None:
     seen = set()
     for cap in CAPS[estimator]:
         settings = RejectionConfig(level=level, estimator=estimator, cap=cap)
@@ -56,7 +56,7 @@ def test_what_is_rejected_is_what_the_naive_twin_rejects(level: str, estimator: 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_the_weight_of_an_answer_is_that_of_the_product_of_its_ratios(rows: Rows, mode: str) -> None:
+def test_sequence_weight_is_product_of_ratios(rows: Rows, mode: str) -> None:
     settings = ImportanceConfig(mode=mode, cap=3.0, level="sequence")
     for seed in range(5):
         old, behavior = floats(rows, seed), floats(rows, seed + 50)
@@ -68,7 +68,7 @@ def test_the_weight_of_an_answer_is_that_of_the_product_of_its_ratios(rows: Rows
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_what_is_left_behind_is_what_the_naive_twin_says(rows: Rows) -> None:
+def test_off_policy_mask_equals_naive_twin(rows: Rows) -> None:
     seen = set()
     for seed in range(5):
         policy, behavior, advantages = floats(rows, seed), floats(rows, seed + 50), floats(rows, seed + 100)
@@ -91,8 +91,8 @@ def verdicts(values: list[Tensor], rows: Rows) -> list[Tensor]:
     ]
 
 
-def test_any_split_gives_the_same() -> None:
-    """Whole answers lie in one part, whatever the part."""
+def test_corrections_are_independent_of_split() -> None:
+    """A whole response is in one part, whatever the part."""
     values = [floats(RAGGED, seed, 0.5) for seed in range(3)]
     whole = verdicts(values, RAGGED)
     for seed in range(8):
@@ -102,9 +102,65 @@ def test_any_split_gives_the_same() -> None:
                 torch.testing.assert_close(part, expected[index], rtol=1e-12, atol=0)
 
 
-def test_a_number_that_is_none_is_not_rejected() -> None:
+def test_nan_is_not_rejected() -> None:
     old, mask = torch.tensor([0.0, math.nan]).double(), torch.ones(2, dtype=torch.bool)
     rows = (mask, torch.zeros(2, dtype=torch.int64), 1)
     for level in LEVELS:
         settings = RejectionConfig(level=level)
         assert not rejection_mask(old, torch.zeros(2).double(), *rows, settings=settings).any()
+
+
+OF_RAGGED = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
+
+
+def of_one(num_tokens: int) -> tuple[torch.Tensor, int]:
+    """Ids and number of one sequence."""
+    return torch.zeros(num_tokens, dtype=torch.int64), 1
+
+
+@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
+@pytest.mark.parametrize("cap", [1.1, 2.0, 50.0])
+@pytest.mark.parametrize("mode", ["off", "truncate", "mask"])
+def test_importance_weights_equal_naive_twin(mode: str, cap: float, rows: Rows) -> None:
+    settings = ImportanceConfig(mode=mode, cap=cap)
+    for seed in range(5):
+        old, behavior = floats(rows, seed), floats(rows, seed + 50)
+        weights = importance_weights(old, behavior, rows.mask, rows.sequence_ids, rows.num_sequences, settings=settings)
+        expected = {
+            t: naive_weight(old[t].item(), behavior[t].item(), mode, cap)
+            for positions in rows.answers()
+            for t in positions
+        }
+        assert_tokens(weights, expected)
+
+
+def test_importance_log_ratio_is_clamped() -> None:
+    settings = ImportanceConfig(mode="truncate", cap=1e300)
+    old, mask = torch.tensor([1000.0, -1000.0], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
+    weights = importance_weights(old, torch.zeros(2).double(), mask, *of_one(2), settings=settings)
+    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+@pytest.mark.parametrize("mode", ["off", "truncate", "mask"])
+def test_equal_probabilities_have_weight_one(mode: str) -> None:
+    old = floats(RAGGED, 1, dtype=torch.float32)
+    settings = ImportanceConfig(mode=mode)
+    weights = importance_weights(old, old, *OF_RAGGED, settings=settings)
+    assert torch.equal(weights, RAGGED.mask.float())
+
+
+def test_importance_weights_have_no_gradient() -> None:
+    old = leaf(floats(RAGGED, 1))
+    weights = importance_weights(old, floats(RAGGED, 2), *OF_RAGGED, settings=ImportanceConfig(mode="truncate"))
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_importance_weight_of_nan_is_nan(mode: str) -> None:
+    """A weight of 0 would train on, without a word."""
+    old = torch.tensor([0.0, math.nan], dtype=torch.float64)
+    mask = torch.ones(2, dtype=torch.bool)
+    settings = ImportanceConfig(mode=mode)
+    weights = importance_weights(old, torch.zeros(2).double(), mask, *of_one(2), settings=settings)
+    assert weights[0] == 1.0
+    assert weights[1].isnan()

@@ -28,7 +28,7 @@ def naive_lr(step: int, schedule: str, lr: float, low: float, warmup: int, total
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("low", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 10), (3, 10), (10, 10), (15, 10), (0, 1), (1, 1), (7, 200)])
-def test_rates_are_those_of_the_naive_twin(schedule: Schedule, low: float, warmup: int, total: int) -> None:
+def test_lr_equals_naive_twin(schedule: Schedule, low: float, warmup: int, total: int) -> None:
     optim = OptimConfig(lr=3e-4, schedule=schedule, min_lr_ratio=low, warmup_steps=warmup)
     for step in range(total + 10):
         expected = naive_lr(step, schedule, 3e-4, low, warmup, total)
@@ -43,16 +43,9 @@ def test_warmup_by_steps_or_by_ratio(steps: int, ratio: float, total: int, expec
     assert num_warmup_steps(optim=optim, total_steps=total) == expected
 
 
-def test_by_ratio_is_by_steps() -> None:
-    by_ratio = OptimConfig(schedule="cosine", warmup_ratio=0.25)
-    by_steps = OptimConfig(schedule="cosine", warmup_steps=5)
-    for step in range(20):
-        assert lr_at(step, optim=by_ratio, total_steps=20) == lr_at(step, optim=by_steps, total_steps=20)
-
-
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_no_step_of_the_run_is_wasted_at_rate_zero(schedule: Schedule, warmup: int) -> None:
+def test_lr_is_never_zero(schedule: Schedule, warmup: int) -> None:
     optim = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=warmup)
     rates = [lr_at(step, optim=optim, total_steps=20) for step in range(20)]
     assert all(rate > 0 for rate in rates)
@@ -60,18 +53,12 @@ def test_no_step_of_the_run_is_wasted_at_rate_zero(schedule: Schedule, warmup: i
     assert rates == sorted(rates[:warmup]) + sorted(rates[warmup:], reverse=True)  # up, then down
 
 
-def test_linear_by_hand() -> None:
-    optim = OptimConfig(lr=1.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
-    rates = [lr_at(step, optim=optim, total_steps=6) for step in range(8)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5])
-
-
 @pytest.mark.parametrize(("ratio", "total", "steps"), [(0.29, 100, 29), (0.57, 300, 171), (0.299, 100, 29)])
-def test_a_ratio_that_is_whole_steps_gives_them_all(ratio: float, total: int, steps: int) -> None:
+def test_warmup_ratio_of_whole_steps_is_exact(ratio: float, total: int, steps: int) -> None:
     assert num_warmup_steps(optim=OptimConfig(warmup_ratio=ratio), total_steps=total) == steps
 
 
-def test_the_weight_of_the_entropy_bonus_is_that_of_a_naive_twin() -> None:
+def test_entropy_bonus_equals_naive_twin() -> None:
     entropies = [0.1, 0.2, 0.5, 0.3, 0.9, 0.9, 0.9, 0.9, 0.29, 0.31, 0.1]
     settings = AlgoConfig(entropy_coef=0.01, entropy_control=EntropyControlConfig(target=0.3, step=0.004))
     added, weight = 0.0, 0.01
@@ -85,5 +72,5 @@ def test_the_weight_of_the_entropy_bonus_is_that_of_a_naive_twin() -> None:
     assert weight == pytest.approx(0.004)
 
 
-def test_without_a_target_the_weight_stays() -> None:
+def test_entropy_bonus_without_target_is_constant() -> None:
     assert next_entropy_bonus(0.0, 0.1, settings=AlgoConfig(entropy_coef=0.01)) == 0.0

@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from rlcore.batching.pack import (
-    pack,
-)
+from rlcore.batching.pack import pack
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
 

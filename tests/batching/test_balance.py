@@ -1,4 +1,4 @@
-"""Sequences shared out by what they cost."""
+"""Assignment of sequences by cost."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 1500), min_size=1, max_size=60)
 
 
 @given(LENGTHS, st.integers(1, 8))
-def test_every_index_lands_in_exactly_one_part_and_no_part_is_empty(lengths: list[int], num_parts: int) -> None:
+def test_partition_covers_every_index_once(lengths: list[int], num_parts: int) -> None:
     num_parts = min(num_parts, len(lengths))
     parts = partition(lengths, num_parts)
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
@@ -31,7 +31,7 @@ def test_every_index_lands_in_exactly_one_part_and_no_part_is_empty(lengths: lis
 
 
 @given(st.integers(1, 6), st.integers(1, 10), st.randoms(use_true_random=False))
-def test_equal_counts_are_equal(num_parts: int, each: int, random: object) -> None:
+def test_partition_with_equal_counts(num_parts: int, each: int, random: object) -> None:
     lengths = [random.randint(1, 900) for _ in range(num_parts * each)]  # type: ignore[attr-defined]
     parts = partition(lengths, num_parts, equal_counts=True)
     assert [len(part) for part in parts] == [each] * num_parts
@@ -39,14 +39,14 @@ def test_equal_counts_are_equal(num_parts: int, each: int, random: object) -> No
 
 
 @given(LENGTHS, st.integers(2, 6))
-def test_the_spread_is_at_most_the_longest_sequence(lengths: list[int], num_parts: int) -> None:
+def test_partition_spread_is_bounded_by_longest(lengths: list[int], num_parts: int) -> None:
     num_parts = min(num_parts, len(lengths))
     sums = [sum(lengths[i] for i in part) for part in partition(lengths, num_parts)]
     assert max(sums) - min(sums) <= max(lengths)
 
 
 @pytest.mark.parametrize("num_parts", [2, 3, 5])
-def test_it_is_the_differencing_method_of_its_naive_twin(num_parts: int) -> None:
+def test_partition_equals_naive_differencing(num_parts: int) -> None:
     """Karmarkar and Karp's: the two partial solutions that are spread most are joined, the heaviest to the lightest."""
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 10**9, 23).tolist()  # no two spreads are alike
@@ -59,18 +59,8 @@ def test_it_is_the_differencing_method_of_its_naive_twin(num_parts: int) -> None
         assert sorted(sums) == sorted(found[0])
 
 
-def test_it_beats_dealing_in_order() -> None:
-    lengths = [1000, 10, 10, 10, 1000, 10, 10, 10]
-    balanced = [sum(lengths[i] for i in part) for part in partition(lengths, 4, equal_counts=True)]
-    dealt = [sum(lengths[start : start + 2]) for start in range(0, 8, 2)]
-    assert max(balanced) == 1010
-    assert max(dealt) == 1010
-    assert min(balanced) == 20
-    assert sorted(balanced) == [20, 20, 1010, 1010]
-
-
 @given(LENGTHS, st.integers(1, 4000))
-def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int], max_tokens: int) -> None:
+def test_micro_batches_keep_budget(lengths: list[int], max_tokens: int) -> None:
     batch = unlike_answers(lengths)
     count = Balancer(num_ranks=1, max_tokens=max_tokens, shape=None).assign(batch, len(lengths)).whole.num_micro
     parts = micro_batches(batch, count)
@@ -79,7 +69,7 @@ def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int],
 
 @given(LENGTHS, st.integers(1, 4000))
 @example([3, 3, 3, 3], 8)  # two fill a micro-batch
-def test_micro_batches_are_as_few_as_a_search_one_by_one_finds(lengths: list[int], max_tokens: int) -> None:
+def test_num_micro_batches_equals_linear_search(lengths: list[int], max_tokens: int) -> None:
     batch = unlike_answers(lengths)
     tokens = [length + 1 for length in lengths]
 
@@ -92,16 +82,8 @@ def test_micro_batches_are_as_few_as_a_search_one_by_one_finds(lengths: list[int
     assert Balancer(num_ranks=1, max_tokens=max_tokens, shape=None).assign(batch, len(tokens)).whole.num_micro == count
 
 
-def test_answers_of_which_no_two_fit_are_not_cut_at_every_number_of_micro_batches() -> None:
-    """The sum of the tokens asks for 26 micro-batches, and each cut on the way to 40 takes time."""
-    batch = unlike_answers(range(600, 640))
-    before = balance._partition.cache_info().misses
-    assert Balancer(num_ranks=1, max_tokens=999, shape=None).assign(batch, 40).whole.num_micro == 40
-    assert balance._partition.cache_info().misses - before < 5
-
-
 def unlike_answers(lengths: Sequence[int]) -> PackedBatch:
-    """An answer of each length, each to a prompt of its own of one token."""
+    """A response of each length, each to a separate prompt of one token."""
     rollouts = [
         Rollout(
             Prompt(index, (5,), "gsm8k", "{}"), 0, np.full(length, 7), np.zeros(length, dtype=np.float32), "stop", 0
@@ -111,15 +93,8 @@ def unlike_answers(lengths: Sequence[int]) -> PackedBatch:
     return pack(rollouts, [Score(1.0, {})] * len(rollouts), range(len(rollouts)))
 
 
-@pytest.mark.parametrize(("num_parts", "equal"), [(0, False), (4, False), (2, True)])
-def test_impossible_cuts_are_refused(num_parts: int, equal: bool) -> None:
-    with pytest.raises(ValueError, match=r"cannot cut|do not divide"):
-        partition([3, 2, 1], num_parts, equal_counts=equal)
-
-
 @pytest.mark.parametrize(("num_parts", "each"), [(2, 4), (3, 3)])
-def test_parts_of_equal_count_end_near_the_best_that_there_is(num_parts: int, each: int) -> None:
-    """Beside every way to cut few skewed lengths; without exchanges the heaviest is a tenth over the best."""
+def test_partition_with_equal_counts_is_near_optimal(num_parts: int, each: int) -> None:
     for seed in range(40):
         lengths = (1_000 * np.random.default_rng(seed).lognormal(size=num_parts * each)).astype(int).tolist()
         found = max(sum(lengths[i] for i in part) for part in partition(lengths, num_parts, equal_counts=True))
@@ -154,8 +129,8 @@ def drawn_batch(rng: np.random.Generator, num_sequences: int, *, mean: float, lo
 SHAPE = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
 
 
-def test_a_sequence_costs_its_operations() -> None:
-    """Against a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
+def test_costs_count_operations() -> None:
+    """Compare with a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
     batch = drawn_batch(np.random.default_rng(3), 12, mean=40, longest=200)
     for index, cost in enumerate(Sizes.from_batch(batch, share_prompts=False).costs(SHAPE)):
         start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
@@ -188,10 +163,7 @@ def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
     ("mean", "longest", "sequences"), [(183, 1_024, 160), (3_000, 16_384, 320)], ids=["gsm8k", "long"]
 )
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
-    num_ranks: int, mean: float, longest: int, sequences: int
-) -> None:
-    """At each micro-batch all wait for the one with most to do; by tokens alone up to a tenth of the time."""
+def test_ranks_wait_less_than_one_percent(num_ranks: int, mean: float, longest: int, sequences: int) -> None:
     batch = drawn_batch(np.random.default_rng(num_ranks), sequences, mean=mean, longest=longest)
 
     by_cost, by_tokens = (waiting(batch, num_ranks, shape) for shape in (SHAPE, None))
@@ -199,15 +171,14 @@ def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
     assert by_cost <= by_tokens
 
 
-def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
+def test_one_rank_is_cut_by_tokens() -> None:
     batch = drawn_batch(np.random.default_rng(0), 40, mean=400, longest=2_048)
     found = [Balancer(num_ranks=1, max_tokens=2_048, shape=shape).assign(batch, 40).whole for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
 
 
-def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
-    """Of one answer over the budget and three short ones, two to each rank."""
+def test_slowest_rank_sets_num_micro_batches() -> None:
     batch = unlike_answers([100, 1, 1, 1])
     assert Balancer(num_ranks=2, max_tokens=50, shape=None).assign(batch, 4).whole.num_micro == 2
 
@@ -226,7 +197,7 @@ def most_tokens(batch: PackedBatch, shares: RankShares, dealer: Balancer) -> int
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int, share_prompts: bool) -> None:
+def test_whole_pass_keeps_shares_of_optimizer_steps(num_ranks: int, share_prompts: bool) -> None:
     """Each mini-batch is shared out as it would be alone, and a pass over all of them is within the budget."""
     batch = drawn_batch(np.random.default_rng(3), 48, mean=400, longest=2_048)
     dealer = Balancer(num_ranks, 2_048, SHAPE, share_prompts)
@@ -243,7 +214,7 @@ def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int,
     assert max(most_tokens(batch, shares, dealer) for shares in (found.whole, everything)) <= 2_048
 
 
-def test_answers_apart_from_those_that_compute_their_prompt_count_it_themselves() -> None:
+def test_separated_responses_count_their_prompt() -> None:
     """Three prompts on two ranks: answers are dealt as if none shared a prompt, and the budget holds all the same."""
     prompts = [Prompt(index, (5 + index,) * 300, "gsm8k", "{}") for index in range(3)]
     rollouts = [
@@ -257,7 +228,7 @@ def test_answers_apart_from_those_that_compute_their_prompt_count_it_themselves(
     assert most_tokens(batch, shares, dealer) <= 700
 
 
-def test_neighbours_are_selected_without_a_copy() -> None:
+def test_select_neighbours_without_copy() -> None:
     batch = drawn_batch(np.random.default_rng(2), 12, mean=20, longest=60)
     assert select(batch, range(12)) is batch
     chosen = select(batch, [4, 5, 6])
@@ -268,7 +239,7 @@ def test_neighbours_are_selected_without_a_copy() -> None:
         assert torch.equal(getattr(chosen, field.name), getattr(back, field.name)), field.name
 
 
-def test_whole_groups_go_to_mini_batches_in_the_order_they_were_drawn() -> None:
+def test_mini_batches_hold_whole_groups_in_order() -> None:
     groups = torch.tensor([3, 1, 3, 2, 1, 0])
     assert mini_batches(groups, 2) == [[0, 2, 1, 4], [3, 5]]
     assert mini_batches(groups, 3) == [[0, 2, 1, 4, 3], [5]]
@@ -276,7 +247,7 @@ def test_whole_groups_go_to_mini_batches_in_the_order_they_were_drawn() -> None:
     assert mini_batches(groups, 9) == [[0, 2, 1, 4, 3, 5]]
 
 
-def test_where_prompts_together_are_too_few_answers_are_cut_alone() -> None:
+def test_too_few_prompts_are_cut_by_response() -> None:
     """Five prompts with two answers each compute 25 tokens, 5 a prompt: in 6 parts none may hold more than 5."""
     batch = answers([(2, (1, 1))] * 5)
     assert Sizes.from_batch(batch, share_prompts=True).num_computed() == 25
@@ -288,7 +259,7 @@ def test_where_prompts_together_are_too_few_answers_are_cut_alone() -> None:
     assert sorted(index for part in alone for index in part) == [*range(10)]
 
 
-def test_a_shared_prompt_costs_its_first_answer_alone() -> None:
+def test_shared_prompt_is_counted_once() -> None:
     batch = answers([(4, (2, 3)), (3, (1,))])
     sizes = Sizes.from_batch(batch, share_prompts=True)
     assert (sizes.lengths.tolist(), sizes.targets.tolist(), sizes.shared.tolist()) == ([6, 7, 4], [2, 3, 1], [0, 3, 0])
@@ -315,12 +286,11 @@ def naive_bins(lengths: list[int], budget: int) -> int:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 24))
-def test_the_bound_on_micro_batches_is_that_of_its_naive_twin(lengths: list[int], budget: int) -> None:
+def test_bin_bound_equals_naive_twin(lengths: list[int], budget: int) -> None:
     assert balance._fewest_bins(lengths, budget) == naive_bins(lengths, budget)
 
 
-def test_parts_are_pinned() -> None:
-    """Where adapters have dropout the numbers depend on the cut: a run that goes on with another version cuts alike."""
+def test_partition_is_pinned() -> None:
     lengths = [900, 20, 35, 410, 33, 33, 120, 77, 260, 14, 500, 61]
     assert partition(lengths, 3) == [[0], [1, 3, 4, 8, 11], [2, 5, 6, 7, 9, 10]]
     assert partition(lengths, 3, equal_counts=True) == [[0, 1, 5, 9], [2, 3, 4, 8], [6, 7, 10, 11]]
@@ -333,7 +303,7 @@ def test_parts_are_pinned() -> None:
     assert partition([3, 1, 2], 1) == [[0, 1, 2]]
 
 
-def test_what_cannot_be_cut_is_told_with_its_numbers() -> None:
+def test_partition_error_names_numbers() -> None:
     for number in (0, 4):
         with pytest.raises(ValueError, match=rf"^cannot cut 3 sequences into {number} non-empty parts$"):
             partition([3, 2, 1], number)
@@ -341,7 +311,7 @@ def test_what_cannot_be_cut_is_told_with_its_numbers() -> None:
         partition([3, 2, 1], 2, equal_counts=True)
 
 
-def test_prompts_are_dealt_whole_where_they_have_equally_many_answers_and_the_ranks_divide_them() -> None:
+def test_equal_prompts_are_assigned_whole() -> None:
     for groups, whole in (
         ([(4, (2, 3)), (3, (1, 5)), (2, (4, 4)), (6, (1, 2))], True),
         ([(4, (90, 90)), (4, (2, 2)), (4, (2, 2)), (4, (2, 2))], True),

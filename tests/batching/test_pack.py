@@ -1,13 +1,10 @@
 """Rollouts laid end to end."""
 
-import doctest
-
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rlcore.batching.pack
 from rlcore.batching.pack import (
     pack,
     pack_demonstrations,
@@ -24,13 +21,9 @@ from tests.batching.rows import packed
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
 
 
-def test_the_worked_example_holds() -> None:
-    assert doctest.testmod(rlcore.batching.pack).failed == 0
-
-
 @given(LENGTHS)
 @settings(deadline=None)
-def test_packing_equals_a_loop_over_sequences(lengths: list[tuple[int, int]]) -> None:
+def test_pack_equals_loop(lengths: list[tuple[int, int]]) -> None:
     batch, rollouts = packed(lengths)
     start = 0
     for rollout in rollouts:
@@ -53,7 +46,7 @@ def test_packing_equals_a_loop_over_sequences(lengths: list[tuple[int, int]]) ->
 
 @given(LENGTHS, st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_selecting_and_scattering_are_inverse(lengths: list[tuple[int, int]], random: object) -> None:
+def test_scatter_inverts_select(lengths: list[tuple[int, int]], random: object) -> None:
     batch, rollouts = packed(lengths)
     order = list(range(len(rollouts)))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -68,7 +61,7 @@ def test_selecting_and_scattering_are_inverse(lengths: list[tuple[int, int]], ra
     assert torch.equal(scatter_tokens([part[:, 0] for part in parts], batch.cu_seqlens, shares), values(batch)[:, 0])
 
 
-def test_selection_packs_the_chosen_sequences_alone() -> None:
+def test_select_equals_packing_chosen_sequences() -> None:
     batch, rollouts = packed([(3, 2), (1, 4), (2, 2)])
     again = pack([rollouts[2], rollouts[0]], [Score(2.0, {}), Score(0.0, {})], [2, 0])
     chosen = select(batch, [2, 0])
@@ -76,7 +69,7 @@ def test_selection_packs_the_chosen_sequences_alone() -> None:
         assert torch.equal(getattr(chosen, name), getattr(again, name)), name
 
 
-def test_fields_that_a_train_batch_lacks_stay_none() -> None:
+def test_select_train_keeps_none() -> None:
     batch, _ = packed([(3, 2), (1, 4)])
     values = torch.arange(batch.num_tokens, dtype=torch.float32)
     train = TrainBatch(batch, None, None, None, values, None, values)
@@ -85,28 +78,27 @@ def test_fields_that_a_train_batch_lacks_stay_none() -> None:
     assert torch.equal(chosen.advantages, values[5:])
 
 
-def test_answers_share_what_comes_before_their_first_loss_with_a_neighbour_to_the_same_prompt() -> None:
-    """Beside the first of its group: not across an answer without a loss, another group, or another prompt."""
+def test_shared_prompts_of_neighbours() -> None:
     prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8, 9), "countdown", "{}")]
 
-    def found(groups: list[int], lost: frozenset[int] = frozenset(), rows: list[int] | None = None) -> list[int]:
+    def count(groups: list[int], lost: frozenset[int] = frozenset(), rows: list[int] | None = None) -> list[int]:
         rollouts = [Rollout(prompts[group], 0, np.ones(2), np.zeros(2), "stop", 0) for group in groups]
         scores = [Score(1.0, {}, failure="lost" if index in lost else None) for index in range(len(groups))]
         return shared_prompts(pack(rollouts, scores, groups), rows).tolist()
 
-    assert found([0, 0, 0, 1, 1]) == [0, 2, 2, 0, 2]
-    assert found([0, 0, 0, 1, 1], rows=[1, 2, 4]) == [0, 2, 0]
-    assert found([0, 1, 0, 1]) == [0, 0, 0, 0]
-    assert found([0, 0, 0], lost=frozenset({1})) == [0, 0, 2]
-    assert found([0, 0, 0], lost=frozenset({0})) == [0, 2, 2]
-    assert found([0, 0], rows=[]) == []
+    assert count([0, 0, 0, 1, 1]) == [0, 2, 2, 0, 2]
+    assert count([0, 0, 0, 1, 1], rows=[1, 2, 4]) == [0, 2, 0]
+    assert count([0, 1, 0, 1]) == [0, 0, 0, 0]
+    assert count([0, 0, 0], lost=frozenset({1})) == [0, 0, 2]
+    assert count([0, 0, 0], lost=frozenset({0})) == [0, 2, 2]
+    assert count([0, 0], rows=[]) == []
     unlike = [
         Rollout(Prompt(0, (7, last, 9), "countdown", "{}"), 0, np.ones(2), np.zeros(2), "stop", 0) for last in (8, 1)
     ]
     assert shared_prompts(pack(unlike, [Score(1.0, {})] * 2, [0, 0])).tolist() == [0, 0]
 
 
-def test_a_turns_reward_stands_where_its_last_token_is_predicted() -> None:
+def test_turn_reward_is_at_last_token() -> None:
     rollouts = [
         Rollout(
             Prompt(0, (7, 8), "countdown", "{}"), 0, np.array([1, 2, 3]), np.zeros(3), "stop", 0,
@@ -119,7 +111,7 @@ def test_a_turns_reward_stands_where_its_last_token_is_predicted() -> None:
     assert place_turn_rewards(rollouts, packed).tolist() == expected, "none at what was read, or without a score"
 
 
-def test_demonstrations_have_a_loss_on_their_answers_alone() -> None:
+def test_demonstrations_have_loss_on_targets_only() -> None:
     packed = pack_demonstrations(
         [
             Demonstration((7, 8, 1, 2), (False, False, True, True)),

@@ -1,4 +1,4 @@
-"""Prompts as they are read from a filtered file."""
+"""Reading of filtered files."""
 
 from pathlib import Path
 
@@ -12,18 +12,14 @@ from rlcore.types import Prompt
 
 
 @pytest.mark.parametrize(("more", "difficulty"), [({}, 0), ({"difficulty": 3}, 3)], ids=str)
-def test_a_row_whose_difficulty_nobody_has_said_is_of_difficulty_zero(
-    tmp_path: Path, more: dict[str, int], difficulty: int
-) -> None:
+def test_missing_difficulty_is_zero(tmp_path: Path, more: dict[str, int], difficulty: int) -> None:
     columns = {"prompt_ids": [[5, 6]], "ground_truth_json": ["{}"], "data_source": ["mine"]}
     pq.write_table(pa.table({**columns, "extra_info": [{"index": 7, **more}]}), tmp_path / "train.parquet")
     assert read_prompts(tmp_path / "train.parquet") == [Prompt(7, (5, 6), "mine", "{}", difficulty)]
 
 
 @pytest.mark.parametrize("prompt_ids", [[[5.0, 6.0]], [5], ["5 6"]], ids=["list of numbers", "number", "text"])
-def test_prompts_that_are_no_lists_of_integers_are_refused_by_their_column(
-    tmp_path: Path, prompt_ids: list[object]
-) -> None:
+def test_prompt_ids_of_wrong_type_are_rejected(tmp_path: Path, prompt_ids: list[object]) -> None:
     columns = {"prompt_ids": prompt_ids, "ground_truth_json": ["{}"], "data_source": ["mine"]}
     pq.write_table(pa.table({**columns, "extra_info": [{"index": 7}]}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match="column prompt_ids: expected list of integers, got"):
@@ -34,22 +30,22 @@ REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<split
 COLUMNS = {"prompt_ids": [[5, 6], [7]], "ground_truth_json": ["{}", "[]"], "data_source": ["mine", "other"]}
 
 
-def told(file: Path) -> str:
+def message(file: Path) -> str:
     with pytest.raises(DataError) as caught:
         read_prompts(file)
     return str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_not_whole_is_told_with_what_to_give(tmp_path: Path) -> None:
+def test_missing_or_damaged_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
-    assert told(file) == f"{file}: no such file. {REMEDY}"
+    assert message(file) == f"{file}: no such file. {REMEDY}"
     file.write_bytes(b"PAR1 and no more")
-    text = told(file)
+    text = message(file)
     assert text.startswith(f"{file}: cannot be read as parquet (")
     assert text.endswith(f"); it is damaged or cut short. {REMEDY}")
 
 
-def test_a_column_that_is_missing_or_of_another_type_is_told_with_what_was_expected(tmp_path: Path) -> None:
+def test_wrong_column_is_reported_with_expected_type(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     for column, kind, given, found in (
         ("data_source", "string", None, "nothing"),
@@ -59,12 +55,12 @@ def test_a_column_that_is_missing_or_of_another_type_is_told_with_what_was_expec
         columns = {**COLUMNS, "extra_info": [{"index": 7}, {"index": 8}]}
         columns.pop(column)
         pq.write_table(pa.table(columns if given is None else {**columns, column: given}), file)
-        assert told(file) == f"{file}: column {column}: expected {kind}, got {found}. {REMEDY}"
+        assert message(file) == f"{file}: column {column}: expected {kind}, got {found}. {REMEDY}"
     pq.write_table(pa.table({**COLUMNS, "extra_info": [{"split": "a"}, {"split": "b"}]}), file)
-    assert told(file) == f"{file}: column extra_info.index: expected integer, got nothing. {REMEDY}"
+    assert message(file) == f"{file}: column extra_info.index: expected integer, got nothing. {REMEDY}"
 
 
-def test_rows_come_in_the_order_of_the_file_whatever_the_width_of_its_lists_and_texts(tmp_path: Path) -> None:
+def test_large_types_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     large = pa.table(
         {
@@ -78,19 +74,14 @@ def test_rows_come_in_the_order_of_the_file_whatever_the_width_of_its_lists_and_
     assert read_prompts(file) == [Prompt(7, (5, 6), "mine", "{}", 0), Prompt(2, (7,), "other", "[]", 3)]
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        (None, True),
-        (b"{}", True),
-        (b'{"origin": {}}', True),
-        (b'{"origin": {"prompt_form": "chat"}}', True),
-        (b'{"origin": {"prompt_form": "text"}}', False),
-    ],
-)
-def test_prompts_are_chats_unless_the_filter_says_that_they_are_text(
-    tmp_path: Path, said: bytes | None, expected: bool
-) -> None:
+@pytest.mark.parametrize(("said", "expected"), [
+    (None, True),
+    (b"{}", True),
+    (b'{"origin": {}}', True),
+    (b'{"origin": {"prompt_form": "chat"}}', True),
+    (b'{"origin": {"prompt_form": "text"}}', False),
+])  # fmt: skip
+def test_is_chat_unless_metadata_says_text(tmp_path: Path, said: bytes | None, expected: bool) -> None:
     table = pa.table(COLUMNS)
     pq.write_table(
         table if said is None else table.replace_schema_metadata({b"millrace": said}), tmp_path / "a.parquet"
@@ -98,13 +89,9 @@ def test_prompts_are_chats_unless_the_filter_says_that_they_are_text(
     assert is_chat(tmp_path / "a.parquet") is expected
 
 
-def test_a_solution_is_learned_without_its_prompt_and_may_have_one_beside_the_target(tmp_path: Path) -> None:
+def test_solutions_have_targets_and_distractors(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
-    columns = {
-        "prompt_ids": [[5, 6], [7], [8]],
-        "solution_ids": [[1, 2], [], [3]],
-        "distractor_ids": [[4], [4], []],
-    }
+    columns = {"prompt_ids": [[5, 6], [7], [8]], "solution_ids": [[1, 2], [], [3]], "distractor_ids": [[4], [4], []]}
     pq.write_table(pa.table(columns, pa.schema([(name, pa.list_(pa.int64())) for name in columns])), file)
     assert read_solutions(file) == [
         Demonstration([5, 6, 1, 2], [False, False, True, True], Demonstration([5, 6, 4], [False, False, True])),
@@ -112,7 +99,7 @@ def test_a_solution_is_learned_without_its_prompt_and_may_have_one_beside_the_ta
     ]
 
 
-def test_answers_of_a_demonstration_are_every_second_of_its_lengths(tmp_path: Path) -> None:
+def test_demonstration_targets_are_every_second_length(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"token_ids": [[5, 6, 7, 8, 9], [5]], "answer_lengths": [[1, 2, 0, 2], [0, 1]]}), file)
     assert read_demonstrations(file) == [

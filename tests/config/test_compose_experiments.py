@@ -1,4 +1,4 @@
-"""Every file in conf/ composes, and says what it is meant to say."""
+"""Every file in conf/ composes, and has its expected settings."""
 
 import pytest
 import yaml
@@ -12,20 +12,20 @@ from rlcore.config.documents import to_yaml
 
 
 @pytest.mark.parametrize("name", experiment_names())
-def test_each_experiment_composes_under_its_own_name(name):
+def test_experiment_composes_under_its_name(name):
     config = load_config([], experiment=name)
     assert config.name == name
     assert RunConfig.model_validate_json(config.model_dump_json(), strict=True) == config
 
 
 @pytest.mark.parametrize("name", experiment_names())
-def test_first_line_of_an_experiment_is_the_command_that_runs_it(name):
+def test_experiment_begins_with_its_command(name):
     first = (CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# millrace run experiment={name}"
 
 
 @pytest.mark.parametrize("load", [yaml.safe_load, lambda text: OmegaConf.to_container(OmegaConf.create(text))])
-def test_settings_as_yaml_read_back_as_the_same(load):
+def test_yaml_round_trip(load):
     """Both YAML readers agree on every value: 1e-06 is a number and "off" no boolean."""
     config = load_config([], experiment="verl_gsm8k_grpo")
     assert RunConfig.model_validate(load(to_yaml(config))) == config
@@ -46,11 +46,11 @@ def test_every_member_of_every_group_composes():
             load_config([*overrides, f"{group}={member}"])
 
 
-def test_every_task_is_a_member_of_data():
+def test_every_task_is_member_of_data():
     assert set(group_members("data")) >= TASKS.keys()
 
 
-def test_without_files_the_defaults_of_the_classes_hold():
+def test_defaults_of_classes_hold_without_files():
     """A default lives once: conf/ changes nothing where nothing is chosen."""
     assert load_config(["model.path=some/model"]) == RunConfig.model_validate({"model": {"path": "some/model"}})
 
@@ -81,6 +81,6 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_experiment_has_the_published_settings(name):
+def test_experiment_has_published_settings(name):
     config = load_config([], experiment=name)
     assert {key: value_at(config, key) for key in PUBLISHED[name]} == PUBLISHED[name]

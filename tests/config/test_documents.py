@@ -1,4 +1,4 @@
-"""docs/settings.md is what the settings classes say."""
+"""docs/settings.md agrees with the settings classes."""
 
 import re
 
@@ -13,11 +13,11 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_the_page_is_true():
+def test_settings_page_is_current():
     assert REFERENCE_FILE.read_text(encoding="utf-8") == reference(), "run `make generated`"
 
 
-def test_every_key_has_its_rows():
+def test_every_key_has_rows():
     found = [row[0].strip("`") for row in rows() if row[0].strip("`") not in GROUPS]
     assert sorted(found) == sorted(name for name, keys in all_keys().items() for _ in keys)
 

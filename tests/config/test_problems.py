@@ -1,4 +1,4 @@
-"""How mistakes read."""
+"""Messages about mistakes in settings."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,7 +13,7 @@ from rlcore.errors import ConfigError
 KEYS = sorted(all_keys())
 
 
-def test_one_problem_and_several():
+def test_settings_error_numbers_problems():
     first, second = Problem("a.b", "must be 1", "2", "Set it to 1"), Problem("c", "must be 3", "4", "Set it to 3")
     assert str(settings_error([first])) == "1 problem in the settings:\n  1. a.b: must be 1; got 2. Set it to 1"
     assert str(settings_error([first, second])).splitlines()[::2] == [
@@ -23,7 +23,7 @@ def test_one_problem_and_several():
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_one_letter_left_out_finds_the_key(key):
+def test_nearest_finds_key_without_one_letter(key):
     """Every third letter in turn: the nearest key is the one meant, or one with the same last part."""
     for at in range(0, len(key), 3):
         wrong = key[:at] + key[at + 1 :]
@@ -35,13 +35,13 @@ def test_one_letter_left_out_finds_the_key(key):
         assert found == key or found.rpartition(".")[2].strip("12") == key.rpartition(".")[2].strip("12")
 
 
-def test_nothing_is_proposed_where_nothing_is_like_it():
+def test_nearest_proposes_nothing_dissimilar():
     assert nearest("zzz.qqq", KEYS) is None
     assert did_you_mean("zzz", ["abc"]) == ""
     assert nearest("abc", []) is None
 
 
-def test_of_names_that_are_equally_like_it_the_first_is_proposed():
+def test_nearest_prefers_first_of_equals():
     assert nearest("a.nume", ["a.nums", "a.numb", "a.numz"]) == "a.numb"
     assert nearest("abcde", ["abcxy"]) is None, "just 0.6 alike, which is not enough"
     assert nearest("abcd", ["abcx"]) == "abcx"
@@ -52,14 +52,14 @@ def test_of_names_that_are_equally_like_it_the_first_is_proposed():
     ("value", "text"),
     [(None, "null"), (True, "true"), (1e-6, "1e-06"), ("", "''"), ("off", "off"), ({"a": [1, None]}, "{a:[1,null]}")],
 )
-def test_values_are_shown_as_they_are_written(value, text):
+def test_format_value(value, text):
     assert format_value(value) == text
 
 
 @pytest.mark.parametrize(
     "written", ["reward.judge.url=%s", "reward.judge.urll=%s", "tracking.uri=[%s]", "data.source=%s"]
 )
-def test_no_message_holds_the_password_of_an_address(written):
+def test_messages_contain_no_password(written):
     for address in (
         "http://me:SECRET@host:80/v1",
         "http://host/v1?key=SECRET",
@@ -74,7 +74,7 @@ def test_no_message_holds_the_password_of_an_address(written):
     assert "SECRET" not in idle
 
 
-def test_long_values_are_cut():
+def test_format_value_cuts_long_values():
     assert format_value("x" * 1_000) == "x" * 57 + "..."
     assert format_value("x" * 61) == "x" * 57 + "..."
     assert format_value("x" * 60) == "x" * 60
@@ -98,7 +98,7 @@ def test_leaves_keep_empty_mappings():
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_every_setting_is_described(name):
+def test_every_setting_has_description(name):
     for field in all_keys()[name]:
         assert field.description
         assert field.description.endswith((".", ")"))
@@ -107,5 +107,5 @@ def test_every_setting_is_described(name):
 @pytest.mark.parametrize(
     "value", ["off", "it's", "a\\'b", "a\\\\'b", "ends\\", "a\\b", "", ["+", "it's\\"], {"k": "\\'"}]
 )
-def test_hydra_reads_a_value_back_as_it_was(value):
+def test_override_value_round_trips_through_hydra(value):
     assert OverridesParser.create().parse_override(f"key={override_value(value)}").value() == value

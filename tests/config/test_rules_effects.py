@@ -1,4 +1,4 @@
-"""Settings that were given and have no effect are told, and nothing else is."""
+"""Reports of settings that have no effect."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from rlcore.config.compose import compose, experiment_names, group_members
 from rlcore.config.data import TASKS
 from rlcore.config.rules import effects_in, unused_settings
 from rlcore.config.run import all_keys, section_names
-from rlcore.config.sweep_load import load_sweep
+from rlcore.config.sweep import load_sweep
 from tests.helpers.settings import settings
 
 # What leaves the keys unread, what lets them be read, and the keys with a value.
@@ -91,16 +91,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("idle", "read", "given"), CASES)
-def test_a_setting_is_told_where_it_is_not_read_and_nowhere_else(idle, read, given):
+def test_unused_setting_is_reported(idle, read, given):
     key = given.partition("=")[0]
     (line,) = unused_settings(settings(f"{idle} {given}"), [key])
     assert line.startswith(f"{key}=")
     assert "no effect with" in line
     assert unused_settings(settings(f"{read} {given}"), [key]) == []
-    assert unused_settings(settings(f"{idle} {given}"), []) == [], "nobody gave it"
+    assert unused_settings(settings(f"{idle} {given}"), []) == [], "it was not given"
 
 
-def test_every_declaration_names_settings_and_has_a_case():
+def test_every_effect_has_a_case():
     names, tried = {*all_keys(), *section_names()}, [given.partition("=")[0] for *_, given in CASES] + ["data.revision"]
     full = [settings(f"critic={{}} model.lora={{}} data.task={task}") for task in TASKS]
     for (_, by), scope in (item for config in full for item in effects_in(config).items()):
@@ -109,7 +109,7 @@ def test_every_declaration_names_settings_and_has_a_case():
         assert any(covers(key, name) for name in tried for key in scope), scope
 
 
-def test_a_revision_is_the_hubs(tmp_path: Path):
+def test_revision_is_unused_for_local_folder(tmp_path: Path):
     given = ["data=gsm8k", f"data.source={tmp_path}", "data.revision=main", "model.path=a/b"]
     (line,) = compose(given).unused_settings()
     assert line.startswith("data.revision=main: has no effect with data.source=")
@@ -117,34 +117,22 @@ def test_a_revision_is_the_hubs(tmp_path: Path):
     assert compose(given).unused_settings() == []
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (
-            "algo.lam=0.5",
-            "algo.lam=0.5: has no effect with algo.advantage=grpo. Set algo.advantage=gae, or leave it out",
-        ),
-        (
-            "algo.kl.target=1 algo.kl.coef=0.5",
-            "algo.kl.coef=0.5, algo.kl.target=1.0: have no effect with algo.kl.where=off. Set algo.kl.where=loss or "
-            "reward, or leave them out",
-        ),
-        (
-            "sandbox.time_s=9",
-            "sandbox.time_s=9.0: has no effect with no scorer that runs programs. Choose data=code, or leave it out",
-        ),
-        (
-            "pass_rates.keep=[0.1,0.9]",
-            "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0, pass_rates.table=null. Set "
-            "pass_rates.samples, or leave it out",
-        ),
-    ],
-)
-def test_what_has_no_effect_is_told_in_these_words(given: str, line: str):
+@pytest.mark.parametrize(("given", "line"), [
+    ("algo.lam=0.5", "algo.lam=0.5: has no effect with algo.advantage=grpo. Set algo.advantage=gae, or leave it out"),
+    ("algo.kl.target=1 algo.kl.coef=0.5",
+     "algo.kl.coef=0.5, algo.kl.target=1.0: have no effect with algo.kl.where=off. Set algo.kl.where=loss or "
+     "reward, or leave them out"),
+    ("sandbox.time_s=9",
+     "sandbox.time_s=9.0: has no effect with no scorer that runs programs. Choose data=code, or leave it out"),
+    ("pass_rates.keep=[0.1,0.9]",
+     "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0, pass_rates.table=null. Set "
+     "pass_rates.samples, or leave it out"),
+])  # fmt: skip
+def test_unused_settings_text(given: str, line: str):
     assert unused_settings(settings(given), [word.partition("=")[0] for word in given.split()]) == [line]
 
 
-def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
+def test_sweep_reports_unused_settings(tmp_path: Path):
     file = tmp_path / "sweep.yaml"
     grid = "grid: {optim.schedule: [constant, cosine], algo.importance.cap: [2.0, 3.0]}"
     file.write_text(f"name: mine\nexperiment: debug\nseeds: [1]\n{grid}\n")
@@ -153,16 +141,16 @@ def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", group_members("sweep"))
-def test_no_sweep_of_ours_gives_a_setting_in_vain(name):
+def test_sweeps_in_conf_have_no_unused_settings(name):
     assert load_sweep(name).unused_settings() == []
 
 
 @pytest.mark.parametrize("name", experiment_names())
-def test_no_experiment_of_ours_gives_a_setting_in_vain(name):
+def test_experiments_in_conf_have_no_unused_settings(name):
     assert compose([], experiment=name).unused_settings() == []
 
 
-def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_switched_off(tmp_path: Path):
+def test_file_reports_unused_unless_switched_off(tmp_path: Path):
     file = tmp_path / "mine.yaml"
     text = "defaults: [debug]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
     file.write_text(text)

@@ -1,4 +1,4 @@
-"""What the settings' own methods say."""
+"""Methods of the settings."""
 
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ from rlcore.config.trainer import DeadlineConfig, PathsConfig
         ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3, "max_num_seqs": 7}}, 7),
     ],
 )  # fmt: skip
-def test_an_engine_writes_its_share_of_a_batch_at_one_time(settings: dict[str, Any], answers: int) -> None:
+def test_concurrent_responses_of_engine(settings: dict[str, Any], answers: int) -> None:
     assert RunConfig.model_validate(settings).concurrent_responses == answers
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (1, [0, 1, 2, 3, 4, 5]), (9, [0, 5])])
-def test_a_validation_is_due_at_both_ends_and_every_so_many_steps(every: int, due: list[int]) -> None:
+def test_validation_is_due_at_ends_and_intervals(every: int, due: list[int]) -> None:
     validation = ValidationConfig(every_steps=every)
     assert [step for step in range(6) if validation.is_due(step, 5)] == due
 
 
-def test_the_longest_deadline_is_found() -> None:
+def test_longest_deadline() -> None:
     assert DeadlineConfig().longest_s() == 7_200.0
     assert DeadlineConfig(load_s=9_000).longest_s() == 9_000.0
 
@@ -45,7 +45,7 @@ def test_the_longest_deadline_is_found() -> None:
 @pytest.mark.parametrize(
     ("settings", "is_wanted"), [({}, False), ({"samples": 1}, True), ({"table": "x"}, True), ({"samples": 0}, False)]
 )
-def test_pass_rates_are_wanted_where_they_are_measured_or_given(settings: dict[str, Any], is_wanted: bool) -> None:
+def test_pass_rates_are_enabled_by_samples_or_table(settings: dict[str, Any], is_wanted: bool) -> None:
     assert PassRatesConfig.model_validate(settings).is_enabled is is_wanted
 
 
@@ -53,11 +53,11 @@ def test_pass_rates_are_wanted_where_they_are_measured_or_given(settings: dict[s
     ("name", "function"),
     [("grpo", None), ("pass_at_k", "rlcore.algos.advantages:pass_at_k"), ("my.own:advantage", "my.own:advantage")],
 )
-def test_an_advantage_is_a_function_where_it_has_a_module(name: str, function: str | None) -> None:
+def test_advantage_function_needs_module(name: str, function: str | None) -> None:
     assert AlgoConfig(advantage=name).advantage_function == function
 
 
-def test_every_task_has_parts_and_a_mixture_its_own() -> None:
+def test_parts_of_task_and_mixture() -> None:
     one = RunConfig.model_validate({"data": {"task": "countdown"}}).data
     assert [part.data for part in parts_of(one)] == [one]
     parts = [{"data": {"task": "countdown"}}, {"data": {"task": "custom"}}]
@@ -65,13 +65,13 @@ def test_every_task_has_parts_and_a_mixture_its_own() -> None:
     assert [part.data.task for part in parts_of(mixture)] == ["countdown", "custom"]
 
 
-def test_a_name_covers_itself_and_what_lies_in_it() -> None:
+def test_covers_name_and_section() -> None:
     assert [covers("algo.kl", key) for key in ("algo.kl", "algo.kl.coef", "algo", "algo.klx")] == [
         True, True, False, False,
     ]  # fmt: skip
 
 
-def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:
+def test_home_is_expanded_for_known_users() -> None:
     assert expand_path("~/x") == Path.home() / "x"
     assert expand_path("~nobody77/x") == Path("~nobody77/x")
     assert PathsConfig(root="~/runs").root == str(Path.home() / "runs")
@@ -81,7 +81,7 @@ def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:
         assert paths == [f"{Path.home()}/m", "~nobody77/m", "./m/", "owner/m", None]
 
 
-def test_a_value_that_the_settings_have_not_is_absent() -> None:
+def test_value_at_missing_key_is_absent() -> None:
     config = RunConfig()
     assert value_at(config, "trainer.total_steps") == 100
     assert value_at(config, "critic.optim.lr") is None

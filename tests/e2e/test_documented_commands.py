@@ -23,7 +23,7 @@ from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
 from rlcore import sandbox
 from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
-from rlcore.config.sweep_load import load_sweep
+from rlcore.config.sweep import load_sweep
 from tests.file_shapes import write_files, write_tokenizer
 from tests.helpers.pages import BLOCK
 from tests.hub_server import Repository, serving, use_hub

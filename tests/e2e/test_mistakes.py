@@ -94,7 +94,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("validate experiment=debug --checkpoint 77", ["checkpoint=step-000077", "train first"]),
     # the experiment
     ("train experiment=debgu", ["got debgu", "Did you mean debug?"]),
-    ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Mend it, or name one of"]),
+    ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Fix it, or name one of"]),
     ("train experiment=mine.yaml", ["lr: there is no such setting", "Did you mean optim.lr?"]),
     ("train experiment=tab.yaml", ["cannot be read", "line 2", "Mend it"]),
     ("train experiment=empty", ["experiment: must name a file in conf/experiment; got empty"]),
@@ -154,8 +154,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
         ("says_one", "got str"), ("forgets_the_wrong", "on the answer '0'"), ("raises", "ValueError: no"),
     )),
     # sweeps
-    ("sweep seed.yaml", ["seed: there is nothing of that name in a sweep; got [1,2]", "Did you mean seeds?"]),
-    ("sweep typo.yaml", ["grids: there is nothing of that name in a sweep", "Did you mean grid?"]),
+    ("sweep seed.yaml", ["seed: a sweep has no such key; got [1,2]", "Did you mean seeds?"]),
+    ("sweep typo.yaml", ["grids: a sweep has no such key", "Did you mean grid?"]),
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
     ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
     ("sweep mine.yaml", ["1 problem", "this is an experiment's", "Run it by millrace run experiment=mine.yaml"]),
@@ -163,7 +163,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),
     ("eval model --suite gsm9k", ["must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k?"]),
     ("sweep nope", ["sweep: must be the path of a file, or a name in conf/sweep; got nope"]),
-    ("sweep debug_grid seed=3", ["seed and run_id differ from run to run", "Say seeds: [...] instead"]),
+    ("sweep debug_grid seed=3", ["seed and run_id differ from run to run", "Write seeds: [...] instead"]),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Validation results: figures under their names, files, parts, pairs."""
+"""Validation results: metrics, files, parts, pairs."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from rlcore.tracking.connection import mlflow_name
 from tests.helpers.validations import FAILED, answer, problem, random_result, result
 
 
-def test_summary_by_hand():
+def test_metrics_by_hand():
     found = result(
         [problem(1, [1.0, 0.1, 0.1, 0.0], greedy=1.0), problem(2, [0.0, 0.0, 0.0, 0.0], greedy=0.1)]
     ).metrics()
@@ -26,8 +26,8 @@ def test_summary_by_hand():
     assert found["val-core/countdown/acc/greedy"] == pytest.approx(0.5)
 
 
-def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
-    judged = result(
+def test_unscored_responses_are_counted_only(tmp_path):
+    evaluated = result(
         [
             problem(1, [1.0, FAILED, 0.5, 0.0], greedy=1.0),
             problem(2, [FAILED] * 4, greedy=1.0),
@@ -35,7 +35,7 @@ def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
             problem(4, [0.0, FAILED, 1.0, 1.0], greedy=0.0, difficulty=5),
         ]
     )
-    found = judged.metrics()
+    found = evaluated.metrics()
     assert found["val-core/countdown/reward/mean@4"] == pytest.approx((0.5 + 2 / 3) / 2)
     assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.5)
     assert found["val-core/countdown/reward/pass@4"] == 1.0
@@ -43,22 +43,22 @@ def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
     assert found["val-core/countdown/reward/maj@4"] == pytest.approx(0.5)  # each answer says something else: ties
     assert found["val-core/countdown/reward/greedy"] == 0.5
     assert found["val-aux/countdown/num_unscored"] == 7.0
-    assert pass_curve(judged)[1].value == pytest.approx(0.5)
-    assert [len(part.problems) for part in judged.by_difficulty().values()] == [1, 1]
-    (pair, *_) = compare(result([problem(number, [0.0] * 4) for number in range(1, 5)]), judged)
+    assert pass_curve(evaluated)[1].value == pytest.approx(0.5)
+    assert [len(part.problems) for part in evaluated.by_difficulty().values()] == [1, 1]
+    (pair, *_) = compare(result([problem(number, [0.0] * 4) for number in range(1, 5)]), evaluated)
     assert pair.num_problems == 2
     file = tmp_path / "after.json"
-    judged.write(file)
-    assert ValidationResult.read(file) == judged
+    evaluated.write(file)
+    assert ValidationResult.read(file) == evaluated
 
 
-def test_where_the_scorer_always_failed_there_is_no_figure():
-    judged = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
-    assert judged.metrics() == {"val-aux/countdown/num_unscored": 4.0}
-    assert (pass_curve(judged), judged.by_difficulty()) == ({}, {})
+def test_metrics_without_any_score():
+    evaluated = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
+    assert evaluated.metrics() == {"val-aux/countdown/num_unscored": 4.0}
+    assert (pass_curve(evaluated), evaluated.by_difficulty()) == ({}, {})
 
 
-def test_every_figure_has_an_interval_and_a_valid_name():
+def test_every_metric_has_interval_and_valid_name():
     found = random_result(0, 0.5).metrics()
     names = [name for name in found if not name.endswith(("/ci_low", "/ci_high"))]
     assert len(found) == 3 * len(names)
@@ -67,13 +67,13 @@ def test_every_figure_has_an_interval_and_a_valid_name():
         assert mlflow_name(name)
 
 
-def test_confidence_of_the_settings_is_used():
+def test_intervals_use_confidence_of_settings():
     name = "val-core/countdown/reward/mean@4"
     wide, narrow = (random_result(0, 0.5, confidence=level).metrics() for level in (0.99, 0.5))
     assert wide[f"{name}/ci_high"] > narrow[f"{name}/ci_high"]
 
 
-def test_without_greedy_or_samples_the_rest_remains():
+def test_metrics_without_greedy_or_samples():
     sampled = result([problem(1, [1.0, 0.0])]).metrics()
     assert "val-core/countdown/reward/mean@2" in sampled
     assert "val-core/countdown/reward/greedy" not in sampled
@@ -94,36 +94,33 @@ def test_problems_need_the_same_number_of_samples():
     [(0.1, {"correct": 0.0}, False), (1.0, {"correct": 1.0}, True), (1.0, {}, True), (0.9, {}, False),
      (3.0, {"correct": 0.0}, False)],
 )  # fmt: skip
-def test_solved_is_the_part_correct_else_full_marks(score, parts, solved):
+def test_solved_is_part_correct_else_full_score(score, parts, solved):
     assert Response("x", score, parts, 1, "stop").solved is solved
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("<answer> 1 </answer> or <answer>2 + 3</answer>", "2+3"),
-        ("<answer> 1 </answer> or <answer>2 + 3", "1"),
-        ("first #### 4, no: #### 5", "5"),
-        (" 3 + 4 ", "3+4"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("<answer> 1 </answer> or <answer>2 + 3</answer>", "2+3"),
+    ("<answer> 1 </answer> or <answer>2 + 3", "1"),
+    ("first #### 4, no: #### 5", "5"),
+    (" 3 + 4 ", "3+4"),
+    ("", ""),
+])  # fmt: skip
 def test_votes(text, said):
     assert vote(text) == said
 
 
-def test_a_vote_takes_time_in_proportion_to_the_text():
+def test_vote_takes_linear_time():
     # A pattern that tries every pair of tags would need 10^10 steps for this.
     assert vote("<answer>" * 100_000) == "<answer>" * 100_000
 
 
-def test_votes_are_counted_by_what_is_said():
+def test_majority_counts_equal_answers():
     said = [Response(text, score, {}, 3, "stop") for text, score in (("3 + 4", 1.0), ("3+4", 1.0), ("9", 0.0))]
     one = ProblemResult(1, 0, "", "{}", None, tuple(said))
     assert result([one]).metrics()["val-core/countdown/reward/maj@3"] == 1.0
 
 
-def test_what_the_scorer_found_is_the_vote(tmp_path):
+def test_vote_is_answer_of_scorer(tmp_path):
     texts = (("#### 18", "18"), ("#### 18.", "18"), ("#### 7", "7"), ("#### 18", None))
     answers = tuple(Response(text, float(said == "18"), {}, 3, "stop", said=said) for text, said in texts)
     assert [each.vote for each in answers] == ["18", "18", "7", "18"]
@@ -132,7 +129,7 @@ def test_what_the_scorer_found_is_the_vote(tmp_path):
     assert ValidationResult.read(tmp_path / "after.json").metrics()["val-core/countdown/reward/maj@3"] == 1.0
 
 
-def test_files_give_back_what_was_written(tmp_path):
+def test_validation_file_round_trip(tmp_path):
     original = random_result(3, 0.4)
     file = tmp_path / "validation" / "after.json"
     original.write(file)
@@ -142,23 +139,20 @@ def test_files_give_back_what_was_written(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["after.json"]
 
 
-def test_hostile_text_survives_a_file(tmp_path):
+def test_hostile_text_survives_file(tmp_path):
     text = '</script>\x00\u2028"\\\n</answer> Ünï 🦊'
     original = result([dataclasses.replace(problem(1, [1.0]), prompt_text=text, greedy=answer(1.0, text))])
     original.write(tmp_path / "x.json")
     assert ValidationResult.read(tmp_path / "x.json") == original
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda text: text[: len(text) // 2], "is no validation result"),
-        (lambda text: "[]", "is no validation result"),
-        (lambda text: text.replace('"format_version": 1', '"format_version": 9'), "format_version must be 1, got 9"),
-        (lambda text: text.replace('"data_source": "countdown"', '"data_source": 3'), "data_source"),
-    ],
-)
-def test_damaged_files_are_told_by_name(tmp_path, damage, message):
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda text: text[: len(text) // 2], "is not a validation result"),
+    (lambda text: "[]", "is not a validation result"),
+    (lambda text: text.replace('"format_version": 1', '"format_version": 9'), "format_version must be 1, got 9"),
+    (lambda text: text.replace('"data_source": "countdown"', '"data_source": 3'), "data_source"),
+])  # fmt: skip
+def test_damaged_file_is_reported_by_name(tmp_path, damage, message):
     file = tmp_path / "after.json"
     result([problem(1, [1.0])]).write(file)
     file.write_text(damage(file.read_text()))
@@ -167,24 +161,24 @@ def test_damaged_files_are_told_by_name(tmp_path, damage, message):
     assert str(file) in str(caught.value)
 
 
-def test_a_missing_file_is_told_by_name(tmp_path):
+def test_missing_file_is_reported_by_name(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         ValidationResult.read(tmp_path / "nowhere.json")
 
 
-def test_a_score_that_is_no_number_cannot_be_kept(tmp_path):
+def test_nan_score_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         result([problem(1, [float("nan")])]).write(tmp_path / "x.json")
     assert not (tmp_path / "x.json").exists()
 
 
-def test_results_cross_process_borders_after_use():
+def test_result_is_picklable_after_use():
     original = random_result(3, 0.4)
     original.metrics()
     assert pickle.loads(pickle.dumps(original)) == original
 
 
-def test_difficulties_are_rows_of_their_own():
+def test_difficulties_are_separate_results():
     parts = result(
         [
             problem(1, [1.0, 1.0], greedy=1.0, difficulty=1),
@@ -202,7 +196,7 @@ def test_difficulties_are_rows_of_their_own():
     assert found == {1: (1, 1.0, 1.0, 1.0), 3: (2, 0.25, 0.5, 0.0)}
 
 
-def test_the_pass_curve_ends_at_pass_at_k():
+def test_pass_curve_ends_at_pass_at_k():
     found = random_result(3, 0.4, num_samples=6)
     curve = pass_curve(found)
     assert list(curve) == [1, 2, 4, 6]
@@ -212,7 +206,7 @@ def test_the_pass_curve_ends_at_pass_at_k():
     assert curve[2].value == pytest.approx(pass_at_k([6] * len(counts), counts, 2).mean())
 
 
-def test_comparison_pairs_by_problem_whatever_the_order():
+def test_comparison_ignores_order_of_problems():
     before, after = random_result(1, 0.3), random_result(2, 0.6)
     turned = dataclasses.replace(after, problems=after.problems[::-1])
     assert compare(before, turned) == compare(before, after)
@@ -222,7 +216,7 @@ def test_comparison_pairs_by_problem_whatever_the_order():
     assert reward.paired.difference.low > 0
 
 
-def test_comparison_of_a_part_is_over_what_both_have():
+def test_comparison_uses_common_problems():
     before, after = random_result(1, 0.3), random_result(2, 0.6)
     part = dataclasses.replace(after, problems=after.problems[10:])
     found = compare(before, part)[0]
@@ -230,9 +224,9 @@ def test_comparison_of_a_part_is_over_what_both_have():
     assert found.first.value == pytest.approx(sum(p.mean_score for p in before.problems[10:]) / 50)
 
 
-def test_other_problems_cannot_be_paired():
+def test_comparison_rejects_other_problems():
     before = result([problem(1, [1.0])])
-    with pytest.raises(DataError, match="share no problem that has figures in both"):
+    with pytest.raises(DataError, match="share no problem that is scored in both"):
         compare(before, result([problem(2, [1.0])]))
     changed = json.dumps({"target": 7})
     other = result([dataclasses.replace(problem(1, [1.0]), ground_truth_json=changed)])

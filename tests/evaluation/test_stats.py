@@ -37,48 +37,32 @@ def subsets(n: int, c: int, k: int) -> list[tuple[bool, ...]]:
 
 
 @given(COUNTS)
-def test_pass_at_k_is_a_share_of_subsets(counts):
+def test_pass_at_k_is_share_of_subsets(counts):
     n, c, k = counts
     drawn = subsets(n, c, k)
     assert pass_at_k([n], [c], k)[0] == pytest.approx(sum(map(any, drawn)) / len(drawn), abs=1e-12)
 
 
 @given(COUNTS)
-def test_pass_all_at_k_is_a_share_of_subsets(counts):
+def test_pass_all_at_k_is_share_of_subsets(counts):
     n, c, k = counts
     drawn = subsets(n, c, k)
     assert pass_all_at_k([n], [c], k)[0] == pytest.approx(sum(map(all, drawn)) / len(drawn), abs=1e-12)
 
 
-def test_identities():
-    n, c = np.full(7, 6), np.arange(7)
-    assert pass_at_k(n, c, 1) == pytest.approx(c / 6)
-    assert pass_all_at_k(n, c, 1) == pytest.approx(c / 6)
-    assert pass_at_k(n, c, 6).tolist() == (c > 0).astype(float).tolist()
-    assert pass_all_at_k(n, c, 6).tolist() == (c == 6).astype(float).tolist()
-
-
-def test_problems_may_have_different_numbers_of_answers():
+def test_pass_at_k_with_different_numbers_of_responses():
     assert pass_at_k([4, 2], [1, 1], 2) == pytest.approx([0.5, 1.0])
 
 
-def test_large_counts_neither_overflow_nor_cancel():
+def test_pass_at_k_of_large_counts():
     found = pass_at_k([100_000], [1], 50_000)[0]
     assert found == pytest.approx(0.5, abs=1e-9)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(2, 1, 3), (2, 1, 0), (2, 3, 1), (2, -1, 1)])
-def test_impossible_counts_are_refused(n, c, k):
-    with pytest.raises(ValueError, match="answers"):
+def test_pass_at_k_rejects_impossible_counts(n, c, k):
+    with pytest.raises(ValueError, match="responses"):
         pass_at_k([n], [c], k)
-
-
-def test_pass_at_k_is_unbiased():
-    """The mean over many draws of n answers is the true chance that k answers contain a right one."""
-    rng = np.random.default_rng(0)
-    chance, n, k = 0.2, 8, 4
-    right = rng.binomial(n, chance, size=200_000)
-    assert pass_at_k(np.full(right.shape, n), right, k).mean() == pytest.approx(1 - (1 - chance) ** k, abs=0.002)
 
 
 def majority_by_lot(votes: list[str], values: list[float], rng: random.Random) -> float:
@@ -88,22 +72,19 @@ def majority_by_lot(votes: list[str], values: list[float], rng: random.Random) -
     return rng.choice([value for vote, value in zip(votes, values, strict=True) if vote == winner])
 
 
-@pytest.mark.parametrize(
-    ("votes", "values"),
-    [
-        (["a", "a", "b"], [1.0, 1.0, 0.0]),
-        (["a", "b", "b"], [1.0, 0.0, 0.0]),
-        (["a", "b", "c"], [1.0, 0.0, 0.0]),
-        (["a", "a", "b", "b", "c"], [0.0, 1.0, 0.0, 0.0, 1.0]),
-    ],
-)
-def test_majority_is_the_expectation_over_ties(votes, values):
+@pytest.mark.parametrize(("votes", "values"), [
+    (["a", "a", "b"], [1.0, 1.0, 0.0]),
+    (["a", "b", "b"], [1.0, 0.0, 0.0]),
+    (["a", "b", "c"], [1.0, 0.0, 0.0]),
+    (["a", "a", "b", "b", "c"], [0.0, 1.0, 0.0, 0.0, 1.0]),
+])  # fmt: skip
+def test_majority_is_expectation_over_ties(votes, values):
     rng = random.Random(0)
     drawn = statistics.fmean(majority_by_lot(votes, values, rng) for _ in range(20_000))
     assert majority(votes, values) == pytest.approx(drawn, abs=0.015)
 
 
-def test_majority_of_nothing_is_refused():
+def test_majority_rejects_no_votes():
     with pytest.raises(ValueError, match="at least one"):
         majority([], [])
 
@@ -116,7 +97,7 @@ def naive_bootstrap(values: list[float], confidence: float, num_resamples: int) 
     return means[round(tail * (num_resamples - 1))], means[round((1 - tail) * (num_resamples - 1))]
 
 
-def test_bootstrap_agrees_with_its_naive_twin():
+def test_bootstrap_agrees_with_naive_twin():
     values = np.random.default_rng(3).random(40).round(2)
     low, high = naive_bootstrap(values.tolist(), 0.9, 4_000)
     found = interval_of(values, confidence=0.9, num_resamples=4_000)
@@ -130,13 +111,13 @@ def test_bootstrap_is_seeded():
     assert interval_of(values, seed=1) != interval_of(values, seed=2)
 
 
-def test_statistics_of_the_same_problems_share_their_resamples():
+def test_bootstrap_shares_resamples():
     values = np.random.default_rng(3).random(40)
     first, second = bootstrap_intervals(np.stack([values, 1 - values], axis=1))
     assert (first.low, first.high) == pytest.approx((1 - second.high, 1 - second.low))
 
 
-def test_resamples_in_several_parts_are_the_same(monkeypatch):
+def test_bootstrap_is_independent_of_chunk_size(monkeypatch):
     values = np.random.default_rng(3).random((40, 2))
     whole = bootstrap_intervals(values)
     monkeypatch.setattr("rlcore.evaluation.stats._CHUNK_SIZE", 400)
@@ -153,7 +134,7 @@ def coverage(truth: float, samples: list[np.ndarray], confidence: float) -> floa
     return sum(interval.low <= truth <= interval.high for interval in found) / len(found)
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say():
+def test_bootstrap_coverage():
     """2,400 validations of 120 problems with chances from a Beta of mean 0.3, 4 answers each."""
     rng = np.random.default_rng(11)
     samples = [rng.binomial(4, rng.beta(0.9, 2.1, (120, 60))) / 4 for _ in range(40)]
@@ -161,7 +142,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     assert 0.77 <= coverage(0.3, samples, 0.80) <= 0.83
 
 
-def test_paired_intervals_cover_a_planted_difference():
+def test_paired_interval_coverage():
     rng = np.random.default_rng(12)
     samples = []
     for _ in range(40):
@@ -190,7 +171,7 @@ def naive_wilson(num_right: int, num_problems: int, z: float) -> tuple[float, fl
 
 @pytest.mark.parametrize(("confidence", "z"), [(0.95, 1.959964), (0.8, 1.281552)])
 @pytest.mark.parametrize(("num_right", "num_problems"), [(0, 64), (1, 64), (3, 7), (32, 64), (64, 64), (1, 1)])
-def test_wilson_agrees_with_its_naive_twin(num_right, num_problems, confidence, z):
+def test_wilson_agrees_with_naive_twin(num_right, num_problems, confidence, z):
     found = wilson_interval(num_right, num_problems, confidence=confidence)
     assert (found.low, found.high) == pytest.approx(naive_wilson(num_right, num_problems, z), abs=1e-6)
     assert found.value == num_right / num_problems
@@ -206,15 +187,14 @@ def exact_coverage(chance: float, num_problems: int, intervals: Sequence[Interva
 
 
 @pytest.mark.parametrize("chance", [0.01, 0.05, 0.5, 0.95])
-def test_intervals_of_shares_cover_as_often_as_stated(chance):
-    """By the binomial sum, 64 problems; the bootstrap covers a chance of 0.01 in less than half of all validations."""
+def test_share_interval_coverage(chance):
     outcomes = [np.repeat([1.0, 0.0], [right, 64 - right]).reshape(-1, 1) for right in range(65)]
     assert 0.92 <= exact_coverage(chance, 64, [mean_intervals(values)[0] for values in outcomes]) <= 0.99
     if chance == 0.01:
         assert exact_coverage(chance, 64, [bootstrap_intervals(values)[0] for values in outcomes]) < 0.5
 
 
-def test_each_figure_has_the_interval_of_its_kind():
+def test_mean_intervals_choose_method():
     rng = np.random.default_rng(8)
     table = np.stack([rng.random(50) < 0.1, rng.binomial(4, 0.3, 50) / 4, np.zeros(50)], axis=1)
     first, second, third = mean_intervals(table, confidence=0.9)
@@ -223,10 +203,10 @@ def test_each_figure_has_the_interval_of_its_kind():
     assert (third.low, third.high > 0.04) == (0.0, True)
     one = np.zeros(100)
     one[3] = 1.0
-    assert not paired_difference(np.zeros(100), one).difference.excludes_zero, "one win of 100 tells nothing apart"
+    assert not paired_difference(np.zeros(100), one).difference.excludes_zero, "one win of 100 is no difference"
 
 
-def test_pairing_counts_and_narrows():
+def test_paired_difference_is_narrower():
     rng = np.random.default_rng(5)
     before = rng.beta(0.5, 0.5, 200)  # problems differ a lot, the gain hardly does
     after = before + rng.normal(0.02, 0.01, 200)
@@ -240,19 +220,12 @@ def test_pairing_counts_and_narrows():
     assert found.difference.high - found.difference.low < 0.1 * (alone.high - alone.low)
 
 
-def test_no_difference_is_not_found():
-    values = np.random.default_rng(6).random(50)
-    found = paired_difference(values, values)
-    assert (found.difference.value, found.wins, found.losses) == (0.0, 0, 0)
-    assert not found.difference.excludes_zero
-
-
 @pytest.mark.parametrize("values", [np.empty((0, 1)), np.ones(3), np.array([[np.nan]])])
-def test_values_that_have_no_mean_are_refused(values):
+def test_bootstrap_rejects_values_without_mean(values):
     with pytest.raises(ValueError, match=r"values must"):
         bootstrap_intervals(values)
 
 
-def test_pairs_must_match():
+def test_paired_difference_rejects_other_shapes():
     with pytest.raises(ValueError, match="same problems"):
         paired_difference([1.0], [1.0, 2.0])

@@ -10,7 +10,7 @@ from rlcore.config.run import all_keys
 HELD = "model.path=some/model"
 SHORT = {
     "$FILES": "data.train_file=README.md data.validation_file=README.md reward.num_processes=1",
-    "$JUDGED": "data.scorer=data.judge:score reward.num_processes=2 reward.deadline_s=31 reward.judge.model=m "
+    "$JUDGE": "data.scorer=data.judge:score reward.num_processes=2 reward.deadline_s=31 reward.judge.model=m "
     "reward.judge.url=http://127.0.0.1:8000/v1",
     "$MIXTURE": "data.task=mixture data.parts=[{data:{task:countdown}},{data:{task:custom}}]",
     "$WEIGHED": "algo.advantage=gdpo reward.weights.correct=1 reward.weights.format=0.5",

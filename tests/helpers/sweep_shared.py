@@ -16,7 +16,7 @@ from flows.stages.train import Train
 from flows.sweep.drive import SweepWorker
 from flows.sweep.points import Member
 from flows.work.open_run import open_run
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.storage.publish import write_text_atomically
 from tests.share_of_digits import LEARNING
 

@@ -7,7 +7,7 @@ from flows.sweep.points import Member, members_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.config.sweep_load import load_sweep
+from rlcore.config.sweep import load_sweep
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin

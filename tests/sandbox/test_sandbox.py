@@ -43,7 +43,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @shut_in
-def test_a_program_reads_prints_and_ends() -> None:
+def test_program_reads_prints_and_ends() -> None:
     ran = run_python("import sys\nprint(input()[::-1])\nprint('oh', file=sys.stderr)\nsys.exit(3)", "abc\u00e9")
     assert (ran.stdout, ran.stderr, ran.code, ran.stop_reason) == ("\u00e9cba\n", "oh\n", 3, "")
     assert run_python("while True: pass", time_s=1.0).stop_reason == "time"
@@ -57,15 +57,13 @@ def test_a_program_reads_prints_and_ends() -> None:
 
 
 def running_programs() -> set[psutil.Process]:
-    """The programs on this machine that are shut in, whoever started them."""
+    """All sandboxed programs on this machine."""
     return {p for p in psutil.process_iter(["cmdline"]) if "/program/main.py" in (p.info["cmdline"] or ())}
 
 
 @shut_in
 @pytest.mark.parametrize("of_each_kind", [3, pytest.param(10, marks=pytest.mark.lengthy)])
-def test_none_of_three_hundred_hostile_programs_escapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_each_kind: int
-) -> None:
+def test_hostile_programs_do_not_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_each_kind: int) -> None:
     secret, writable = tmp_path / "secret", Path("/var/tmp")
     secret.write_text("mine")
     monkeypatch.setenv("TOKEN_OF_MINE", "1")
@@ -79,21 +77,21 @@ def test_none_of_three_hundred_hostile_programs_escapes(
         if chosen != every:
             chosen = list(dict.fromkeys(chosen))  # the lengthy case repeats those that have no variants
 
-        def tried(one: tuple[str, str]) -> tuple[str, str]:
+        def try_program(one: tuple[str, str]) -> tuple[str, str]:
             start = time.monotonic()
             ran = run_python(one[1])
             taken.append((time.monotonic() - start, one[0]))
             return one[0], ran.stdout + ran.stderr if "ESCAPED" in ran.stdout else ""
 
         with ThreadPoolExecutor(4) as pool:
-            found = [one for one in pool.map(tried, chosen) if one[1]]
+            found = [one for one in pool.map(try_program, chosen) if one[1]]
         assert found == []
         monkeypatch.setattr(
             sandbox, "_missing_requirement", lambda: "nothing, but the programs are to show that they can escape"
         )
         set_limits(SandboxConfig(time_s=TIME_S, allow_weak=True))
         harmless = [one for one in every if one[0] in UNSAFE_IF_WEAK][9::10]
-        assert {kind for kind, output in map(tried, harmless) if output} == UNSAFE_IF_WEAK
+        assert {kind for kind, output in map(try_program, harmless) if output} == UNSAFE_IF_WEAK
     assert secret.read_text() == "mine"
     assert Path(os.__file__).stat().st_mtime_ns == source
     left, deadline = running_programs(), time.monotonic() + 20
@@ -106,7 +104,7 @@ def test_none_of_three_hundred_hostile_programs_escapes(
 
 
 @shut_in
-def test_a_killed_scorer_takes_its_program_along() -> None:
+def test_killed_scorer_ends_its_program() -> None:
     set_limits(SandboxConfig(time_s=1.5))
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}] * 50)})
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
@@ -124,9 +122,7 @@ def test_a_killed_scorer_takes_its_program_along() -> None:
         time.sleep(0.1)
 
 
-def test_a_killed_scorer_takes_its_program_along_where_nothing_shuts_it_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_scorer_ends_its_program_without_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     set_limits(SandboxConfig(time_s=60, allow_weak=True))
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
@@ -141,19 +137,16 @@ def test_a_killed_scorer_takes_its_program_along_where_nothing_shuts_it_in(
 
 
 @shut_in
-@pytest.mark.parametrize(
-    ("answer", "total", "parts"),
-    [
-        (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)),
-        (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
-        ("```python\ndef add(a, b) return\n```", 0.0, (0.0, 0.0)),
-        ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
-        ("the answer is 7", 0.0, (0.0, 0.0)),
-        ("", 0.0, (0.0, 1.0)),
-        (f"```python\nif input() == '3 4':\n    print(7)\nelse:\n    exec({HANGS!r})\n```", 1 / 3, (0.0, 1.0)),
-    ],
-)
-def test_the_score_is_the_share_of_tests_that_pass(answer: str, total: float, parts: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("answer", "total", "parts"), [
+    (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)),
+    (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
+    ("```python\ndef add(a, b) return\n```", 0.0, (0.0, 0.0)),
+    ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
+    ("the answer is 7", 0.0, (0.0, 0.0)),
+    ("", 0.0, (0.0, 1.0)),
+    (f"```python\nif input() == '3 4':\n    print(7)\nelse:\n    exec({HANGS!r})\n```", 1 / 3, (0.0, 1.0)),
+])  # fmt: skip
+def test_score_is_share_of_passed_tests(answer: str, total: float, parts: tuple[float, float]) -> None:
     tests = [{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "1 1\n", "stdout": "2  \n"}, "assert add(2, 2) == 4"]
     found = code.score(answer, {"tests": json.dumps(tests)})
     assert found.total == pytest.approx(total)
@@ -161,7 +154,7 @@ def test_the_score_is_the_share_of_tests_that_pass(answer: str, total: float, pa
 
 
 @shut_in
-def test_a_syntax_error_in_what_a_program_evaluates_fails_that_test_alone() -> None:
+def test_syntax_error_in_eval_fails_one_test() -> None:
     tests = [{"stdin": text, "stdout": "9"} for text in ("08+1", "8+1", "+")]
     for order in (tests, tests[::-1]):
         found = code.score("```python\nprint(eval(input()))\n```", {"tests": json.dumps(order)})
@@ -169,13 +162,13 @@ def test_a_syntax_error_in_what_a_program_evaluates_fails_that_test_alone() -> N
 
 
 @shut_in
-def test_the_tool_shows_the_output_and_the_last_line_of_an_error() -> None:
+def test_tool_shows_output_and_error() -> None:
     assert tool("print(6 * 7)") == "42"
     assert tool("print(1)\n1 / 0") == "1\nZeroDivisionError: division by zero"
     assert tool(HANGS).endswith("error: the program was ended after its time")
 
 
-def test_problems_come_from_files_and_a_bad_line_is_named(tmp_path: Path, artifacts_root: Path) -> None:
+def test_problem_files_and_bad_line(tmp_path: Path, artifacts_root: Path) -> None:
     problem = {"question": "Add two numbers.", "tests": [{"stdin": "1 2", "stdout": "3"}], "solution": "print(3)"}
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({**problem, "question": name}) + "\n")
@@ -189,7 +182,7 @@ def test_problems_come_from_files_and_a_bad_line_is_named(tmp_path: Path, artifa
         build_dataset(config.data, seed=1, root=artifacts_root)
 
 
-def test_where_nothing_can_be_shut_in_it_is_refused_unless_weak_is_allowed(
+def test_missing_sandbox_is_refused_unless_weak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_root: Path
 ) -> None:
     broken = tmp_path / "bin" / "bwrap"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlcore.batching.pass_counts import PassCounts, RowSampler
+from rlcore.batching.loader import PassCounts, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config

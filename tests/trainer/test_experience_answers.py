@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlcore.batching.loader import PromptStream
-from rlcore.batching.pass_counts import PassCounts, RowSampler
+from rlcore.batching.loader import PassCounts, PromptStream, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig
 from rlcore.config.rollout import RewardConfig, SamplingConfig

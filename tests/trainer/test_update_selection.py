@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algos.selection import token_covariance
+from rlcore.algos.aggregation import token_covariance
 from rlcore.batching.pack import pack, select_train, token_indices
 from rlcore.trainer.update import apply_selection, needs_old_logprobs
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch

@@ -8,8 +8,7 @@ from prefect.logging import disable_run_logger
 
 from flows.sweep.drive import SweepWorker
 from flows.sweep.result import rows_of
-from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep import Budget, Sweep, load_sweep
 from rlcore.errors import StopRequestedError
 from tests.helpers.sweeps import RunWriter
 

@@ -14,8 +14,7 @@ from prefect.states import Completed, Crashed, Failed
 from flows.server.api import LocalServer
 from flows.sweep.drive import SweepWorker
 from flows.sweep.flow import DEPLOYMENT, work_on_workers
-from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep import Budget, Sweep, load_sweep
 from rlcore.errors import MillraceError
 from tests.helpers.sweeps import RunWriter
 

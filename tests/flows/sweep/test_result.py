@@ -22,7 +22,7 @@ from flows.sweep.result import (
     write_result,
 )
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from tests.helpers.mlflow import Server, running_server
 from tests.helpers.reports import write_run

@@ -8,8 +8,7 @@ import pytest
 from optuna.trial import Trial, TrialState
 
 from flows.sweep.study import POINT, SETTINGS, BudgetTracker, SweepStudy, make_pruner, problem_scores_key
-from rlcore.config.sweep import Budget, Point
-from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.config.sweep import Budget, Point, Sweep, load_sweep
 from rlcore.errors import ConfigError
 from rlcore.evaluation.stats import paired_difference
 

@@ -1,10 +1,10 @@
-"""A run's settings as one suite sees them."""
+"""A run's settings with one suite."""
 
 from typing import Any
 
 from rlcore.config import RunConfig
+from rlcore.config.check import suite_settings
 from rlcore.config.data import MappedData, ParquetData
-from rlcore.config.suite import suite_settings
 
 
 def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
@@ -17,7 +17,7 @@ def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
     return run, suite_settings(run, run.validation.suites[0])
 
 
-def test_a_suite_has_the_runs_lengths_unless_it_says_its_own() -> None:
+def test_suite_inherits_lengths_of_run() -> None:
     _, seen = suite_of()
     assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (1, 100, 200)
     assert (seen.filter.duplicates, seen.validation.suites) == ("keep", ())
@@ -27,14 +27,14 @@ def test_a_suite_has_the_runs_lengths_unless_it_says_its_own() -> None:
     assert seen.validation.samples_per_problem == 2
 
 
-def test_a_suite_is_told_of_episodes_where_it_has_an_environment() -> None:
+def test_suite_has_episodes_only_with_environment() -> None:
     run, seen = suite_of()
     assert seen.episode == RunConfig().episode != run.episode
     run, seen = suite_of(data={"task": "countdown", "environment": "a:B"})
     assert seen.episode == run.episode
 
 
-def test_a_suites_training_rows_need_not_be_there() -> None:
+def test_suite_needs_no_training_rows() -> None:
     _, seen = suite_of(data={"task": "parquet", "train_file": "none", "validation_file": "v", "scorer": "a.b:c"})
     assert isinstance(seen.data, ParquetData)
     assert (seen.data.train_file, seen.data.validation_file) == ("v", "v")
