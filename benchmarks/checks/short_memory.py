@@ -79,7 +79,7 @@ def check(rig: Rig) -> Verdict:
         for name in (*COMPARED, "weights")
         if abs(forced[name] - plain[name]) > relative * abs(plain[name]) + absolute
     }
-    told = [message for message in messages if "ran out of memory" in message and "is done again" in message]
+    told = [message for message in messages if "ran out of memory" in message and "is repeated" in message]
     return Verdict(
         not off and bool(told),
         {"unforced": plain, "forced": forced, "need_bytes": need, "room_bytes": tried, "apart": off,
@@ -133,7 +133,7 @@ def _logged(messages: list[str]) -> Iterator[None]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    log, keep = logging.getLogger("rlcore.workers.passes"), Keep()
+    log, keep = logging.getLogger("rlcore.workers.trained_model"), Keep()
     log.addHandler(keep)
     try:
         yield

@@ -1,9 +1,6 @@
-"""A prompt's tokens computed once for all of its answers that stand in one micro-batch.
-
-What a token's layer computes depends on the tokens before it alone, so the answers to one prompt compute the same for
-it, n times. Here the first of them keeps the prompt, the others begin with its last token, whose output predicts their
-own first one. Only attention needs the whole sequences: keys and values of a prompt are handed to each of its answers.
-"""
+"""Shared prompts: a prompt's tokens are computed once for all of its responses in a micro-batch. The first response
+keeps the whole prompt. The others begin with its last token, whose output predicts their first token. Attention still
+uses whole sequences, so prompt keys and values are copied to each response."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,14 +18,14 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """How c computed tokens stand for T of a batch.
+    """Mapping of c computed tokens to T tokens of a batch.
 
     Attributes:
-        places: Int[T], for each token of the batch, in the order in which attention takes them, its computed one.
-        firsts: Int[c], the inverse: of the tokens that a computed one stands for, the first.
-        shared: Int[p], the computed tokens that stand for several.
-        others: Int[p, m], the further tokens that each of them stands for; `is_one` Bool[p, m]: which entries mean one.
-        cu_seqlens: Int32[N+1], bounds of the sequences among computed tokens.
+        places: Int[T], computed token of each token, in attention order.
+        first_tokens: Int[c], inverse: the first token of each computed one.
+        shared: Int[p], computed tokens with several tokens.
+        duplicates: Int[p, m], their further tokens; `is_duplicate` Bool[p, m] marks valid entries.
+        cu_seqlens: Int32[N+1], sequence bounds among computed tokens.
     """
 
     places: Int[Tensor, "T"]
@@ -39,14 +36,14 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """The computed row of each token."""
+        """Return the computed row of each token."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
 
 
 class _Expand(torch.autograd.Function):
-    """`index_select` whose gradient sums the rows of a token in the same order in every run, in float32."""
+    """`index_select` whose gradient sums the rows of a token deterministically, in float32."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, places: Tensor, *backward: Tensor) -> Tensor:
@@ -65,8 +62,9 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SharedOrder:
-    """Which tokens of a batch are computed, on the host: `computed` Int[c], and for each token of the batch, Int[T],
-    its place among them; `dropped` Int[d] are the others, the `further[i]`-th besides the first of their prompt."""
+    """Computed tokens of a batch, on the host. `computed` Int[c]. `places` Int[T]: index of each token among them.
+    `dropped` Int[d]: tokens that are not computed. `further` Int[d]: index of each among the duplicates of its token.
+    """
 
     computed: IntArray
     places: IntArray
@@ -75,8 +73,7 @@ class SharedOrder:
 
     @classmethod
     def of(cls, bounds: IntArray, shared: IntArray) -> "SharedOrder":
-        """`bounds` Int[N+1] of the sequences; `shared` Int[N]: how many of its first tokens a sequence has in common
-        with the one before it that has 0.
+        """Build from sequence `bounds` Int[N+1]. `shared` Int[N]: see `build_layout`.
 
         >>> order = SharedOrder.of(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
         >>> order.computed.tolist(), order.places.tolist()
@@ -94,8 +91,8 @@ class SharedOrder:
         return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
 
     def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
-        """`order`: token of the batch at each place of the attention's own order, on the host; None: the batch's."""
-        at = np.arange(len(self.places))  # where each token of the batch stands in that order
+        """Build the device tensors. `order`: token at each position of attention order, None for batch order."""
+        at = np.arange(len(self.places))  # position of each token in that order
         if order is not None:
             at[order.numpy()] = np.arange(len(self.places))
         shared, rows = np.unique(self.places[self.dropped], return_inverse=True)

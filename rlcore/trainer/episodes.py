@@ -1,9 +1,9 @@
-"""Episodes: answers of several turns, with an environment's messages between them.
+"""Episodes: multi-turn responses with an environment's messages between turns.
 
-Played in rounds. All open episodes write a turn; each turn is handed to its environment as it ends, while others are
-still being written; the next round begins when every environment has replied, failed, or overrun its deadline. So what
-the engine gets in a round depends on tokens alone, never on time. A round's requests are the tokens so far, which the
-engine's prefix cache holds where it has one: an episode stays on its rank.
+All open episodes generate one turn per round. A finished turn is sent to its environment while others are still
+generated, and the next round starts when all environments have replied, failed or timed out. The engine's input thus
+depends on tokens alone, never on time. Requests repeat all tokens so far, which a prefix cache holds, since an episode
+stays on its rank.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
 _MARK = "[environment]"
-"""Begins each line of an environment in an episode's text; the report's pages set such lines apart."""
+"""Prefix of an environment's lines in an episode's text; reports highlight them."""
 
 
 @dataclass(slots=True)
 class _OpenEpisode:
-    """An episode in the making: of which request, its tokens so far, and what the environment has said."""
+    """An unfinished episode: its request, tokens so far, and the record of its environment."""
 
     request: SamplingRequest
     prompt: Prompt
@@ -49,14 +49,14 @@ class _OpenEpisode:
     is_open: bool = True
 
     def next_request(self, turn: int, max_turn_tokens: int) -> SamplingRequest:
-        """The next turn, after all tokens so far."""
+        """Return the request of the next turn, after all tokens so far."""
         left = self.limit - len(self.token_ids)
         prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *self.token_ids))
         tokens = min(left, max_turn_tokens) if max_turn_tokens else left
         return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
 
     def add_response(self, rollout: Rollout, text: str) -> None:
-        """Add what the model has written in a turn."""
+        """Add the model's response of a turn."""
         self._add_tokens(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
         self.record.texts.append(text)
         self.lines.append(text)
@@ -64,7 +64,7 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's message, or end where it leaves no token to the model; whether it was added."""
+        """Add the environment's reply, or end the episode if no token is left; return whether it was added."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
@@ -73,7 +73,7 @@ class _OpenEpisode:
         return True
 
     def add_reward(self, score: Score, *, last: bool) -> str:
-        """Count a turn's reward; returns the reply. A failed turn ends the episode, which has no score then."""
+        """Add a turn's reward; return the reply. A failed turn ends the episode without a score."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""
@@ -89,7 +89,7 @@ class _OpenEpisode:
         return turn.reply
 
     def rollout(self, version: int) -> Rollout:
-        """All tokens after the prompt as one answer."""
+        """Return all tokens after the prompt as one response."""
         return Rollout(
             prompt=self.prompt,
             sample_index=self.request.sample_index,
@@ -102,14 +102,13 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """The sum of the turns' rewards, with the parts and the number of turns; votes count the model's text alone."""
+        """Return the sum of the turns' rewards. Votes count the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}
         return Score(self.reward, parts, said=vote("\n".join(self.record.texts)))
 
     def _add_lines(self, said: str) -> None:
-        """Add an environment's lines to the text that people read."""
         self.lines += [f"{_MARK} {line}" for line in said.splitlines() or [""]]
 
     def _add_tokens(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
@@ -125,7 +124,7 @@ class Episodes(AbstractContextManager["Episodes"]):
     """Plays episodes with the environment of `data.environment`. Use as a context manager.
 
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: the environment does not exist.
     """
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
@@ -146,7 +145,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Episodes so far that were lost with their environment, and what happened last."""
+        """Episodes lost with their environment so far, and the last reason."""
         found = [pool.unscored for pool in self._pools]
         return sum(number for number, _ in found), next((why for number, why in found if number), "")
 
@@ -159,10 +158,10 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> tuple[list[Rollout], list[Score], list[str]]:
-        """Rollouts, scores and texts in the order of the requests, each of an episode from its reset to its end.
+        """Play an episode per request; return rollouts, scores and texts in order.
 
         Raises:
-            EngineError: an engine answered with other weights than `policy_version`, or no environment can be started.
+            EngineError: an engine used another policy version than `policy_version`, or no environment can be started.
         """
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
@@ -204,7 +203,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> None:
-        """Play one turn of every open episode."""
+        """Play one turn of each open episode."""
         settings = self._config.episode
         indices = [index for index, one in enumerate(playing) if one.is_open]
         place_of = {index: place for place, index in enumerate(indices)}

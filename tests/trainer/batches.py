@@ -1,4 +1,4 @@
-"""Batches, responses and updates written down by hand, for the tests of a step."""
+"""Hand-written batches, responses and updates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +17,8 @@ from rlcore.errors import NonFiniteError
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.estimate import Estimate
-from rlcore.trainer.experience import (
-    Experience,
-    ResponseSampler,
-    ScoredResponse,
-)
-from rlcore.trainer.update import (
-    OptimizerSteps,
-    Update,
-)
+from rlcore.trainer.experience import Experience, ResponseSampler, ScoredResponse
+from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.group import Completed
 from rlcore.workers.trained_model import ModelUpdate, ModelUpdates
@@ -35,7 +28,7 @@ PROMPTS = [Prompt(index, (5,) * (1 + index), "countdown", "{}") for index in ran
 
 
 class Written(ResponseSampler):
-    """Answers a prompt of id i with scores `totals[i]`, None for one that the scorer fails on, and `1 + i` tokens."""
+    """Returns responses of `1 + i` tokens to prompt i with scores `totals[i]` (None: the scorer failed)."""
 
     def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
         self.config = config
@@ -43,7 +36,7 @@ class Written(ResponseSampler):
         self.asked: list[list[SamplingRequest]] = []
         self.temperatures: list[float] = []
 
-    def answer(
+    def sample(
         self,
         requests: Sequence[SamplingRequest],
         sampling: SamplingConfig,
@@ -67,14 +60,14 @@ class Written(ResponseSampler):
 
 
 class InOrder(PromptStream[Prompt]):
-    """The prompts as they stand."""
+    """Prompts in their order."""
 
     def _order_of(self, epoch: int) -> np.ndarray:
         return np.arange(len(self))
 
 
 LENGTHS = ((2, 3), (2, 1), (3, 3), (3, 2))
-"""Tokens of prompt and answer."""
+"""Tokens of prompt and response."""
 
 
 SCORES = (
@@ -105,7 +98,7 @@ def packed_of(found: Experience) -> PackedBatch:
 
 
 def estimated(packed: PackedBatch) -> Estimate:
-    """Advantages 0, 1, 2 ..., returns and values by places."""
+    """Return an estimate with advantages 0, 1, 2 ..."""
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     batch = TrainBatch(packed, None, None, None, places, None, places / 2)
     return Estimate(batch, packed.scores - 0.5, 2 * places, None, None, packed.loss_mask)
@@ -135,7 +128,7 @@ UPDATE = Update(
 def rank_updates(
     kind: type[Statistics], applied: list[bool], *, failed: bool = False, **more: Any
 ) -> ModelUpdates[Any]:
-    """What one rank answers: so many steps of 1 token each, with norms 1, 2 ..."""
+    """Return one rank's steps of 1 token each, with norms 1, 2 ..."""
     steps = [
         ModelUpdate(sums(kind, num_tokens=1), float(number), is_applied, **more)
         for number, is_applied in enumerate(applied, start=1)
@@ -144,7 +137,7 @@ def rank_updates(
 
 
 class Ranks:
-    """Two ranks whose answers to the updates are written down; remembers what they are asked."""
+    """Two ranks with fixed results of updates; records the calls."""
 
     world_size = 2
 
@@ -166,4 +159,4 @@ class Ranks:
         raise AssertionError("an update writes no answer")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

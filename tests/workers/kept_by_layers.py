@@ -1,6 +1,6 @@
-"""Bytes a token that autograd keeps of a layer in bfloat16, plain and as torch.compile cuts it, as JSON.
+"""Print as JSON the bytes per token that autograd keeps of a bfloat16 layer, plain and partitioned by torch.compile.
 
-What test_memory_plan.py runs in a process of its own: the live shape checks of the tests cannot be compiled.
+Program for test_memory_plan.py, since the tests' live shape checks cannot be compiled.
 
 python -m tests.workers.kept_by_layers
 """
@@ -19,7 +19,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 1_024, "num_attention_heads": 
 
 @torch.library.custom_op("millrace_test::attention", mutates_args=())
 def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps what a flash kernel keeps (operands, output and normalizer), and has its shapes; not its values."""
+    """Save what a flash kernel saves (operands, output and normalizer), with its shapes but not its values."""
     return query + key.mean() + value.mean(), query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
 
 
@@ -32,7 +32,7 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes of its gradients."""
+    """Return gradients of the right shapes."""
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
@@ -61,10 +61,10 @@ def _by_layer(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
 
 
 def kept(*, compiled: bool) -> float:
-    """Bytes a token, each storage once, without weights and rotary tables."""
+    """Return bytes per token, each storage once, without weights and rotary tables."""
     config = LlamaConfig(attn_implementation="millrace_test", **SHAPE)
     layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()
-    if compiled:  # the partitioner that the compiler's own backend uses, without its code
+    if compiled:  # the default backend's partitioner without code generation
         layer.forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition")
     hidden = torch.randn(1, NUM_TOKENS, config.hidden_size, dtype=torch.bfloat16, requires_grad=True) * 1.0
     tables = LlamaRotaryEmbedding(config)(hidden, torch.arange(NUM_TOKENS)[None])
