@@ -2,155 +2,23 @@
 
 One function is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument, so gradient
 checkpointing recomputes the same values. Decoding passes a small four-dimensional mask.
-
-The `sdpa` backend runs anywhere without padding. Tokens are sorted by sequence length at the model's entrance, and each
-distinct length is one dense causal attention over a slice.
+The `sdpa` backend runs anywhere: each length group of the layout is one dense causal attention.
 """
 
 import importlib
-import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlcore.errors import ModelError
-from rlcore.models.memory import to_device
-from rlcore.models.shared_prompts import IntArray, SharedOrder, SharedPrompts
-
-Backend = Literal["flash_attn", "varlen", "sdpa"]
-Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor or a numpy array. FSDP moves tensor arguments to the device, where reading them blocks."""
-
-# With more distinct lengths, kernel launches cost more than padding.
-_MAX_EXACT_LENGTHS = 48
-# Steps to which lengths are then rounded up: at most 1/8 of the attended tokens are zeros.
-_STEPS_PER_DOUBLING = 8
-# Kernels need an upper bound of the longest sequence. Few distinct bounds mean few compiled shapes.
-_MAX_SEQLEN_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class LengthGroup:
-    """Sequences of one dense attention call: tokens `start` to `stop`, in sorted order. `slots` Int[stop - start]:
-    index of each token among `num_sequences` x `length` rows, empty if all lengths are equal."""
-
-    start: int
-    stop: int
-    num_sequences: int
-    length: int
-    slots: Int[Tensor, "n"]
-
-    @property
-    def is_exact(self) -> bool:
-        """Return whether all sequences of the group have the same length."""
-        return self.stop - self.start == self.num_sequences * self.length
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Order in which the model computes T packed tokens.
-
-    `token_order` Int[T]: token of the batch at each computed position. `computed_index` Int[T]: its inverse.
-    `cu_seqlens` Int32[N+1]: sequence bounds in computed order. `groups`: for `sdpa` only. With `shared` only c < T
-    tokens are computed. `token_order` then has c entries, and attention uses T keys and values.
-    """
-
-    backend: Backend
-    cu_seqlens: Int[Tensor, "N_plus_1"]
-    max_seqlen: int
-    token_order: Int[Tensor, "c"]
-    computed_index: Int[Tensor, "T"]
-    groups: tuple[LengthGroup, ...]
-    shared: SharedPrompts | None = None
-
-
-def build_layout(
-    cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
-) -> PackedLayout:
-    """Return the layout of sequences bounded by `cu_seqlens`. Bounds on the host avoid waiting for the device. `shared`
-    Int[N]: number of leading tokens that a sequence shares with the last sequence before it whose entry is 0.
-
-    >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
-    >>> layout.token_order.tolist()
-    [3, 4, 0, 1, 2, 5, 6, 7]
-    >>> [(group.num_sequences, group.length) for group in layout.groups]
-    [(1, 2), (2, 3)]
-    """
-    bounds = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    longest = max(lengths, default=0)
-    own_order: Tensor | None = None  # Int[T], tokens in attention order, on the host
-    if backend == "sdpa":
-        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
-        sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
-        first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
-        sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
-        own_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
-        place = torch.empty_like(own_order)
-        place[own_order] = torch.arange(bounds[-1])
-        layout = PackedLayout(
-            backend=backend,
-            cu_seqlens=to_device(sorted_bounds, device, torch.int32),
-            max_seqlen=longest,
-            token_order=to_device(own_order, device),
-            computed_index=to_device(place, device),
-            groups=_length_groups([lengths[i] for i in order], device),
-        )
-    else:
-        identity = torch.arange(bounds[-1], device=device)
-        layout = PackedLayout(
-            backend=backend,
-            cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
-            max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
-            token_order=identity,
-            computed_index=identity,
-            groups=(),
-        )
-    if shared is None or not shared.any():
-        return layout
-    found = SharedOrder.of(np.array(bounds), shared)
-    return replace(
-        layout,
-        token_order=to_device(torch.from_numpy(found.computed), device),
-        computed_index=to_device(torch.from_numpy(found.places), device),
-        shared=found.on_device(np.array(bounds), own_order, device),
-    )
-
-
-def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group ascending lengths: one group per distinct length, or per rounding step if there are too many."""
-    exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
-    groups: list[LengthGroup] = []
-    start = 0
-    for _, members in groupby(lengths, key=lambda length: length if exact else _round_up(length)):
-        group = list(members)
-        longest, stop = group[-1], start + sum(group)
-        slots = torch.empty(0, dtype=torch.int64)
-        if group[0] != longest:
-            slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(group)])
-        groups.append(LengthGroup(start, stop, len(group), longest, to_device(slots, device)))
-        start = stop
-    return tuple(groups)
-
-
-def _round_up(length: int) -> int:
-    """Round up to a step of an eighth of the power of two below `length`.
-
-    >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
-    [7, 16, 18, 104, 1024]
-    """
-    step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
-    return -(-length // step) * step
-
+from rlcore.models.layout import Backend, LengthGroup, PackedLayout
 
 # Ampere: the oldest GPUs that flash attention supports.
 _MIN_CAPABILITY = (8, 0)
@@ -182,15 +50,15 @@ def choose_attention(
         ModelError: the requested backend does not support this device, compute type or head size.
     """
     if requested == "sdpa":
-        return AttentionChoice("sdpa", "asked for by model.attention")
+        return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
     candidates: tuple[Backend, ...] = ("flash_attn", "varlen") if requested == "auto" else (requested,)
     for name in candidates:
-        problem = _flash_problem(device, dtype, head_dim) or _import_problem(name)
+        problem = _flash_problem(device, dtype, head_dim) or _load_kernel(name)
         if not problem and requested == "auto" and _KERNELS[name].module == _FLASH_4:
-            problem = "flash-attn 4 is a pre-release, and is used where model.attention=flash_attn asks for it"
+            problem = "flash-attn 4 is a pre-release, used with model.attention=flash_attn only"
         if not problem:
-            here = "asked for by model.attention" if requested != "auto" else f"{name} runs here"
+            here = "requested by model.attention" if requested != "auto" else f"{name} runs here"
             return AttentionChoice(name, "; ".join([*refused, f"{here} ({_KERNELS[name].module})"]))
         refused.append(f"{name}: {problem}")
     if requested == "auto":
@@ -214,15 +82,6 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return ""
 
 
-def _import_problem(name: Backend) -> str:
-    """Return why the kernel cannot be imported, or ''."""
-    try:
-        _load_kernel(name)
-    except _IMPORT_ERRORS as error:
-        return f"not installed here ({error})"
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class _Kernel:
     """A kernel function. `no_window`: sentinel for an unbounded window. `supports_gqa`: has `enable_gqa` (torch >=
@@ -238,20 +97,24 @@ class _Kernel:
 _KERNELS: dict[Backend, _Kernel] = {}
 
 
-def _load_kernel(name: Backend) -> None:
+def _load_kernel(name: Backend) -> str:
+    """Import a kernel once; return the problem, or ''."""
     if name in _KERNELS:
-        return
-    if name == "varlen":
+        return ""
+    try:
         module, attribute = "torch.nn.attention.varlen", "varlen_attn"
-    else:
-        module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
-    function = getattr(importlib.import_module(module), attribute)
+        if name == "flash_attn":
+            module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
+        function = getattr(importlib.import_module(module), attribute)
+    except _IMPORT_ERRORS as error:
+        return f"not installed here ({error})"
     parameters = inspect.signature(function).parameters
     window = parameters.get("window_size")
     if module == _FLASH_4:
         function = torch.compiler.disable(function)  # the compiler cannot trace another compiler's kernels
     no_window = None if window is None else window.default
     _KERNELS[name] = _Kernel(function, module, no_window, supports_gqa="enable_gqa" in parameters)
+    return ""
 
 
 def flash_package(capability: int) -> str:

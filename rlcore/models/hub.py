@@ -125,7 +125,7 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
     """Read with transformers; convert its errors to one that names the setting."""
     try:
-        return read(local_files_only=use_local_files(path), trust_remote_code=False)
+        return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:
         raise ModelError(
             f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
@@ -138,11 +138,6 @@ def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
             f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
             "Check the path; architectures that need custom code are not supported."
         ) from error
-
-
-def use_local_files(path: str) -> bool:
-    """Return whether to skip the hub: the path is a directory, or the hub is unreachable."""
-    return Path(path).is_dir() or not is_hub_reachable()
 
 
 @contextmanager

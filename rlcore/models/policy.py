@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from rlcore.models.attention import Array, AttentionChoice, PackedLayout, build_layout, causal_band, choose_attention
+from rlcore.models.attention import AttentionChoice, causal_band, choose_attention
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
+from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
 from rlcore.models.memory import to_device
-from rlcore.models.shared_prompts import IntArray
 
 _MAX_COMPILED_GRAPHS = 64
 """Maximum graphs of the layers' code per process; about 10 are in use."""

@@ -27,21 +27,21 @@ PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "ol
 """Phases whose time is divided by all tokens. Generation is divided by response tokens."""
 
 
-def step_metrics(config: RunConfig, experience: Experience, found: Estimate, update: Update) -> Metrics:
+def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate, update: Update) -> Metrics:
     """Return metrics of a step in addition to the update's own. They depend on the run alone."""
-    packed, batch = found.batch.packed, found.batch
+    packed, batch = estimated.batch.packed, estimated.batch
     metrics: Metrics = {}
     if update.share_skipped:
         metrics[SKIPPED] = update.share_skipped
-    if found.masked_share is not None:
-        metrics["rollout_corr/left_out_share"] = found.masked_share
-    if found.kl_in_reward is not None:
-        metrics["actor/reward_kl_penalty"] = found.kl_in_reward
-    metrics |= reward_metrics(found) | length_metrics(config, experience) | group_metrics(packed, experience)
+    if estimated.masked_share is not None:
+        metrics["rollout_corr/left_out_share"] = estimated.masked_share
+    if estimated.kl_in_reward is not None:
+        metrics["actor/reward_kl_penalty"] = estimated.kl_in_reward
+    metrics |= reward_metrics(estimated) | length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
-        # A pass of old log-probabilities has those of the tokens that are left out of the update; the update has not.
-        mask = found.response_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
+        # A separate forward pass computes masked tokens too, the update does not.
+        mask = estimated.response_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
         metrics |= mismatch_metrics(replace(packed, loss_mask=mask), update.logprobs_before, weights)
     return metrics
 
@@ -55,12 +55,12 @@ def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
     num_response_tokens: int,
-    deal: Assignment,
+    assignment: Assignment,
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
     """Return metrics of a step's cost: balance of the ranks, time by phase, use of the devices."""
-    sequences = deal.whole.sequences
+    sequences = assignment.whole.sequences
     num_devices = len(sequences)
     lengths = packed.sequence_lengths().tolist()
     return {
@@ -72,7 +72,7 @@ def cost_metrics(
             num_targets=packed.num_loss_tokens,
             num_epochs=config.trainer.epochs_per_batch,
             num_devices=num_devices,
-            num_shared=deal.num_shared,
+            num_shared=assignment.num_shared,
             lora=config.model.lora,
         ),
         **timing_metrics(seconds, packed, num_response_tokens=num_response_tokens, num_devices=num_devices),
@@ -85,8 +85,8 @@ def memory_metrics(peaks: Sequence[MemoryPeak]) -> Metrics:
     if peaks[0].reserved_gb:
         metrics["perf/max_memory_allocated_gb"] = max(peak.allocated_gb for peak in peaks)
         metrics["perf/max_memory_reserved_gb"] = max(peak.reserved_gb for peak in peaks)
-    if num_redone := sum(peak.num_retries for peak in peaks):
-        metrics["perf/num_passes_redone"] = float(num_redone)
+    if num_retries := sum(peak.num_retries for peak in peaks):
+        metrics["perf/num_passes_redone"] = float(num_retries)
     return metrics
 
 
@@ -102,14 +102,14 @@ def distribution_metrics(name: str, values: Tensor) -> Metrics:
     }
 
 
-def reward_metrics(found: Estimate) -> Metrics:
+def reward_metrics(estimated: Estimate) -> Metrics:
     """Return metrics of scores and rewards, and of advantages, returns and values of response tokens."""
-    packed, values, returns = found.batch.packed, found.batch.old_values, found.returns
+    packed, values, returns = estimated.batch.packed, estimated.batch.old_values, estimated.returns
     mask = packed.loss_mask
     metrics = {
         **distribution_metrics("critic/score", packed.scores[packed.score_mask]),
-        **distribution_metrics("critic/rewards", found.rewards[packed.score_mask]),
-        **distribution_metrics("critic/advantages", found.batch.advantages[mask]),
+        **distribution_metrics("critic/rewards", estimated.rewards[packed.score_mask]),
+        **distribution_metrics("critic/advantages", estimated.batch.advantages[mask]),
         **distribution_metrics("critic/returns", returns[mask]),
     }
     if values is not None and mask.any():

@@ -189,7 +189,7 @@ class Trainer(GroupTrainer):
         """Send each rank its part of the batch; balance again if tokens have lost their loss."""
         if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts differ
             assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)
-        shared = SharedBatch.from_deal(self._config, batch, assignment)
+        shared = SharedBatch.split(self._config, batch, assignment)
         return replace(shared, parts=self._group.send(shared.parts))
 
     def _add_ref_logprobs(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:

@@ -148,7 +148,7 @@ class SharedBatch:
     mini_batches: Sequence[MiniBatch]
 
     @classmethod
-    def from_deal(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
+    def split(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
         """Split the batch by `assignment`."""
         lengths = batch.packed.loss_lengths()
         mini_batches: list[MiniBatch] = []

@@ -62,7 +62,7 @@ class Written(ResponseSampler):
 class InOrder(PromptStream[Prompt]):
     """Prompts in their order."""
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.arange(len(self))
 
 

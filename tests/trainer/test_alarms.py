@@ -1,6 +1,7 @@
 """Alarms and their actions, and the saved batch of a non-finite update."""
 
 import json
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from rlcore.algos.objective import PolicyStatistics
 from rlcore.checkpoint.state import LoopState
 from rlcore.config.compose import load_config
-from rlcore.errors import ConfigError, NonFiniteError
+from rlcore.errors import NonFiniteError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, save_failed_batch, step_alarms
@@ -35,8 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult], bool]:
     """Return the results of the first steps, and whether the weights are unchanged."""
     run = prepare(root, *overrides)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         problems = Problems.read(run.config, run.inputs)
         with problems.scoring_pool() as scoring:
             collector = ExperienceCollector(
@@ -51,8 +51,6 @@ def steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult]
                 state = found[-1].state
             after = group.each(Worker.full_weights)[0]
         return found, all(torch.equal(before[name], after[name]) for name in before)
-    finally:
-        group.close()
 
 
 def texts(result: StepResult) -> dict[str, str]:
@@ -153,42 +151,6 @@ def test_length_alarm(root: Path) -> None:
     assert "100% of the responses end at rollout.max_response_tokens=1" in texts(first)["length"]
 
 
-def test_disabled_alarms(root: Path) -> None:
-    (first,), _ = steps(root, 1, *COLD, "alarms.entropy=off", "alarms.equal_scores=off")
-    assert first.alarms == ()
-
-
-def test_unsupported_alarm_action_raises(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"alarms\.kl"):
-        load_config(["experiment=debug", f"paths.root={root}", "alarms.kl=skip"])
-
-
-def test_single_response_groups_raise_no_alarm(root: Path) -> None:
-    config = load_config(["experiment=debug", f"paths.root={root}", "alarms.equal_scores=skip", "alarms.length=off"])
-    scores = (Score(0.0, {}), Score(0.0, {}))
-
-    def raised(group_ids: tuple[int, ...]) -> list[str]:
-        experience = Experience((), scores, group_ids, ("", ""), 2, 0, None)
-        return [alarm.name for alarm in batch_alarms(config, experience)]
-
-    assert raised((0, 0)) == ["equal_scores"]
-    assert raised((0, 1)) == []
-
-
-def test_entropy_alarm_uses_token_entropy(root: Path) -> None:
-    config = load_config(["experiment=debug", f"paths.root={root}"])
-    below = config.alarms.entropy_below / 2
-
-    def raised(share: float, of_a_token: float) -> list[str]:
-        given = {"entropy": share, "entropy_sum": 7 * of_a_token, "num_tokens": 7}
-        sums = [torch.tensor(float(given.get(field.name, 0))) for field in fields(PolicyStatistics)]
-        policy = OptimizerSteps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, largest_grad_norm=1.0, lr=0.1)
-        return [alarm.name for alarm in step_alarms(config, Update(policy), None, WeightSync(0.0))]
-
-    assert raised(below, below) == raised(9.0, below) == ["entropy"]
-    assert raised(below, 1.0) == []
-
-
 def answered(totals: list[float | None], groups: list[int], reasons: str = "") -> Experience:
     """Return responses with these scores (None: unscored). A reason `l` is the token limit."""
     prompts = [Prompt(10 * group, (5, 6), "countdown", "{}") for group in groups]
@@ -210,6 +172,7 @@ def answered(totals: list[float | None], groups: list[int], reasons: str = "") -
         ([1.0, None, 0.0, None], [0, 0, 1, 1], False),
         ([0.0, None, None, None], [0, 0, 1, 1], False),
         ([0.0, 0.0, None, None], [0, 0, 1, 1], True),
+        ([0.0, 0.0], [0, 1], False),
     ],
 )
 def test_equal_scores_alarm(root: Path, totals: list[float | None], groups: list[int], is_told: bool) -> None:
@@ -279,15 +242,12 @@ def test_updates_before_non_finite_one_count(root: Path) -> None:
 
 def test_non_finite_loss_names_its_rows(tmp_path: Path) -> None:
     run = prepare(tmp_path, "algo.policy_loss=tests.trainer.broken_loss:log_of_advantage")
-    group = LocalGroup(run.config, str(run.model_directory))
-    before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
         with pytest.raises(NonFiniteError, match=r"loss is nan.*Batch saved to .*step-000001") as caught:
             train(run, group, 1)
         after = group.each(Worker.full_weights)[0]
         (gradients,) = group.each(lambda worker: [p.grad for p in worker.actor.model.parameters()])
-    finally:
-        group.close()
     assert all(torch.equal(before[name], after[name]) for name in before), "no step must be taken"
     assert all(gradient is None for gradient in gradients), "gradients must be released"
 

@@ -385,14 +385,6 @@ def wrote(*ids: int, end: Any = "stop") -> Rollout:
     return Rollout(prompt, 1, np.array(ids), -np.arange(1, len(ids) + 1, dtype=np.float32), end, 0)
 
 
-@pytest.mark.parametrize(("turn", "most", "tokens"), [(0, 0, 7), (1, 0, 7), (2, 4, 4), (1, 9, 7)])
-def test_next_request_contains_all_tokens(turn: int, most: int, tokens: int) -> None:
-    asked = begun(10, token_ids=[7, 8, 9]).next_request(turn, most)
-    assert asked == SamplingRequest(
-        Prompt(3, (5, 6, 7, 8, 9), "countdown", "{}"), 1, turn_seed(7, turn), max_tokens=tokens
-    )
-
-
 @pytest.mark.parametrize(
     ("end", "limit", "is_open"), [("length", 2, False), ("length", 3, True), ("stop", 2, True), ("length", 1, False)]
 )
@@ -449,10 +441,3 @@ def test_done_or_failed_turn_ends_episode() -> None:
     assert failed.add_reward(Score(1.0, {}, failure="its process ended"), last=False) == ""
     assert (failed.is_open, failed.record.replies, failed.reward) == (False, [], 2.0)
     assert failed.score() == Score(0.0, {}, failure="its process ended")
-
-
-def test_empty_reply_is_an_empty_line() -> None:
-    episode = begun(20, token_ids=[7])
-    assert episode.add_reply("", [9])
-    assert episode.lines == ["[environment] "]
-    assert (episode.logprobs, episode.is_sampled) == ([0.0], [False])

@@ -139,7 +139,7 @@ def test_all_groups_count_in_pass_counts() -> None:
     weighed: list[list[float]] = []
 
     class Unweighed(InOrder):
-        def weigh(self, weights: np.ndarray) -> None:
+        def set_weights(self, weights: np.ndarray) -> None:
             weighed.append(weights.tolist())
 
     found = ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())

@@ -1,5 +1,6 @@
 """Unscored responses do not take part in training."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -114,11 +115,8 @@ ALWAYS = "data.scorer=tests.rollout.odd_scorers:fails_always"
 )
 def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = prepare(tmp_path, NO_WARM_START, SOMETIMES, *overrides)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         steps = train(run, group, 2)
-    finally:
-        group.close()
     for step in steps:
         assert 0 < step["reward/unscored_share"] < 1
         assert step["critic/score/min"] == step["critic/score/max"] == 1.0, "unscored responses do not count as 0"
@@ -136,14 +134,11 @@ def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides:
 )
 def test_unscored_step_raises_and_keeps_weights(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = prepare(tmp_path, NO_WARM_START, ALWAYS, *overrides)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
         with pytest.raises(
             UnscoredError, match=r"^step 1: has no metrics, for \d+ responses have no score; .* always$"
         ):
             train(run, group, 1)
         after = group.each(Worker.full_weights)[0]
-    finally:
-        group.close()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

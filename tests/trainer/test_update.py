@@ -141,7 +141,7 @@ def updated(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, 
     old = places if num_optimizer_steps(config) > 1 else None
     batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
     deal = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, config.trainer.mini_batch_size)
-    shared = SharedBatch.from_deal(config, batch, deal)
+    shared = SharedBatch.split(config, batch, deal)
     state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
     return update_models(config, ranks, shared, state, PhaseClock()), shared
 
@@ -340,7 +340,7 @@ def of_sequences(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) 
 def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
     batch = batch_of()
     deal = dealt(batch)
-    shared = SharedBatch.from_deal(config, batch, deal)
+    shared = SharedBatch.split(config, batch, deal)
     for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
         for name in ("old_logprobs", "advantages", "importance_weights"):
             assert torch.equal(getattr(part, name), of_sequences(getattr(batch, name), batch, sequences))
@@ -360,5 +360,5 @@ def test_mini_batch_without_loss_is_dropped(config: RunConfig) -> None:
     packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
     batch = replace(whole, packed=packed)
     deal = Balancer(num_ranks=1, max_tokens=20, shape=None).assign(packed, 2)
-    shared = SharedBatch.from_deal(config, batch, deal)
+    shared = SharedBatch.split(config, batch, deal)
     assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2

@@ -1,6 +1,7 @@
 """Held-out problems are sampled at the configured temperature and greedily."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +35,7 @@ def test_greedy_responses_at_temperature_0(tmp_path: Path) -> None:
     def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
         kept[greedy] = [rollout for rollout, _, _ in answers]
 
-    group = LocalGroup(config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(config, str(run.model_directory))) as group:
         group.each(Worker.sync_weights, 0)
         (worker,) = group.each(lambda worker: worker)
         with ScoringPool(config.data.scorer, config.reward) as scoring:
@@ -49,8 +49,6 @@ def test_greedy_responses_at_temperature_0(tmp_path: Path) -> None:
         assert [one.response_ids.tolist() for one in kept[True]] == [one.response_ids.tolist() for one in likeliest]
         assert {one.prompt for one in kept[False]} == set(prompts)
         assert len(found.problems) == 6
-    finally:
-        group.close()
 
 
 class Written(ResponseSampler):

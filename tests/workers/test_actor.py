@@ -1,6 +1,7 @@
 """LoRA adapters and dropout in a worker."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,7 @@ def test_dropout_depends_on_place_in_run(tmp_path: Path) -> None:
     batch = select_train(whole, range(whole.packed.num_sequences))
     counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
     mini_batch = MiniBatch(range(batch.packed.num_sequences), 2, counts)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         (worker,) = group.each(lambda worker: worker)
 
         def updated(torch_seed: int, version: int) -> list[torch.Tensor]:
@@ -159,8 +159,6 @@ def test_dropout_depends_on_place_in_run(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert not torch.equal(first[-1], other[-1])
         assert torch.equal(worker.old_logprobs(batch.packed, 2), other[-1])  # without dropout
-    finally:
-        group.close()
 
 
 def test_dropout_of_retry_depends_on_split(tmp_path: Path) -> None:
@@ -168,8 +166,7 @@ def test_dropout_of_retry_depends_on_split(tmp_path: Path) -> None:
     run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05", loss)
     whole = batch_from(random_batch(np.random.default_rng(7)))
     counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 8)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         (worker,) = group.each(lambda worker: worker)
 
         def after_update(num_micro: int) -> tuple[torch.Tensor, int]:
@@ -185,5 +182,3 @@ def test_dropout_of_retry_depends_on_split(tmp_path: Path) -> None:
         at_once, same_number = after_update(num_micro)
         assert same_number == num_micro
         assert torch.equal(redone, at_once)
-    finally:
-        group.close()

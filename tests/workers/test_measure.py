@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlcore.rollout.vllm import engine_pool_bytes
 from rlcore.workers.measure import Bytes, MemoryMeter, gpu_peak
 
 MB = 1_000_000
@@ -42,10 +41,6 @@ def test_memory_peak_excludes_sleeping_engine(traced: None) -> None:
     assert meter.peak() == meter.peak()
     assert meter.peak().allocated == pytest.approx(30 * MB, rel=0.02)
     assert meter.peak().reserved == meter.peak().allocated
-
-
-def test_engine_pool_without_vllm_is_empty() -> None:
-    assert engine_pool_bytes() == 0
 
 
 def test_allocated_and_reserved_peaks_are_separate() -> None:

@@ -1,5 +1,6 @@
 """Shared prompts give the results of separate prompts."""
 
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
+from rlcore.models.layout import SharedOrder
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.shape import ModelShape
-from rlcore.models.shared_prompts import SharedOrder
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import token_logprobs
@@ -191,11 +192,8 @@ def test_shared_prompts_keep_training_metrics(algorithm: str, tmp_path: Path) ->
     for share in (True, False):
         overrides = [f"algo={algorithm}", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
         run = prepare(tmp_path, *overrides, "rollout.samples_per_prompt=4", "trainer.max_tokens_per_micro_batch=160")
-        group = LocalGroup(run.config, str(run.model_directory))
-        try:
+        with closing(LocalGroup(run.config, str(run.model_directory))) as group:
             found[share] = train(run, group, 2)
-        finally:
-            group.close()
     for with_it, without in zip(found[True], found[False], strict=True):
         assert with_it.keys() == without.keys()
         for name, value in without.items():
