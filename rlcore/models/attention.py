@@ -44,11 +44,8 @@ class AttentionChoice:
 def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
-    """Return the requested backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here.
-
-    Raises:
-        ModelError: the requested backend does not support this device, compute type or head size.
-    """
+    """Return the requested backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here. Raises
+    ModelError if the requested backend does not support this device, compute type or head size."""
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
@@ -118,11 +115,8 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability: version 3, then 2, then 4 (a pre-release).
-
-    Raises:
-        ImportError: no version is usable, with the problem of each.
-    """
+    """Return the flash-attn module for this major compute capability: version 3, then 2, then 4 (a pre-release). Raises
+    ImportError if no version is usable, with the problem of each."""
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):
@@ -190,11 +184,8 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
     """Compute the attention of one layer as transformers calls it: packed with a layout, else masked. With a layout B
-    is 1 and L = S = T, or c with shared prompts.
-
-    Raises:
-        ModelError: the model changes attention scores in a way that no backend here supports.
-    """
+    is 1 and L = S = T, or c with shared prompts. Raises ModelError if the model changes attention scores in a way that
+    no backend here supports."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "

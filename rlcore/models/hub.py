@@ -43,11 +43,7 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """Require that a hub model is in the cache or accessible to this user.
-
-    Raises:
-        ModelError: it is neither.
-    """
+    """Require that a hub model is in the cache or accessible to this user. Raises ModelError if it is neither."""
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
@@ -79,11 +75,8 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the directory, which must contain `file_name`, or the hub id `owner/name`.
-
-    Raises:
-        ModelError: the path is neither, or the file is missing or damaged.
-    """
+    """Return the directory, which must contain `file_name`, or the hub id `owner/name`. Raises ModelError if the path
+    is neither, or the file is missing or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name
@@ -105,11 +98,8 @@ def resolve_model(path: str | Path, file_name: str) -> str:
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """Return `eos_token_id` of the first existing file that names any, or None.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
+    """Return `eos_token_id` of the first existing file that names any, or None. Raises ModelError if a file is
+    damaged."""
     for file in files:
         if not file.is_file():
             continue

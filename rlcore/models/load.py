@@ -25,11 +25,8 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
     """Load a policy from a directory or hub id, in training mode and float32. With `model.lora` weights are frozen, in
-    the compute type or 4 bits. Code in the model directory is never run.
-
-    Raises:
-        ModelError: the path, the weights, the architecture, the attention backend or the 4-bit package is unusable.
-    """
+    the compute type or 4 bits. Code in the model directory is never run. Raises ModelError if the path, the weights,
+    the architecture, the attention backend or the 4-bit package is unusable."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -43,11 +40,8 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model on the trunk of a policy, with a zero head, in training mode.
-
-    Raises:
-        ModelError: as in `load_policy`.
-    """
+    """Load a float32 value model on the trunk of a policy, with a zero head, in training mode. Raises ModelError as
+    `load_policy`."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
@@ -149,11 +143,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Require equal log-probabilities for three short sequences, packed and separate.
-
-    Raises:
-        ModelError: they differ.
-    """
+    """Require equal log-probabilities for three short sequences, packed and separate. Raises ModelError if they
+    differ."""
     kind = model.config.model_type
     if kind in TESTED:
         return

@@ -85,11 +85,8 @@ def _noise(device: torch.device) -> Int[Tensor, "C"]:
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
     """Add adapters to `policy` in place, freeze all other weights and return it. Call before `shard`. B starts at 0, so
-    the function is unchanged. `seed` alone determines A, on every device.
-
-    Raises:
-        ModelError: a name in `lora.target_modules` is not a linear layer of the model.
-    """
+    the function is unchanged. `seed` alone determines A, on every device. Raises ModelError if a name in
+    `lora.target_modules` is not a linear layer of the model."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
     linear = {

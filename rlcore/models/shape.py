@@ -52,11 +52,7 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Check a model's `config.json`, if it is on this machine.
-
-    Raises:
-        ModelError: the model cannot be trained.
-    """
+    """Check a model's `config.json`, if it is on this machine. Raises ModelError if the model cannot be trained."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -64,11 +60,8 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Require an embedding of each token, if the model's `config.json` is on this machine.
-
-    Raises:
-        ModelError: there are fewer embeddings.
-    """
+    """Require an embedding of each token, if the model's `config.json` is on this machine. Raises ModelError if there
+    are fewer embeddings."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -79,11 +72,8 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Require an embedding of each token and equal token ids, if the model's files are on this machine.
-
-    Raises:
-        ModelError: there are fewer embeddings, or a token has another id.
-    """
+    """Require an embedding of each token and equal token ids, if the model's files are on this machine. Raises
+    ModelError if there are fewer embeddings, or a token has another id."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -106,11 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None) -> None:
-    """Require the package that a 4-bit base needs.
-
-    Raises:
-        ModelError: bitsandbytes is not installed.
-    """
+    """Require the package that a 4-bit base needs. Raises ModelError if bitsandbytes is not installed."""
     if lora is not None and lora.base == "nf4" and find_spec("bitsandbytes") is None:
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -144,11 +130,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Read the content of a `config.json`.
-
-        Raises:
-            KeyError: it is not a decoder of these families.
-        """
+        """Read the content of a `config.json`. Raises KeyError if it is not a decoder of these families."""
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

@@ -65,22 +65,15 @@ def scratch_vocabulary(config: ScratchModel) -> dict[str, int]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or hub id.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Load the tokenizer of a model directory or hub id. Raises ModelError if there is none."""
     where = resolve_model(path, "tokenizer_config.json")
     found = read_pretrained(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
     return cast(PreTrainedTokenizerBase, found)
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return end-of-sequence tokens: of the generation config, else the model's config, else the tokenizer.
-
-    Raises:
-        ModelError: none is defined, or a file is damaged.
-    """
+    """Return end-of-sequence tokens: of the generation config, else the model's config, else the tokenizer. Raises
+    ModelError if none is defined, or a file is damaged."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:

@@ -121,11 +121,8 @@ class _OpenEpisode:
 
 
 class Episodes(AbstractContextManager["Episodes"]):
-    """Plays episodes with the environment of `data.environment`. Use as a context manager.
-
-    Raises:
-        ConfigError: the environment does not exist.
-    """
+    """Plays episodes with the environment of `data.environment`. Use as a context manager. Raises ConfigError if the
+    environment does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
         self._environment = config.data.environment
@@ -158,11 +155,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> tuple[list[Rollout], list[Score], list[str]]:
-        """Play an episode per request; return rollouts, scores and texts in order.
-
-        Raises:
-            EngineError: an engine used another policy version than `policy_version`, or no environment can be started.
-        """
+        """Play an episode per request; return rollouts, scores and texts in order. Raises EngineError if an engine used
+        another policy version than `policy_version`, or no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):

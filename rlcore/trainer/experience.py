@@ -85,11 +85,8 @@ class ResponseSampler:
         clock: PhaseClock | None = None,
         shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredResponse]:
-        """Return scored responses in the order of the requests. `shares`: see `generate`.
-
-        Raises:
-            EngineError: an engine used another policy version than `policy_version`.
-        """
+        """Return scored responses in the order of the requests. `shares`: see `generate`. Raises EngineError if an
+        engine used another policy version than `policy_version`."""
         clock = clock or PhaseClock()
         if self._episodes is not None:
             played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
@@ -178,11 +175,7 @@ class ExperienceCollector:
         )
 
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
-        """Collect the experience of the step after `state`.
-
-        Raises:
-            UnscoredError: no response has a score.
-        """
+        """Collect the experience of the step after `state`. Raises UnscoredError if no response has a score."""
         config = self._config
         requests, shares = self._prepared.get(state) or (self._first_requests(state), None)
         dynamic = config.algo.dynamic_sampling

@@ -26,10 +26,7 @@ def generate(
     shares: Sequence[Sequence[int]] | None = None,
 ) -> list[Rollout]:
     """Generate responses, in the order of the requests. `shares`: request indices by rank, else by `split_requests`.
-
-    Raises:
-        EngineError: an engine used another policy version than `policy_version`.
-    """
+    Raises EngineError if an engine used another policy version than `policy_version`."""
     indices = split_requests(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens) for mine in indices]
     rollouts: dict[int, Rollout] = {}

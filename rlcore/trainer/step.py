@@ -208,11 +208,8 @@ class Trainer(GroupTrainer):
         alarms: tuple[Alarm, ...],
         clock: PhaseClock,
     ) -> Update:
-        """Update the models unless an alarm skips it. A non-finite update saves its batch.
-
-        Raises:
-            NonFiniteError: the update is not finite and `alarms.non_finite` is stop.
-        """
+        """Update the models unless an alarm skips it. A non-finite update saves its batch. Raises NonFiniteError if the
+        update is not finite and `alarms.non_finite` is stop."""
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=logprobs_before_update(self._config, shared.batch))
         update = update_models(self._config, self._group, shared, state, clock)

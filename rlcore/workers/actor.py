@@ -98,11 +98,8 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's part of a mini-batch. `with_logprobs`: return those before it.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; weights are unchanged.
-        """
+        """Take one optimizer step on this rank's part of a mini-batch. `with_logprobs`: return those before it. Raises
+        NonFiniteError if the loss or the gradient is not finite; weights are unchanged."""
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
@@ -177,11 +174,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the negative log-likelihood, summed and divided by all ranks' `num_tokens`.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; weights are unchanged.
-        """
+        """Take one optimizer step on the negative log-likelihood, summed and divided by all ranks' `num_tokens`. Raises
+        NonFiniteError if the loss or the gradient is not finite; weights are unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
             return self._likelihood(micro, num_tokens)

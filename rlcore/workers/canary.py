@@ -63,11 +63,8 @@ class Canary:
         return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
-        """Check a sync. `observed`: result and difference of each rank, so that all ranks decide alike.
-
-        Raises:
-            EngineError: a tensor or a log-probability differs too much, or is not finite.
-        """
+        """Check a sync. `observed`: result and difference of each rank, so that all ranks decide alike. Raises
+        EngineError if a tensor or a log-probability differs too much, or is not finite."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))

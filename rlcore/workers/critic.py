@@ -52,11 +52,8 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step on this rank's part of a mini-batch.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; weights are unchanged.
-        """
+        """Take one optimizer step on this rank's part of a mini-batch. Raises NonFiniteError if the loss or the
+        gradient is not finite; weights are unchanged."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))

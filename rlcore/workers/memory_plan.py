@@ -349,11 +349,8 @@ def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
-    """Reject a run that cannot fit, unless `runtime.fit_memory` is off.
-
-    Raises:
-        ConfigError: not even one sequence per micro-batch fits.
-    """
+    """Reject a run that cannot fit, unless `runtime.fit_memory` is off. Raises ConfigError if not even one sequence per
+    micro-batch fits."""
     if not plan.cannot_fit or config.runtime.fit_memory == "off":
         return
     assert plan.usable_bytes is not None, "without a device nothing is refused"
@@ -370,11 +367,8 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return the settings for a run's workers. On a GPU the plan is reported and written to `run_dir`.
-
-    Raises:
-        ConfigError: the run cannot fit.
-    """
+    """Return the settings for a run's workers. On a GPU the plan is reported and written to `run_dir`. Raises
+    ConfigError if the run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -409,28 +403,16 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 def suggestion(config: RunConfig) -> str:
     """Return settings that would lower the peak and are not set yet."""
-    found = []
-    lora = config.model.lora
-    if lora is not None and not lora.offload and config.rollout.engine == "vllm":
-        found.append("model.lora.offload=true rollout.sleep_level=1")
-    elif config.rollout.engine == "vllm" and config.rollout.sleep_level == 0:
-        found.append("rollout.sleep_level=2")
-    if _has_reference(config) and not config.algo.kl.offload:
-        found.append("algo.kl.offload=true")
-    if not (config.optim.offload and (config.critic is None or config.critic.optim.offload)):
-        found.append("optim.offload=true" + ("" if config.critic is None else " critic.optim.offload=true"))
-    if not config.model.gradient_checkpointing:
-        found.append("model.gradient_checkpointing=true")
+    *_, (smallest, _) = variants(config)
+    found = [setting for setting in chosen_settings(config, smallest).split() if not setting.endswith("=false")]
     if config.rollout.engine == "vllm":
         found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
     elif config.rollout.engine == "hf":
         found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
-    if lora is None:
-        fewer = "LoRA (model.lora.rank=32) "
-    else:
+    lora, fewer = config.model.lora, "LoRA (model.lora.rank=32) "
+    if lora is not None:
         fewer = "" if lora.base == "nf4" else "a base in 4 bits (model.lora.base=nf4) "
-    found.append(f"more workers (runtime.num_workers), {fewer}or a smaller model")
-    return f"Set {', '.join(found)}."
+    return f"Set {', '.join(found)}, more workers (runtime.num_workers), {fewer}or a smaller model."
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:

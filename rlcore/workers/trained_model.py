@@ -284,10 +284,7 @@ class TrainedModel(Generic[Model]):
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
         """Clip the gradient; return its norm before. `loss`: text for errors. `why`: called for the rest of an error.
-
-        Raises:
-            NonFiniteError: the norm or a statistic is not finite on some rank; gradients are released.
-        """
+        Raises NonFiniteError if the norm or a statistic is not finite on some rank; gradients are released."""
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
         if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._placement.device):

@@ -263,11 +263,8 @@ class Worker:
 
     def sync_weights(self, version: int) -> WeightSync:
         """Send the policy's weights to the engine, and check that it computes with them. The canary's difference is 0
-        if the engine is the trainer's own model class.
-
-        Raises:
-            EngineError: the engine did not load the weights, or computes with others; on all ranks.
-        """
+        if the engine is the trainer's own model class. Raises EngineError if the engine did not load the weights, or
+        computes with others; on all ranks."""
         config = self._config
         self._version, self._num_updates = version, 0
         self._wake_engine()

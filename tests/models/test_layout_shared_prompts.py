@@ -34,7 +34,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write_model(request.param, tmp_path_factory.mktemp("model"))
 
 
-def found(directory: Path, batch: PackedBatch, *, share: bool, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+def run_policy(
+    directory: Path, batch: PackedBatch, *, share: bool, **settings: object
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return log-probabilities, and gradients of a loss on them and the entropy."""
     policy = load_policy(directory, model=ModelConfig(share_prompts=share, **settings), device=CPU)
     out = token_logprobs(policy, MicroBatch(batch, batch), temperature=0.8, entropy="grad")
@@ -50,15 +52,15 @@ def test_shared_prompts_keep_logprobs_and_gradients(
 ) -> None:
     batch = answers(GROUPS, unscored=unscored)
     assert Sizes.from_batch(batch, share_prompts=True).num_computed() < batch.num_tokens
-    shared = found(directory, batch, share=True, gradient_checkpointing=checkpointing)
-    alone = found(directory, batch, share=False)
+    shared = run_policy(directory, batch, share=True, gradient_checkpointing=checkpointing)
+    alone = run_policy(directory, batch, share=False)
     torch.testing.assert_close(shared[0], alone[0], rtol=0, atol=1e-5)
     assert_close_gradients(shared[1], alone[1], 1e-5)
 
 
 def test_shared_prompts_match_transformers(directory: Path) -> None:
     batch, model = answers(GROUPS), plain_model(directory)
-    logprobs, _ = found(directory, batch, share=True)
+    logprobs, _ = run_policy(directory, batch, share=True)
     for start, stop in pairwise(batch.cu_seqlens.tolist()):
         with torch.no_grad():
             expected = (model(batch.token_ids[None, start:stop]).logits[0] / 0.8).log_softmax(-1)

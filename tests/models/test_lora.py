@@ -21,7 +21,7 @@ from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, tw
 LORA = LoraConfig(rank=4, alpha=10.0)
 
 
-def adapted(directory: Path, lora: LoraConfig = LORA, seed: int = 0, **settings: Any):
+def load_adapted(directory: Path, lora: LoraConfig = LORA, seed: int = 0, **settings: Any):
     return add_adapters(policy_of(directory, lora=lora, **settings), lora, seed=seed)
 
 
@@ -29,9 +29,9 @@ def logprobs(policy: Any, batch: Batch) -> Tensor:
     return policy(*batch.inputs, temperature=1.0, entropy="none").logprobs
 
 
-def trained(directory: Path, lora: LoraConfig = LORA, **settings: Any):
+def train_adapters(directory: Path, lora: LoraConfig = LORA, **settings: Any):
     """Return a policy whose adapters have taken three steps."""
-    policy = adapted(directory, lora, gradient_checkpointing=True, **settings)
+    policy = load_adapted(directory, lora, gradient_checkpointing=True, **settings)
     optimizer = build_optimizer(policy, OptimConfig(lr=0.02), device=CPU)
     batch = make_batch((5, 3, 9))
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_adapters_start_at_zero_and_train_alone(tmp_path: Path) -> None:
 
 def test_full_state_merges_adapters(tmp_path: Path) -> None:
     directory = write_model("llama-gqa-untied", tmp_path)
-    policy = trained(directory)
+    policy = train_adapters(directory)
     merged = policy_of(directory)
     own = dict(merged.model.named_parameters())
     state = dict(full_state(policy))
@@ -105,7 +105,7 @@ def test_lora_on_head_raises(tmp_path: Path) -> None:
 def test_lora_gradients_match_merged_twin(tmp_path: Path, rslora: bool, base: str) -> None:
     """Twin: transformers' model, one sequence at a time, with W + s B A instead of W (in 4 bits the nearest levels)."""
     directory = write_model("llama-gqa-untied", tmp_path)
-    policy = trained(directory, LORA.model_copy(update={"rslora": rslora, "base": base}))
+    policy = train_adapters(directory, LORA.model_copy(update={"rslora": rslora, "base": base}))
     batch, plain = make_batch((5, 3, 9), seed=3), plain_model(directory)
     if base == "nf4":
         for module in plain.model.layers.modules():
@@ -141,7 +141,7 @@ def test_peft_computes_the_same(tmp_path: Path, rslora: bool) -> None:
 
     directory = write_model("qwen2-tied", tmp_path / "base")
     lora = LORA.model_copy(update={"rslora": rslora, "target_modules": ("q_proj", "down_proj")})
-    policy, batch = trained(directory, lora), make_batch((5, 3, 9))
+    policy, batch = train_adapters(directory, lora), make_batch((5, 3, 9))
     write_peft(dict(adapter_state(policy)), lora, str(directory), tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -155,7 +155,7 @@ def test_peft_computes_the_same(tmp_path: Path, rslora: bool) -> None:
 
 def test_without_adapters_is_initial_policy(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
-    policy, batch = trained(directory), make_batch((5, 3, 9))
+    policy, batch = train_adapters(directory), make_batch((5, 3, 9))
     with without_adapters(policy):
         assert torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
     assert not torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
@@ -163,12 +163,12 @@ def test_without_adapters_is_initial_policy(tmp_path: Path) -> None:
 
 def test_lora_base_and_adapter_types(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
-    policy = trained(directory, dtype="bfloat16")
+    policy = train_adapters(directory, dtype="bfloat16")
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in policy.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    exact = adapted(directory)
+    exact = load_adapted(directory)
     first = [module.lora_A.weight for module in exact.modules() if isinstance(module, AdaptedLinear)]
-    again = adapted(directory, dtype="bfloat16")
+    again = load_adapted(directory, dtype="bfloat16")
     other = [module.lora_A.weight for module in again.modules() if isinstance(module, AdaptedLinear)]
     assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))  # independent of the base's type
     for name, tensor in full_state(policy):
@@ -202,12 +202,12 @@ def test_stochastic_round_keeps_small_changes() -> None:
 
 def test_base_digest_depends_on_values_alone(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path / "a")
-    digest = adapted(directory).base_digest
+    digest = load_adapted(directory).base_digest
     assert len(digest) == 16
-    assert adapted(directory, LoraConfig(rank=2), seed=7).base_digest == digest
-    assert adapted(directory, dtype="bfloat16").base_digest != digest
-    assert adapted(write_model("qwen2-tied", tmp_path / "b", seed=1)).base_digest != digest
-    in_4_bits = adapted(directory, LORA.model_copy(update={"base": "nf4"}))
+    assert load_adapted(directory, LoraConfig(rank=2), seed=7).base_digest == digest
+    assert load_adapted(directory, dtype="bfloat16").base_digest != digest
+    assert load_adapted(write_model("qwen2-tied", tmp_path / "b", seed=1)).base_digest != digest
+    in_4_bits = load_adapted(directory, LORA.model_copy(update={"base": "nf4"}))
     assert in_4_bits.base_digest != digest
     before = base_digest(in_4_bits.model)
     in_4_bits.layers[1].mlp.up_proj.base_layer.packed[7] ^= 1

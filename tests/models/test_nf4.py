@@ -17,7 +17,7 @@ from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import CPU
 
 
-def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
+def random_layer(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
     torch.manual_seed(rows)
     return nn.Linear(columns, rows, bias=bias, dtype=dtype)
 
@@ -25,7 +25,7 @@ def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(48, 32), (5, 96), (3, 7)], ids=str)
 def test_nf4_picks_nearest_levels(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    layer = drawn(*shape, dtype)
+    layer = random_layer(*shape, dtype)
     with torch.no_grad():
         layer.weight[0] = 0
         layer.weight[-1, 2] = -9
@@ -39,7 +39,7 @@ def test_nf4_picks_nearest_levels(shape: tuple[int, int], dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nf4_format_is_bitsandbytes(dtype: torch.dtype) -> None:
     """Others use adapters with a base that bitsandbytes quantized."""
-    weight = drawn(96, 160, dtype).weight.detach()
+    weight = random_layer(96, 160, dtype).weight.detach()
     weight[0, :64] = 0
     packed, scales = quantize_weight(weight)
     codes, largest = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
@@ -50,7 +50,7 @@ def test_nf4_format_is_bitsandbytes(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nf4_product_and_gradient_match_the_rounded_weight(compiled: bool) -> None:
-    layer = drawn(48, 32, bias=True)
+    layer = random_layer(48, 32, bias=True)
     own = Nf4Linear(layer, CPU)
 
     def product(x: Tensor) -> Tensor:

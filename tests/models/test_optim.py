@@ -70,7 +70,7 @@ def test_clip_grad_norm_of_infinite_gradient() -> None:
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.1)
 
 
-def built(*, offloaded: bool, seed: int = 3) -> tuple[SmallModel, torch.optim.AdamW]:
+def build(*, offloaded: bool, seed: int = 3) -> tuple[SmallModel, torch.optim.AdamW]:
     model = SmallModel(seed)
     return model, build_optimizer(model, OPTIM.model_copy(update={"offload": offloaded}), device=CPU)
 
@@ -82,7 +82,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("limit", [1, 5_000, OFFLOAD_PIECE_BYTES], ids=["one by one", "several", "all at once"])
 def test_offloaded_steps_are_bit_identical(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadedAdamW, "piece_bytes", limit)
-    (model, optimizer), (other, plain) = built(offloaded=True), built(offloaded=False)
+    (model, optimizer), (other, plain) = build(offloaded=True), build(offloaded=False)
     assert isinstance(optimizer, OffloadedAdamW)
     assert not isinstance(plain, OffloadedAdamW)
     train(model, optimizer, 3)
@@ -92,7 +92,7 @@ def test_offloaded_steps_are_bit_identical(limit: int, monkeypatch: pytest.Monke
 
 def test_offloaded_moments_return_to_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadedAdamW, "piece_bytes", 5_000)
-    model, optimizer = built(offloaded=True)
+    model, optimizer = build(offloaded=True)
     train(model, optimizer, 1)
     home = [(moment.data_ptr(), moment.clone()) for moment in moments_of(optimizer)]
     seen: list[int] = []
@@ -111,7 +111,7 @@ def test_offloaded_moments_return_to_same_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_offloaded_step_keeps_gradients() -> None:
-    model, optimizer = built(offloaded=True)
+    model, optimizer = build(offloaded=True)
     model(torch.arange(6)[None]).backward()
     head = model.value_head.weight
     before, head.grad = head.detach().clone(), None
@@ -124,11 +124,11 @@ def test_offloaded_step_keeps_gradients() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
 def test_checkpoint_is_independent_of_offloading(first: bool, second: bool, tmp_path: Path) -> None:
-    model, optimizer = built(offloaded=first)
+    model, optimizer = build(offloaded=first)
     train(model, optimizer, 2)
     save_shards(tmp_path / "saved", model=model, optimizer=optimizer)
-    fresh, its_optimizer = built(offloaded=second, seed=9)
-    used, its_used_optimizer = built(offloaded=second, seed=9)
+    fresh, its_optimizer = build(offloaded=second, seed=9)
+    used, its_used_optimizer = build(offloaded=second, seed=9)
     train(used, its_used_optimizer, 1)
     for one, own in ((fresh, its_optimizer), (used, its_used_optimizer)):
         load_shards(tmp_path / "saved", model=one, optimizer=own)

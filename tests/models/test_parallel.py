@@ -39,7 +39,7 @@ def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest
     return out
 
 
-def of_all(ranks: Path, name: str) -> list[dict[str, Tensor]]:
+def load_all(ranks: Path, name: str) -> list[dict[str, Tensor]]:
     """Load each rank's file of this name."""
     return [load_file(file) for file in sorted(ranks.glob(f"{name}-[0-9].safetensors"))]
 
@@ -62,7 +62,7 @@ def test_ranks_match_one_process(case: str, models: Path, ranks: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_gather_equal_state(case: str, ranks: Path) -> None:
-    first, *others = of_all(ranks, case)
+    first, *others = load_all(ranks, case)
     assert len(others) in (1, 3, 7)
     for other in others:
         assert first.keys() == other.keys()
@@ -89,6 +89,6 @@ def test_bfloat16_base_matches_float32(ranks: Path) -> None:
 
 def test_full_state_of_sharded_policy(models: Path, ranks: Path) -> None:
     expected = load_file(models / MODEL_OF["tied"] / "model.safetensors")
-    for state in of_all(ranks, "state"):
+    for state in load_all(ranks, "state"):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)

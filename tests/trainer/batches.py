@@ -81,7 +81,7 @@ SCORES = (
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
-def experience() -> Experience:
+def make_experience() -> Experience:
     rollouts = []
     for index, ((prompt, answer), end) in enumerate(zip(LENGTHS, ("length", "length", "stop", "length"), strict=True)):
         of = Prompt(index // 2, (5,) * prompt, "countdown", "{}")
@@ -93,28 +93,28 @@ def experience() -> Experience:
     )  # fmt: skip
 
 
-def packed_of(found: Experience) -> PackedBatch:
+def pack_experience(found: Experience) -> PackedBatch:
     return pack(found.rollouts, found.scores, found.group_ids)
 
 
-def estimated(packed: PackedBatch) -> Estimate:
+def make_estimate(packed: PackedBatch) -> Estimate:
     """Return an estimate with advantages 0, 1, 2 ..."""
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     batch = TrainBatch(packed, None, None, None, places, None, places / 2)
     return Estimate(batch, packed.scores - 0.5, 2 * places, None, None, packed.loss_mask)
 
 
-def sums(kind: type[Statistics], **given: float) -> Any:
+def make_statistics(kind: type[Statistics], **given: float) -> Any:
     return kind(*(torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(kind)))
 
 
-POLICY = sums(
+POLICY = make_statistics(
     PolicyStatistics, num_tokens=4, pg_loss=3, entropy=6, kl_loss=9, ppo_kl=2, ref_kl=1, entropy_sum=10, num_clipped=3,
     num_clipped_lower=1,
 )  # fmt: skip
 
 
-VALUE = sums(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
+VALUE = make_statistics(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
 
 
 UPDATE = Update(
@@ -130,7 +130,7 @@ def rank_updates(
 ) -> ModelUpdates[Any]:
     """Return one rank's steps of 1 token each, with norms 1, 2 ..."""
     steps = [
-        ModelUpdate(sums(kind, num_tokens=1), float(number), is_applied, **more)
+        ModelUpdate(make_statistics(kind, num_tokens=1), float(number), is_applied, **more)
         for number, is_applied in enumerate(applied, start=1)
     ]
     return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)

@@ -33,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("alarms")
 
 
-def steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult], bool]:
+def run_steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult], bool]:
     """Return the results of the first steps, and whether the weights are unchanged."""
     run = prepare(root, *overrides)
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
@@ -53,7 +53,7 @@ def steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult]
         return found, all(torch.equal(before[name], after[name]) for name in before)
 
 
-def texts(result: StepResult) -> dict[str, str]:
+def alarm_texts(result: StepResult) -> dict[str, str]:
     return {alarm.name: alarm.text for alarm in result.alarms}
 
 
@@ -62,16 +62,16 @@ STEEP = "algo.policy_loss=tests.trainer.steep_loss:steep"
 
 
 def test_alarms_without_entropy_and_score_differences(root: Path) -> None:
-    (first,), _ = steps(root, 1, *COLD)
-    assert "entropy is" in texts(first)["entropy"]
-    assert "alarms.entropy_below is 0.001" in texts(first)["entropy"]
-    assert "nothing to learn" in texts(first)["equal_scores"]
+    (first,), _ = run_steps(root, 1, *COLD)
+    assert "entropy is" in alarm_texts(first)["entropy"]
+    assert "alarms.entropy_below is 0.001" in alarm_texts(first)["entropy"]
+    assert "nothing to learn" in alarm_texts(first)["equal_scores"]
     assert SKIPPED not in first.metrics
     assert {alarm.action for alarm in first.alarms} == {"tell"}
 
 
 def test_skipped_step_keeps_weights(root: Path) -> None:
-    found, same = steps(root, 2, *COLD, "alarms.equal_scores=skip")
+    found, same = run_steps(root, 2, *COLD, "alarms.equal_scores=skip")
     assert same
     assert [result.metrics[SKIPPED] for result in found] == [1.0, 1.0]
     assert found[1].state.step == 2
@@ -79,45 +79,45 @@ def test_skipped_step_keeps_weights(root: Path) -> None:
 
 
 def test_exploding_gradient_is_skipped(root: Path) -> None:
-    (told,), same = steps(root, 1, STEEP)
+    (told,), same = run_steps(root, 1, STEEP)
     assert not same
-    assert "alarms.grad_norm_above is 1000" in texts(told)["grad_norm"]
-    (skipped,), same = steps(root, 1, STEEP, "alarms.grad_norm=skip")
+    assert "alarms.grad_norm_above is 1000" in alarm_texts(told)["grad_norm"]
+    (skipped,), same = run_steps(root, 1, STEEP, "alarms.grad_norm=skip")
     assert same
     assert skipped.metrics[SKIPPED] == 1.0
     assert skipped.metrics["actor/grad_norm"] == told.metrics["actor/grad_norm"] > 1_000
-    _, same = steps(root, 1, STEEP, "alarms.grad_norm=off", "alarms.grad_norm_above=1")
+    _, same = run_steps(root, 1, STEEP, "alarms.grad_norm=off", "alarms.grad_norm_above=1")
     assert not same
 
 
 def test_one_mini_batch_above_bound_is_skipped(root: Path) -> None:
     """The bound is between the two norms, just above their mean (the metric)."""
     halves = ("trainer.mini_batch_size=4", "optim.lr=1e-7")
-    (plain,), _ = steps(root, 1, *halves)
+    (plain,), _ = run_steps(root, 1, *halves)
     mean = plain.metrics["actor/grad_norm"]
     bound = f"alarms.grad_norm_above={1.001 * mean}"
-    (told,), _ = steps(root, 1, *halves, bound)
-    (skipped,), same = steps(root, 1, *halves, bound, "alarms.grad_norm=skip")
+    (told,), _ = run_steps(root, 1, *halves, bound)
+    (skipped,), same = run_steps(root, 1, *halves, bound, "alarms.grad_norm=skip")
     assert not same
     assert skipped.metrics[SKIPPED] == 0.5
     assert skipped.metrics["actor/grad_norm"] == pytest.approx(mean)
-    assert "grad_norm" not in texts(plain)
+    assert "grad_norm" not in alarm_texts(plain)
     for result in (told, skipped):
-        assert float(texts(result)["grad_norm"].partition("gradient is ")[2].partition(",")[0]) > 1.001 * mean
+        assert float(alarm_texts(result)["grad_norm"].partition("gradient is ")[2].partition(",")[0]) > 1.001 * mean
 
 
 def test_unscored_mini_batches_count_as_skipped(root: Path) -> None:
     odd = "data.scorer=tests.rollout.odd_scorers:fails_on_odd_targets"
-    (first,), _ = steps(root, 1, odd, "trainer.mini_batch_size=1", "warm_start.enabled=false")
+    (first,), _ = run_steps(root, 1, odd, "trainer.mini_batch_size=1", "warm_start.enabled=false")
     assert 0 < first.metrics[SKIPPED] == first.metrics["reward/unscored_share"] < 1
-    assert "grad_norm" not in texts(first)
+    assert "grad_norm" not in alarm_texts(first)
 
 
 def test_non_finite_loss_can_be_skipped(root: Path) -> None:
     loss = "algo.policy_loss=tests.trainer.broken_loss:log_of_advantage"
-    (first,), same = steps(root, 1, loss, "alarms.non_finite=skip")
+    (first,), same = run_steps(root, 1, loss, "alarms.non_finite=skip")
     assert same
-    assert "Batch saved to" in texts(first)["non_finite"]
+    assert "Batch saved to" in alarm_texts(first)["non_finite"]
     assert first.metrics[SKIPPED] == 1.0
 
 
@@ -131,27 +131,27 @@ def test_kl_coefficient_ignores_non_finite_kl(root: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Worker, "ref_logprobs", ref_logprobs)
     in_reward = ("algo.kl.where=reward", "algo.kl.adaptive=true", "algo.kl.coef=0.01", "trainer.mini_batch_size=2")
-    (first,), same = steps(root, 1, *in_reward, "alarms.non_finite=skip")
+    (first,), same = run_steps(root, 1, *in_reward, "alarms.non_finite=skip")
     assert not same
     assert first.metrics[SKIPPED] == 0.5
-    assert "Batch saved to" in texts(first)["non_finite"]
+    assert "Batch saved to" in alarm_texts(first)["non_finite"]
     assert first.state.kl_coef == 0.01
 
 
 def test_kl_alarm_after_drift(root: Path) -> None:
     drifts = (*LEARNING, "algo.kl.where=loss", "optim.lr=0.05")
-    found, _ = steps(root, 2, *drifts, "alarms.kl=tell", "alarms.kl_above=0.05")
-    assert "kl" not in texts(found[0])
-    assert "KL divergence from the reference is" in texts(found[1])["kl"]
+    found, _ = run_steps(root, 2, *drifts, "alarms.kl=tell", "alarms.kl_above=0.05")
+    assert "kl" not in alarm_texts(found[0])
+    assert "KL divergence from the reference is" in alarm_texts(found[1])["kl"]
 
 
 def test_length_alarm(root: Path) -> None:
     short = ("rollout.max_response_tokens=1", "warm_start.enabled=false")
-    (first,), _ = steps(root, 1, *short, "alarms.length=tell", "alarms.length_share=0.9")
-    assert "100% of the responses end at rollout.max_response_tokens=1" in texts(first)["length"]
+    (first,), _ = run_steps(root, 1, *short, "alarms.length=tell", "alarms.length_share=0.9")
+    assert "100% of the responses end at rollout.max_response_tokens=1" in alarm_texts(first)["length"]
 
 
-def answered(totals: list[float | None], groups: list[int], reasons: str = "") -> Experience:
+def make_experience(totals: list[float | None], groups: list[int], reasons: str = "") -> Experience:
     """Return responses with these scores (None: unscored). A reason `l` is the token limit."""
     prompts = [Prompt(10 * group, (5, 6), "countdown", "{}") for group in groups]
     scores = tuple(Score(total or 0.0, {}, failure="lost" if total is None else None) for total in totals)
@@ -179,9 +179,9 @@ def test_equal_scores_alarm(root: Path, totals: list[float | None], groups: list
     config = load_config(["experiment=debug", f"paths.root={root}"])
     text = "all groups have responses of one score each: nothing to learn from"
     expected = (Alarm("equal_scores", "tell", text),) if is_told else ()
-    assert batch_alarms(config, answered(totals, groups)) == expected
+    assert batch_alarms(config, make_experience(totals, groups)) == expected
     off = load_config(["experiment=debug", f"paths.root={root}", "alarms.equal_scores=off"])
-    assert batch_alarms(off, answered(totals, groups)) == ()
+    assert batch_alarms(off, make_experience(totals, groups)) == ()
 
 
 def test_length_alarm_at_bound(root: Path) -> None:
@@ -189,13 +189,13 @@ def test_length_alarm_at_bound(root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={root}", *words])
     totals, groups = [*map(float, range(8))], [0] * 8
     text = "62% of the responses end at rollout.max_response_tokens=9, alarms.length_share is 0.625"
-    assert batch_alarms(config, answered(totals, groups, "lllllsss")) == (Alarm("length", "skip", text),)
-    assert batch_alarms(config, answered(totals, groups, "llllssss")) == ()
+    assert batch_alarms(config, make_experience(totals, groups, "lllllsss")) == (Alarm("length", "skip", text),)
+    assert batch_alarms(config, make_experience(totals, groups, "llllssss")) == ()
     off = load_config(["experiment=debug", f"paths.root={root}", *words[1:]])
-    assert batch_alarms(off, answered(totals, groups, "llllllll")) == ()
+    assert batch_alarms(off, make_experience(totals, groups, "llllllll")) == ()
 
 
-def updated(norm: float, entropy: float, kl: float) -> Update:
+def make_update(norm: float, entropy: float, kl: float) -> Update:
     given = {"entropy_sum": 8 * entropy, "ref_kl": 8 * kl, "num_tokens": 8.0}
     sums = [torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(PolicyStatistics)]
     return Update(OptimizerSteps(PolicyStatistics(*sums), num_steps=1, grad_norm=0.0, largest_grad_norm=norm, lr=0.1))
@@ -205,8 +205,8 @@ def test_step_alarms_beyond_bounds(root: Path) -> None:
     words = ["alarms.grad_norm=skip", "alarms.grad_norm_above=4", "alarms.entropy=stop", "alarms.entropy_below=0.5",
              "alarms.kl=stop", "alarms.kl_above=2", "algo.kl.where=loss"]  # fmt: skip
     config = load_config(["experiment=debug", f"paths.root={root}", *words])
-    assert step_alarms(config, updated(4.0, 0.5, 2.0), None, WeightSync(0.0)) == ()
-    beyond = step_alarms(config, updated(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
+    assert step_alarms(config, make_update(4.0, 0.5, 2.0), None, WeightSync(0.0)) == ()
+    beyond = step_alarms(config, make_update(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
     assert beyond == (
         Alarm("canary", "tell", "doubtful"),
         Alarm("grad_norm", "skip", "the largest norm of a mini-batch's gradient is 4.031, alarms.grad_norm_above is 4"),
@@ -216,7 +216,7 @@ def test_step_alarms_beyond_bounds(root: Path) -> None:
     for name in ("grad_norm", "entropy", "kl"):
         own = [word if word.split("=")[0] != f"alarms.{name}" else f"alarms.{name}=off" for word in words]
         less = load_config(["experiment=debug", f"paths.root={root}", *own])
-        found = step_alarms(less, updated(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
+        found = step_alarms(less, make_update(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
         assert found == tuple(alarm for alarm in beyond if alarm.name != name)
     low = load_config(["experiment=debug", f"paths.root={root}", "alarms.grad_norm_above=0.5"])
     assert step_alarms(low, Update(), None, WeightSync(0.0)) == (), "no norm without a step"
@@ -235,7 +235,7 @@ def test_kl_in_reward_alarm(root: Path) -> None:
 
 def test_updates_before_non_finite_one_count(root: Path) -> None:
     loss = "algo.policy_loss=tests.trainer.broken_loss:only_at_the_old_policy"
-    (first,), same = steps(root, 1, loss, "alarms.non_finite=skip", "trainer.mini_batch_size=4", "optim.lr=0.05")
+    (first,), same = run_steps(root, 1, loss, "alarms.non_finite=skip", "trainer.mini_batch_size=4", "optim.lr=0.05")
     assert not same
     assert first.metrics[SKIPPED] == 0.5
 

@@ -55,14 +55,14 @@ def group(run: SmallRun) -> LocalGroup:
     return group
 
 
-def of(run: SmallRun, environment: str, **episode: Any) -> SmallRun:
+def with_environment(run: SmallRun, environment: str, **episode: Any) -> SmallRun:
     config = run.config
     data = config.data.model_copy(update={"environment": f"{ODD}:{environment}"})
     changed = config.model_copy(update={"data": data, "episode": config.episode.model_copy(update=episode)})
     return replace(run, config=changed)
 
 
-def played(
+def play(
     run: SmallRun, group: LocalGroup, num_prompts: int = 8, unscored: list[tuple[int, str]] | None = None
 ) -> Found:
     """`unscored`: receives `Episodes.unscored`."""
@@ -77,7 +77,7 @@ def played(
         return found
 
 
-def same(one: Found, other: Found) -> bool:
+def is_same(one: Found, other: Found) -> bool:
     tokens = [[(r.response_ids.tolist(), r.behavior_logprobs.tolist()) for r in found[0]] for found in (one, other)]
     return tokens[0] == tokens[1] and one[1:] == other[1:]
 
@@ -95,7 +95,7 @@ def test_episode_tokens_are_the_engines(
             yield index, rollout
 
     monkeypatch.setattr(HfEngine, "stream", streaming)
-    rollouts, scores, texts = played(of(run, environment), group)
+    rollouts, scores, texts = play(with_environment(run, environment), group)
     assert len({request.seed for request, _ in turns}) == len(turns), "each turn has its own seed"
     by_seed = {request.seed: (request, rollout) for request, rollout in turns}
     problems = Problems.read(run.config, run.inputs)
@@ -134,14 +134,14 @@ def test_episodes_are_independent_of_processes(
     run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[tuple[int, str]] = []
-    plain = played(of(run, "Counting", num_processes=1), group)
-    assert same(plain, played(of(run, "Counting", num_processes=3), group, unscored=lost))
+    plain = play(with_environment(run, "Counting", num_processes=1), group)
+    assert is_same(plain, play(with_environment(run, "Counting", num_processes=3), group, unscored=lost))
     assert lost == [(0, "")]
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
-    assert same(plain, played(of(run, "Noted", num_processes=3), group))
+    assert is_same(plain, play(with_environment(run, "Noted", num_processes=3), group))
     assert (tmp_path / "begun").read_text() == "!" * 16, "each environment is created once"
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
-    assert same(plain, played(of(run, "KilledOnce", num_processes=1), group))
+    assert is_same(plain, play(with_environment(run, "KilledOnce", num_processes=1), group))
     assert (tmp_path / "killed").exists()
 
 
@@ -150,7 +150,7 @@ def test_nondeterministic_environment_has_no_score(
 ) -> None:
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     lost: list[tuple[int, str]] = []
-    _, scores, _ = played(of(run, "Fickle", num_processes=1), group, unscored=lost)
+    _, scores, _ = play(with_environment(run, "Fickle", num_processes=1), group, unscored=lost)
     failures = {score.failure.partition("'")[0] for score in scores if score.failure}
     assert failures == {"ValueError: a repeated turn got the reply "}
     ((number, why),) = lost
@@ -159,10 +159,10 @@ def test_nondeterministic_environment_has_no_score(
 
 
 def test_too_long_first_message_fails_episode(run: SmallRun, group: LocalGroup) -> None:
-    short = of(run, "Greeting", num_processes=1)
+    short = with_environment(run, "Greeting", num_processes=1)
     rollout = short.config.rollout.model_copy(update={"max_response_tokens": 1})
     short = replace(short, config=short.config.model_copy(update={"rollout": rollout}))
-    rollouts, scores, texts = played(short, group, 2)
+    rollouts, scores, texts = play(short, group, 2)
     failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
     assert [score.failure for score in scores] == [failure] * 4
     assert [(len(one.response_ids), one.finish_reason) for one in rollouts] == [(0, "length")] * 4
@@ -178,12 +178,12 @@ def sleep(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalGroup, sleep: list[str]) -> None:
-    odd = of(run, "Odd", deadline_s=20.0)
+    odd = with_environment(run, "Odd", deadline_s=20.0)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    rollouts, scores, _ = played(odd, group, 48)
-    plain, plain_scores, _ = played(of(run, "Counting"), group, 48)
+    rollouts, scores, _ = play(odd, group, 48)
+    plain, plain_scores, _ = play(with_environment(run, "Counting"), group, 48)
     for rollout, score, whole, expected in zip(rollouts, scores, plain, plain_scores, strict=True):
-        game = rollout.prompt.token_ids and int(eval_game(rollout.prompt))
+        game = rollout.prompt.token_ids and int(game_of(rollout.prompt))
         if Odd.is_lost(game) and expected.parts["turns"] > 1:
             assert score.failure is not None
         else:
@@ -202,13 +202,13 @@ def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalG
     assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == sleep]
 
 
-def eval_game(prompt: Prompt) -> str:
+def game_of(prompt: Prompt) -> str:
     return prompt.ground_truth_json.strip('{}"game: ')
 
 
 def test_training_on_episodes_is_reproducible(run: SmallRun, sleep: list[str]) -> None:
     def steps() -> Sequence[Metrics]:
-        odd = of(run, "Prompt")
+        odd = with_environment(run, "Prompt")
         workers = LocalGroup(odd.config, str(odd.model_directory))
         found = train(odd, workers, 2)
         workers.close()
@@ -236,7 +236,7 @@ def test_run_killed_during_episode_ends_the_same(tmp_path: Path) -> None:
     assert steps_of(killed) == steps_of(whole)
 
 
-def ragged(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
+def ragged_rollouts(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
     """Return twelve responses, optionally without the environment's tokens."""
     rng = np.random.default_rng(5)
     rollouts, values = [], []
@@ -255,8 +255,8 @@ def ragged(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
     return rollouts, values
 
 
-def estimated(algo: AlgoConfig, with_environment: bool) -> Estimate:
-    rollouts, values = ragged(with_environment)
+def run_estimate(algo: AlgoConfig, with_environment: bool) -> Estimate:
+    rollouts, values = ragged_rollouts(with_environment)
     scores = [Score(float(index % 5), {}) for index in range(12)]
     packed = pack(rollouts, scores, [index // 4 for index in range(12)])
     flat = torch.zeros(3, packed.num_tokens)
@@ -271,7 +271,7 @@ def estimated(algo: AlgoConfig, with_environment: bool) -> Estimate:
 def test_environment_tokens_have_no_advantage(method: str) -> None:
     gamma = 0.9 if method in ("gae", "reinforce_pp") else 1.0
     algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=gamma)
-    found, twin = estimated(algo, True), estimated(algo, False)
+    found, twin = run_estimate(algo, True), run_estimate(algo, False)
     mask = found.batch.packed.loss_mask
     assert (
         int(mask.sum()) == int(twin.batch.packed.loss_mask.sum()) < int((found.batch.packed.sequence_lengths()).sum())
@@ -283,7 +283,7 @@ def test_environment_tokens_have_no_advantage(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["gae", "reinforce_pp"])
 def test_turn_rewards_match_naive_twin(method: str) -> None:
-    rollouts, gamma = ragged(True)[0], 0.9
+    rollouts, gamma = ragged_rollouts(True)[0], 0.9
     for index, rollout in enumerate(rollouts):
         ends = [place for place in range(len(rollout.response_ids) - 1) if rollout.is_sampled[place]][:2]
         rollouts[index] = replace(rollout, turn_rewards=tuple((place, 1.5 - place) for place in ends))
@@ -313,7 +313,7 @@ def test_turn_rewards_match_naive_twin(method: str) -> None:
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_environment_tokens_have_no_gradient(aggregation: Any) -> None:
     algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss", estimator="low_var_kl"))
-    batch = estimated(algo.model_copy(update={"kl": KlConfig(where="off")}), True).batch
+    batch = run_estimate(algo.model_copy(update={"kl": KlConfig(where="off")}), True).batch
     packed, rng = batch.packed, np.random.default_rng(1)
     noise = [torch.from_numpy(rng.standard_normal(packed.num_tokens)).float() for _ in range(4)]
     logprobs, entropy = (-noise[0].abs()).requires_grad_(True), noise[1].requires_grad_(True)
@@ -375,12 +375,12 @@ def test_reply_at_token_limit_ends_episode(limit: int) -> None:
     assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
 
 
-def begun(limit: int, **given: Any) -> _OpenEpisode:
+def open_episode(limit: int, **given: Any) -> _OpenEpisode:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
     return _OpenEpisode(SamplingRequest(prompt, 1, seed=7), prompt, limit, Episode("1", "", 100), **given)
 
 
-def wrote(*ids: int, end: Any = "stop") -> Rollout:
+def make_rollout(*ids: int, end: Any = "stop") -> Rollout:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
     return Rollout(prompt, 1, np.array(ids), -np.arange(1, len(ids) + 1, dtype=np.float32), end, 0)
 
@@ -390,8 +390,8 @@ def wrote(*ids: int, end: Any = "stop") -> Rollout:
 )
 def test_turn_at_token_limit_ends_episode(end: str, limit: int, is_open: bool) -> None:
     """A turn at its own limit does not end the episode."""
-    episode = begun(limit)
-    episode.add_response(wrote(7, 8, end=end), "text")
+    episode = open_episode(limit)
+    episode.add_response(make_rollout(7, 8, end=end), "text")
     assert (episode.is_open, episode.finish_reason) == (is_open, "stop" if is_open else "length")
     assert (episode.token_ids, episode.logprobs, episode.is_sampled) == ([7, 8], [-1.0, -2.0], [True, True])
     assert (episode.record.texts, episode.lines) == (["text"], ["text"])
@@ -401,12 +401,12 @@ def test_episode_sums_its_turns() -> None:
     def replied(reply: str, reward: float, **parts: float) -> Score:
         return Score(reward, parts, said=json.dumps([reply, False]))
 
-    episode = begun(20)
+    episode = open_episode(20)
     assert episode.add_reward(replied("", 0.25), last=False) == ""
-    episode.add_response(wrote(7, 8), "first")
+    episode.add_response(make_rollout(7, 8), "first")
     assert episode.add_reward(replied("next\n\nnow", 0.0, won=0.0), last=False) == "next\n\nnow"
     assert episode.add_reply("next\n\nnow", [9])
-    episode.add_response(wrote(4), "second")
+    episode.add_response(make_rollout(4), "second")
     assert episode.is_open
     assert episode.add_reward(replied("well done", 1.25, won=1.0), last=True) == "well done"
     assert not episode.is_open
@@ -426,7 +426,7 @@ def test_episode_sums_its_turns() -> None:
 
 def test_rewards_of_tenths_solve_episode() -> None:
     """Their sum is 0.9999999999999999."""
-    episode, solved = begun(20), []
+    episode, solved = open_episode(20), []
     for _ in range(10):
         episode.add_reward(Score(0.1, {}, said='["", false]'), last=False)
         solved.append(episode.score().solved)
@@ -434,10 +434,10 @@ def test_rewards_of_tenths_solve_episode() -> None:
 
 
 def test_done_or_failed_turn_ends_episode() -> None:
-    done = begun(20)
+    done = open_episode(20)
     done.add_reward(Score(0.0, {}, said='["bye", true]'), last=False)
     assert not done.is_open
-    failed = begun(20, reward=2.0)
+    failed = open_episode(20, reward=2.0)
     assert failed.add_reward(Score(1.0, {}, failure="its process ended"), last=False) == ""
     assert (failed.is_open, failed.record.replies, failed.reward) == (False, [], 2.0)
     assert failed.score() == Score(0.0, {}, failure="its process ended")

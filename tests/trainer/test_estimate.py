@@ -16,13 +16,15 @@ from rlcore.types import PackedBatch, Score
 from tests.models.tiny import answers
 
 
-def packed_of() -> PackedBatch:
+def make_batch() -> PackedBatch:
     """Return two prompts with two responses each, of 3, 1, 2 and 2 tokens."""
     packed = answers([(2, (3, 1)), (1, (2, 2))])
     return replace(packed, scores=torch.tensor([1.0, 0.0, 0.5, 2.0]))
 
 
-def found_by(packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any) -> Estimate:
+def run_estimate(
+    packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any
+) -> Estimate:
     return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, is_truncated=is_cut)
 
 
@@ -35,62 +37,64 @@ def test_score_parts_by_weight_order() -> None:
 
 
 def test_truncated_responses_are_masked() -> None:
-    packed = packed_of()
+    packed = make_batch()
     is_cut = torch.tensor([True, False, False, True])
-    plain = found_by(packed, ForwardResults(), advantage="dr_grpo")
+    plain = run_estimate(packed, ForwardResults(), advantage="dr_grpo")
     assert plain.masked_share is None
     assert plain.batch.packed.loss_mask is packed.loss_mask
-    found = found_by(packed, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True)
+    found = run_estimate(packed, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True)
     assert found.masked_share == pytest.approx(5 / 8)
     kept = packed.loss_mask & ~is_cut[packed.sequence_ids()]
     assert torch.equal(found.batch.packed.loss_mask, kept)
     assert torch.equal(found.batch.advantages, plain.batch.advantages)
     none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
-    assert found_by(none, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True).masked_share is None
+    assert run_estimate(none, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True).masked_share is None
 
 
 def test_rejected_responses_are_masked() -> None:
-    packed = packed_of()
+    packed = make_batch()
     old = packed.behavior_logprobs.clone()
     old[packed.sequence_ids() == 2] -= 1.0
     rejection = RejectionConfig(level="sequence-mean", cap=2.0)
-    found = found_by(packed, ForwardResults(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
+    found = run_estimate(packed, ForwardResults(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
     assert found.masked_share == pytest.approx(2 / 8)
     assert torch.equal(found.batch.packed.loss_mask, packed.loss_mask & (packed.sequence_ids() != 2))
     assert torch.equal(found.response_mask, packed.loss_mask)
 
 
 def test_importance_weights() -> None:
-    packed = packed_of()
+    packed = make_batch()
     old = (packed.behavior_logprobs + math.log(1.5)) * packed.loss_mask
     importance = ImportanceConfig(mode="truncate")
-    found = found_by(packed, ForwardResults(old), advantage="dr_grpo", importance=importance)
+    found = run_estimate(packed, ForwardResults(old), advantage="dr_grpo", importance=importance)
     rows = (packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
     expected = importance_weights(old, packed.behavior_logprobs, *rows, settings=importance)
     assert torch.equal(found.batch.importance_weights, expected)
     assert set(expected.tolist()) == {0.0, 1.5}
-    plain = found_by(packed, ForwardResults(old), advantage="dr_grpo").batch.importance_weights
+    plain = run_estimate(packed, ForwardResults(old), advantage="dr_grpo").batch.importance_weights
     assert torch.equal(plain, packed.loss_mask.float())
 
 
 def test_kl_in_reward() -> None:
-    packed = packed_of()
+    packed = make_batch()
     old, ref = packed.loss_mask * -1.0, packed.loss_mask * -1.25
-    found = found_by(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1"))
+    found = run_estimate(
+        packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1")
+    )
     assert found.kl_in_reward == pytest.approx(0.25)
     tokens = torch.tensor([3.0, 1.0, 2.0, 2.0])
     torch.testing.assert_close(found.rewards, packed.scores - 0.5 * 0.25 * tokens)
     assert found.batch.ref_logprobs is None, "the loss does not use it"
     assert found.batch.returns is None
-    in_loss = found_by(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
+    in_loss = run_estimate(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
     assert in_loss.batch.ref_logprobs is ref
     assert (in_loss.kl_in_reward, in_loss.rewards.tolist()) == (None, packed.scores.tolist())
 
 
 def test_values_and_returns_of_gae() -> None:
-    packed = packed_of()
+    packed = make_batch()
     values = torch.arange(packed.num_tokens, dtype=torch.float32) * packed.loss_mask
-    found = found_by(packed, ForwardResults(values=values), advantage="gae", gamma=1.0, lam=1.0)
+    found = run_estimate(packed, ForwardResults(values=values), advantage="gae", gamma=1.0, lam=1.0)
     assert found.batch.old_values is values
     assert found.batch.returns is found.returns
     of_answers = [found.returns[packed.loss_mask & (packed.sequence_ids() == i)].tolist() for i in range(4)]
@@ -115,12 +119,12 @@ def divergence_after(num_steps: int, kl: KlConfig) -> tuple[float, float]:
         policy = torch.log_softmax(logits.requires_grad_(), 0)
         seen.append((policy.exp() * (policy - ref)).sum().item())
         answers = torch.multinomial(policy.detach().exp(), NUM_ANSWERS, replacement=True, generator=generator)
-        (slope,) = torch.autograd.grad(loss_of(policy[answers], ref[answers], algo), logits)
+        (slope,) = torch.autograd.grad(batch_loss(policy[answers], ref[answers], algo), logits)
         logits = logits.detach() - slope
     return seen[0], seen[-1]
 
 
-def loss_of(policy: torch.Tensor, ref: torch.Tensor, algo: AlgoConfig) -> torch.Tensor:
+def batch_loss(policy: torch.Tensor, ref: torch.Tensor, algo: AlgoConfig) -> torch.Tensor:
     """Return the loss of one-token responses, with rewards and advantages as in a step."""
     places, mask = torch.arange(NUM_ANSWERS), torch.ones(NUM_ANSWERS, dtype=torch.bool)
     packed = PackedBatch(

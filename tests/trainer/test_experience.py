@@ -45,7 +45,7 @@ from tests.trainer.batches import PROMPTS, InOrder, Written
 START = LoopState(4, 4, 0, 0, 0.0)
 
 
-def config_of(*overrides: str) -> RunConfig:
+def make_config(*overrides: str) -> RunConfig:
     return load_config(
         ["experiment=debug", "trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2",
          "warm_start.enabled=false", *overrides]
@@ -68,7 +68,7 @@ DYNAMIC = ("algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refi
 def test_groups_without_signal_are_replaced(
     totals: list[Sequence[float | None]], rounds: list[list[int]], texts: list[int], dropped: list[int]
 ) -> None:
-    answerer = Written(config_of(*DYNAMIC), dict(enumerate(totals)))
+    answerer = Written(make_config(*DYNAMIC), dict(enumerate(totals)))
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [[request.prompt.prompt_id for request in asked[::2]] for asked in answerer.asked] == rounds
     seeds = [request.seed for asked in answerer.asked for request in asked]
@@ -88,14 +88,14 @@ def test_groups_without_signal_are_replaced(
 
 
 def test_all_groups_kept_without_dynamic_sampling() -> None:
-    answerer = Written(config_of(), dict(enumerate([EQUAL, LOST, TEACHES])))
+    answerer = Written(make_config(), dict(enumerate([EQUAL, LOST, TEACHES])))
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert found.texts == ("0.0", "0.1", "1.0", "1.1", "2.0", "2.1")
     assert (len(answerer.asked), found.num_prompts_drawn, found.num_groups_dropped) == (1, 3, 0)
 
 
 def test_all_unscored_error() -> None:
-    answerer = Written(config_of(), dict.fromkeys(range(12), LOST))
+    answerer = Written(make_config(), dict.fromkeys(range(12), LOST))
     with pytest.raises(UnscoredError) as caught:
         ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     scorer = answerer.config.data.scorer
@@ -109,7 +109,7 @@ def test_all_unscored_error() -> None:
 def test_remax_baseline_is_one_greedy_response() -> None:
     """The greedy sample has index -1: the last score of the prompt."""
     totals: dict[int, Sequence[float | None]] = {0: (0.0, 0.25), 1: (1.0, None), 2: (0.5, 0.75)}
-    answerer = Written(config_of("algo=remax"), totals)
+    answerer = Written(make_config("algo=remax"), totals)
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert answerer.asked[1] == [SamplingRequest(prompt, -1, seed=0) for prompt in PROMPTS[:3]]
     assert answerer.temperatures == [1.0, 0.0]
@@ -121,7 +121,7 @@ def test_remax_baseline_is_one_greedy_response() -> None:
 
 def test_overlong_penalty_in_total_and_parts() -> None:
     words = ("algo.overlong.enabled=true", "algo.overlong.buffer_tokens=2", "rollout.max_response_tokens=3")
-    answerer = Written(config_of("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
+    answerer = Written(make_config("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [score.total for score in found.scores] == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
     assert [score.parts for score in found.scores[::2]] == [
@@ -134,7 +134,7 @@ def test_all_groups_count_in_pass_counts() -> None:
     settings = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)
     counted = RowSampler(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
-    answerer = Written(config_of(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
+    answerer = Written(make_config(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
 
     weighed: list[list[float]] = []
 

@@ -58,7 +58,7 @@ class Batch:
         return estimate(packed, passes, greedy if algo.advantage == "remax" else None, algo=algo, kl_coef=0.1)
 
 
-def by_answer(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
+def by_response(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
     """Return the advantages of each response's tokens."""
     lengths = found.batch.packed.sequence_lengths().tolist()
     return dict(zip(chosen, found.batch.advantages.split(lengths), strict=True))
@@ -73,7 +73,7 @@ def test_unscored_responses_do_not_change_advantages(method: str) -> None:
     # A single scored response of a group has no advantage.
     taught = [index for index in scored if method not in GROUP_ADVANTAGES or index != LONE]
     found, expected = batch.estimated(everyone, algo), batch.estimated(taught, algo)
-    with_them, without = by_answer(found, everyone), by_answer(expected, taught)
+    with_them, without = by_response(found, everyone), by_response(expected, taught)
     for index in taught:
         torch.testing.assert_close(with_them[index], without[index], rtol=1e-6, atol=1e-7)
     for index in set(everyone) - set(taught):
@@ -85,7 +85,7 @@ def test_unscored_responses_do_not_change_advantages(method: str) -> None:
 def test_unscored_greedy_response_is_no_baseline() -> None:
     batch, algo = Batch(), AlgoConfig(advantage="remax")
     everyone = list(range(NUM_ANSWERS))
-    advantages = by_answer(batch.estimated(everyone, algo, no_greedy=3), everyone)
+    advantages = by_response(batch.estimated(everyone, algo, no_greedy=3), everyone)
     assert not any(advantages[index].any() for index in range(12, 16))
     assert advantages[0].any()
 

@@ -32,10 +32,10 @@ from rlcore.workers.canary import WeightSync
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import OomRetry
 from rlcore.workers.worker import WorkerInfo
-from tests.trainer.batches import HALF, QUARTER, estimated, experience, packed_of
+from tests.trainer.batches import HALF, QUARTER, make_estimate, make_experience, pack_experience
 
 
-def config_of(*overrides: str, answer: int = 3) -> RunConfig:
+def make_config(*overrides: str, answer: int = 3) -> RunConfig:
     words = ["filter.max_prompt_tokens=3", f"rollout.max_response_tokens={answer}"]
     return load_config(["experiment=debug", *words, *overrides])
 
@@ -46,7 +46,7 @@ def test_distribution_metrics() -> None:
 
 
 def test_length_metrics() -> None:
-    found = length_metrics(config_of(), experience())
+    found = length_metrics(make_config(), make_experience())
     assert found == {
         "prompt_length/mean": 2.5,
         "prompt_length/max": 3.0,
@@ -57,11 +57,11 @@ def test_length_metrics() -> None:
         "response_length/min": 1.0,
         "response_length/clip_ratio": 0.25,
     }
-    shorter = length_metrics(config_of(answer=2), experience())
+    shorter = length_metrics(make_config(answer=2), make_experience())
     assert shorter["response_length/clip_ratio"] == 0.5
-    rollouts = experience().rollouts
+    rollouts = make_experience().rollouts
     sampled = (replace(rollouts[0], is_sampled=np.array([True, False, False])), *rollouts[1:])
-    read = length_metrics(config_of(), replace(experience(), rollouts=sampled))
+    read = length_metrics(make_config(), replace(make_experience(), rollouts=sampled))
     assert {name: value for name, value in read.items() if name not in found} == {
         "environment_length/mean": 2.0,
         "environment_length/max": 2.0,
@@ -70,10 +70,10 @@ def test_length_metrics() -> None:
 
 
 def test_group_metrics() -> None:
-    found = experience()
+    found = make_experience()
     assert found.num_response_tokens == 9
     assert found.num_generated_tokens == 12
-    assert group_metrics(packed_of(found), found) == {
+    assert group_metrics(pack_experience(found), found) == {
         "reward/equal_group_share": 0.5,
         "reward/groups_dropped": 3.0,
         "pass_rates/mean": 0.25,
@@ -83,11 +83,14 @@ def test_group_metrics() -> None:
         "reward/format/mean": 0.5,
     }
     whole = replace(found, scores=(Score(1.0, {}), *[Score(0.0, {})] * 3), num_tokens_dropped=0, pass_metrics={})
-    assert group_metrics(packed_of(whole), whole) == {"reward/equal_group_share": 0.5, "reward/groups_dropped": 3.0}
+    assert group_metrics(pack_experience(whole), whole) == {
+        "reward/equal_group_share": 0.5,
+        "reward/groups_dropped": 3.0,
+    }
 
 
 def test_balance_metrics() -> None:
-    assert balance_metrics(packed_of(experience()), [[0, 3], [1, 2]]) == {
+    assert balance_metrics(pack_experience(make_experience()), [[0, 3], [1, 2]]) == {
         "global_seqlen/min": 8.0,
         "global_seqlen/max": 11.0,
         "global_seqlen/mean": 9.5,
@@ -98,7 +101,7 @@ def test_balance_metrics() -> None:
 
 
 def test_mismatch_metrics() -> None:
-    packed = packed_of(experience())
+    packed = pack_experience(make_experience())
     places = packed.loss_mask.nonzero()[:, 0]
     old = torch.full((packed.num_tokens,), HALF)
     old[places[:3]] = QUARTER  # three of six tokens are off by a quarter
@@ -120,7 +123,7 @@ def test_mismatch_metrics() -> None:
 
 
 def test_timing_metrics() -> None:
-    packed = packed_of(experience())
+    packed = pack_experience(make_experience())
     seconds = {"gen": 6.0, "ref": 1.9, "reward": 1.0, "step": 38.0}
     found = timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2)
     used = psutil.virtual_memory().used / 1e9
@@ -174,10 +177,10 @@ def test_mfu_metrics() -> None:
 
 
 def test_cost_metrics() -> None:
-    packed = packed_of(experience())
+    packed = pack_experience(make_experience())
     shares = RankShares(((0, 3), (1, 2)), 1)
     seconds = {"update_actor": 2.0, "gen": 6.0, "step": 38.0}
-    config = config_of("trainer.epochs_per_batch=3")
+    config = make_config("trainer.epochs_per_batch=3")
     found = cost_metrics(config, packed, 12, Assignment((shares,), shares, 4), seconds, INFO)
     expected = {
         **balance_metrics(packed, shares.sequences),
@@ -207,15 +210,15 @@ def test_memory_metrics() -> None:
 
 
 def test_weight_sync_metrics() -> None:
-    assert weight_sync_metrics(config_of(), WeightSync(0.5)) == {}
-    assert weight_sync_metrics(config_of("rollout.engine=vllm"), WeightSync(0.5)) == {
+    assert weight_sync_metrics(make_config(), WeightSync(0.5)) == {}
+    assert weight_sync_metrics(make_config("rollout.engine=vllm"), WeightSync(0.5)) == {
         "training/canary_logprob_diff": 0.5
     }
 
 
 def test_reward_metrics() -> None:
-    packed = packed_of(experience())
-    found = estimated(packed)
+    packed = pack_experience(make_experience())
+    found = make_estimate(packed)
     assert packed.loss_mask.nonzero()[:, 0].tolist() == [1, 2, 3, 6, 16, 17]
     expected = {
         "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0,
@@ -236,15 +239,15 @@ def test_reward_metrics() -> None:
 
 
 def test_step_metrics() -> None:
-    found = experience()
-    packed = packed_of(found)
-    plain = step_metrics(config_of(), found, estimated(packed), Update())
+    found = make_experience()
+    packed = pack_experience(found)
+    plain = step_metrics(make_config(), found, make_estimate(packed), Update())
     assert plain == {
-        **reward_metrics(estimated(packed)), **length_metrics(config_of(), found), **group_metrics(packed, found)
+        **reward_metrics(make_estimate(packed)), **length_metrics(make_config(), found), **group_metrics(packed, found)
     }  # fmt: skip
-    more = replace(estimated(packed), kl_in_reward=0.125, masked_share=0.0)
+    more = replace(make_estimate(packed), kl_in_reward=0.125, masked_share=0.0)
     old = torch.full((packed.num_tokens,), QUARTER)
-    told = step_metrics(config_of(), found, more, Update(share_skipped=0.5, logprobs_before=old))
+    told = step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
     assert {name: value for name, value in told.items() if name not in plain} == {
         SKIPPED: 0.5,
         "rollout_corr/left_out_share": 0.0,
@@ -255,7 +258,7 @@ def test_step_metrics() -> None:
     varied = old + torch.arange(packed.num_tokens) / 10
     for of_pass, compared in ((varied, packed), (None, kept)):  # the update does not compute masked tokens
         less = replace(more, batch=replace(more.batch, packed=kept, old_logprobs=of_pass))
-        told = step_metrics(config_of(), found, less, Update(logprobs_before=varied))
+        told = step_metrics(make_config(), found, less, Update(logprobs_before=varied))
         assert mismatch_metrics(compared, varied, None).items() <= told.items()
-    weighted = config_of("algo.importance.mode=truncate")
+    weighted = make_config("algo.importance.mode=truncate")
     assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))

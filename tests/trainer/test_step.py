@@ -38,9 +38,9 @@ from tests.trainer.batches import (
     InOrder,
     Ranks,
     Written,
-    estimated,
-    experience,
-    packed_of,
+    make_estimate,
+    make_experience,
+    pack_experience,
     rank_updates,
 )
 
@@ -56,15 +56,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def usual(root: Path) -> Usual:
     """Return steps of an algorithm with default settings, run once."""
-    return functools.cache(lambda algo: trained(prepare(root, f"algo={algo}")))
+    return functools.cache(lambda algo: run_steps(prepare(root, f"algo={algo}")))
 
 
-def trained(run: SmallRun, num_steps: int = STEPS) -> list[dict[str, float]]:
+def run_steps(run: SmallRun, num_steps: int = STEPS) -> list[dict[str, float]]:
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         return train(run, group, num_steps)
 
 
-def close(first: list[dict[str, float]], second: list[dict[str, float]], *, rtol: float) -> None:
+def assert_close(first: list[dict[str, float]], second: list[dict[str, float]], *, rtol: float) -> None:
     assert [sorted(step) for step in first] == [sorted(step) for step in second]
     for number, (one, other) in enumerate(zip(first, second, strict=True), start=1):
         for name, value in one.items():
@@ -74,18 +74,18 @@ def close(first: list[dict[str, float]], second: list[dict[str, float]], *, rtol
 
 
 def test_training_is_reproducible(root: Path, usual: Usual) -> None:
-    assert trained(prepare(root)) == usual("grpo")
+    assert run_steps(prepare(root)) == usual("grpo")
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 def test_micro_batch_split_keeps_metrics(root: Path, usual: Usual, algo: str) -> None:
-    narrow = trained(prepare(root, f"algo={algo}", "trainer.max_tokens_per_micro_batch=40"))
-    close(usual(algo), narrow, rtol=2e-5)
+    narrow = run_steps(prepare(root, f"algo={algo}", "trainer.max_tokens_per_micro_batch=40"))
+    assert_close(usual(algo), narrow, rtol=2e-5)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 def test_gradient_checkpointing_keeps_metrics(root: Path, usual: Usual, algo: str) -> None:
-    close(usual(algo), trained(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
+    assert_close(usual(algo), run_steps(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_gradient_checkpointing_keeps_metrics(root: Path, usual: Usual, algo: st
     ids=" ".join,
 )
 def test_all_methods_take_finite_steps(root: Path, overrides: tuple[str, ...]) -> None:
-    for step in trained(prepare(root, *overrides), 2):
+    for step in run_steps(prepare(root, *overrides), 2):
         for name, value in step.items():
             assert torch.isfinite(torch.tensor(value)), name
         assert step["actor/grad_norm"] >= 0
@@ -128,7 +128,7 @@ def test_generation_time_includes_dropped_responses(root: Path, monkeypatch: pyt
     results: list[StepResult] = []
     step = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda *args, **given: results.append(step(*args, **given)) or results[-1])
-    trained(prepare(root, "algo.dynamic_sampling.enabled=true"), 1)
+    run_steps(prepare(root, "algo.dynamic_sampling.enabled=true"), 1)
     metrics, experience = results[0].metrics, results[0].experience
     assert experience is not None
     assert experience.num_tokens_dropped > 0
@@ -152,7 +152,7 @@ def test_truncated_responses_are_not_updated_on(root: Path) -> None:
     overrides = ("algo.mask_truncated=true", "trainer.mini_batch_size=1", "warm_start.enabled=false")
     for limit, expected in ((1, 1.0), (None, None)):
         words = () if limit is None else (f"rollout.max_response_tokens={limit}",)
-        (step,) = trained(prepare(root, *overrides, *words), 1)
+        (step,) = run_steps(prepare(root, *overrides, *words), 1)
         share = step["rollout_corr/left_out_share"]
         if expected is None:
             assert 0 < share < 1
@@ -173,7 +173,7 @@ def test_micro_batch_budget_with_masked_responses(root: Path, monkeypatch: pytes
         lambda self, batch, parts, *rest: given.append((batch.packed, parts)) or update(self, batch, parts, *rest),
     )
     overrides = ("algo.mask_truncated=true", "warm_start.enabled=false", "model.share_prompts=true")
-    trained(prepare(root, *overrides, f"trainer.max_tokens_per_micro_batch={budget}"), 1)
+    run_steps(prepare(root, *overrides, f"trainer.max_tokens_per_micro_batch={budget}"), 1)
     ((packed, (whole,)),) = given
     assert not all(packed.loss_mask[start:stop].any() for start, stop in pairwise(packed.cu_seqlens.tolist()))
     for part in micro_batches(packed, whole.num_micro, share_prompts=True):
@@ -181,7 +181,7 @@ def test_micro_batch_budget_with_masked_responses(root: Path, monkeypatch: pytes
 
 
 def test_kl_to_reference_starts_at_zero(root: Path) -> None:
-    steps = trained(prepare(root, "algo.kl.where=loss", "optim.lr=1e-2"), 3)
+    steps = run_steps(prepare(root, "algo.kl.where=loss", "optim.lr=1e-2"), 3)
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert steps[2]["actor/kl_loss"] > 1e-5
 
@@ -191,7 +191,7 @@ def test_step_batch_has_ref_logprobs(root: Path, monkeypatch: pytest.MonkeyPatch
     results: list[StepResult] = []
     step = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda *args, **more: results.append(step(*args, **more)) or results[-1])
-    trained(prepare(root, "algo.kl.where=loss"), 1)
+    run_steps(prepare(root, "algo.kl.where=loss"), 1)
     (result,) = results
     assert result.batch is not None
     mask = result.batch.packed.loss_mask
@@ -201,7 +201,7 @@ def test_step_batch_has_ref_logprobs(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_critic_warmup_skips_policy(root: Path) -> None:
-    steps = trained(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
+    steps = run_steps(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
     assert ["actor/grad_norm" in step for step in steps] == [False, False, True]
     assert all("critic/vf_loss" in step for step in steps)
 
@@ -223,7 +223,7 @@ def test_critic_flops_by_its_shape(root: Path) -> None:
 
 
 def test_first_update_is_on_policy(root: Path) -> None:
-    (first, *_) = trained(prepare(root, "trainer.mini_batch_size=4"), 1)
+    (first, *_) = run_steps(prepare(root, "trainer.mini_batch_size=4"), 1)
     assert first["actor/pg_clipfrac"] < 0.5
     assert first["training/rollout_probs_diff_max"] < 1e-5
 
@@ -235,7 +235,7 @@ def test_learning_rates_and_kl_coefficient_by_step(root: Path, where: str) -> No
         "optim.warmup_steps=2", "critic.optim.lr=1e-3", "critic.optim.schedule=linear", f"algo.kl.where={where}",
         "algo.kl.coef=0.01", "algo.kl.adaptive=true", "algo.kl.horizon=16",
     )  # fmt: skip
-    steps = trained(prepare(root, *overrides), 4)
+    steps = run_steps(prepare(root, *overrides), 4)
     assert [step["critic/lr"] for step in steps] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
     # The first of two warm-up steps would have half the rate; the policy's first step is the third.
     assert [step["actor/lr"] for step in steps[2:]] == pytest.approx([1e-3, 0.5e-3])
@@ -245,18 +245,18 @@ def test_learning_rates_and_kl_coefficient_by_step(root: Path, where: str) -> No
 
 def test_engine_distance_is_measured_or_absent(root: Path, usual: Usual) -> None:
     expected = usual("grpo")[0]
-    (found,) = trained(prepare(root, "trainer.old_logprobs=behavior"), 1)
+    (found,) = run_steps(prepare(root, "trainer.old_logprobs=behavior"), 1)
     names = [name for name in expected if name.startswith("training/rollout_probs_diff")]
     assert len(names) == 3
     assert expected["training/rollout_probs_diff_max"] > 0
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
-    (several,) = trained(prepare(root, "trainer.old_logprobs=behavior", "trainer.mini_batch_size=4"), 1)
+    (several,) = run_steps(prepare(root, "trainer.old_logprobs=behavior", "trainer.mini_batch_size=4"), 1)
     assert not any(name in several for name in names)
 
 
 def test_token_entropy_by_aggregation(root: Path, usual: Usual) -> None:
     expected = usual("grpo")[0]
-    (found,) = trained(prepare(root, "algo.aggregation=seq-mean-token-sum-norm"), 1)
+    (found,) = run_steps(prepare(root, "algo.aggregation=seq-mean-token-sum-norm"), 1)
     assert "actor/token_entropy" not in expected
     assert found["actor/token_entropy"] == pytest.approx(expected["actor/entropy"], rel=1e-5)
     assert found["actor/entropy"] != pytest.approx(expected["actor/entropy"], rel=0.1)
@@ -284,38 +284,38 @@ def trainer(*overrides: str, failures: Path = Path(), ranks: Ranks | None = None
     return Trainer(config, ranks or Nobody(), collector, failures=failures)
 
 
-def after(update: Update, *overrides: str, kl: float | None = None) -> LoopState:
+def state_after(update: Update, *overrides: str, kl: float | None = None) -> LoopState:
     """Return the state after a step of four responses (three scored, 19 tokens, five prompts drawn)."""
-    found = replace(experience(), pass_counts="counts")
-    estimate = replace(estimated(packed_of(found)), kl_in_reward=kl)
+    found = replace(make_experience(), pass_counts="counts")
+    estimate = replace(make_estimate(pack_experience(found)), kl_in_reward=kl)
     return trainer(*overrides)._state_after(STATE, found, estimate, update)
 
 
 def test_state_after_step() -> None:
     went_on = replace(STATE, step=5, policy_version=6, num_prompts_drawn=25, num_tokens=1_019, pass_counts="counts")
-    assert after(Update()) == went_on
-    assert after(UPDATE) == went_on
-    assert after(UPDATE, *ADAPTIVE) == went_on, "no KL was measured"
+    assert state_after(Update()) == went_on
+    assert state_after(UPDATE) == went_on
+    assert state_after(UPDATE, *ADAPTIVE) == went_on, "no KL was measured"
 
 
 def test_kl_coefficient_follows_observed_kl() -> None:
-    assert after(UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
-    assert after(replace(UPDATE, share_skipped=0.5), *ADAPTIVE, kl=0.11).kl_coef > 0.5
-    assert after(replace(UPDATE, share_skipped=1.0), *ADAPTIVE, kl=0.11).kl_coef == 0.5
-    assert after(UPDATE, kl=0.11).kl_coef == 0.5
+    assert state_after(UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
+    assert state_after(replace(UPDATE, share_skipped=0.5), *ADAPTIVE, kl=0.11).kl_coef > 0.5
+    assert state_after(replace(UPDATE, share_skipped=1.0), *ADAPTIVE, kl=0.11).kl_coef == 0.5
+    assert state_after(UPDATE, kl=0.11).kl_coef == 0.5
 
 
 def test_entropy_weight_follows_update() -> None:
     assert float(POLICY.entropy_sum / POLICY.num_tokens) == 2.5
-    assert after(UPDATE, *CONTROLLED).entropy_added == 0.375
-    assert after(replace(UPDATE, share_skipped=1.0), *CONTROLLED).entropy_added == 0.125
-    assert after(Update(), *CONTROLLED).entropy_added == 0.125
-    assert after(UPDATE).entropy_added == 0.125
+    assert state_after(UPDATE, *CONTROLLED).entropy_added == 0.375
+    assert state_after(replace(UPDATE, share_skipped=1.0), *CONTROLLED).entropy_added == 0.125
+    assert state_after(Update(), *CONTROLLED).entropy_added == 0.125
+    assert state_after(UPDATE).entropy_added == 0.125
 
 
 def shared_batch(config: RunConfig) -> SharedBatch:
-    packed = packed_of(experience())
-    batch = replace(estimated(packed).batch, old_logprobs=torch.ones(packed.num_tokens))
+    packed = pack_experience(make_experience())
+    batch = replace(make_estimate(packed).batch, old_logprobs=torch.ones(packed.num_tokens))
     return SharedBatch.split(config, batch, Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 2))
 
 
@@ -324,11 +324,11 @@ def test_only_skip_alarms_skip_update() -> None:
     for old, measured in (("recompute", True), ("behavior", False)):
         one = trainer(f"trainer.old_logprobs={old}")
         shared = shared_batch(one._config)
-        skipped = one._update(STATE, experience(), shared, alarms, PhaseClock())
+        skipped = one._update(STATE, make_experience(), shared, alarms, PhaseClock())
         assert skipped.share_skipped == 1.0
         assert (skipped.logprobs_before is shared.batch.old_logprobs) == measured
         with pytest.raises(KeyError):  # these ranks have no results
-            one._update(STATE, experience(), shared, alarms[:1], PhaseClock())
+            one._update(STATE, make_experience(), shared, alarms[:1], PhaseClock())
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
@@ -344,11 +344,11 @@ def test_non_finite_update_saves_batch(tmp_path: Path, action: str, bad: bool) -
     text = f"step 5: no number Batch saved to {file}; non-finite inputs in {rows}."
     if action == "stop":
         with pytest.raises(NonFiniteError) as caught:
-            one._update(STATE, experience(), shared, (), PhaseClock())
+            one._update(STATE, make_experience(), shared, (), PhaseClock())
         assert str(caught.value) == text
         assert str(caught.value.__cause__) == "no number"
     else:
-        found = one._update(STATE, experience(), shared, (), PhaseClock())
+        found = one._update(STATE, make_experience(), shared, (), PhaseClock())
         assert (str(found.failure), found.share_skipped) == (text, 1.0)
     answers = json.loads(file.with_suffix(".json").read_text())
     assert answers[2] == {

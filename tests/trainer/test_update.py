@@ -34,7 +34,7 @@ from rlcore.workers.trained_model import ModelUpdate
 from rlcore.workers.worker import Worker
 from tests.helpers.settings import settings
 from tests.models.tiny import answers
-from tests.trainer.batches import UPDATE, Ranks, rank_updates, sums
+from tests.trainer.batches import UPDATE, Ranks, make_statistics, rank_updates
 
 OF_CRITIC = {
     "critic/vf_loss": 3.0, "critic/vf_clipfrac": 0.25, "critic/vpred_mean": 0.5, "critic/grad_norm": 0.25,
@@ -85,7 +85,7 @@ def test_observed_kl_by_place() -> None:
 def test_sum_steps() -> None:
     """Each rank reports the norm over all ranks."""
     taken = [
-        [ModelUpdate(sums(ValueStatistics, num_tokens=count, vpred=1), norm) for count in (1, 2)]
+        [ModelUpdate(make_statistics(ValueStatistics, num_tokens=count, vpred=1), norm) for count in (1, 2)]
         for norm in (0.5, 1.5, 1.0)
     ]
     found = _sum_steps(taken, 0.01)
@@ -134,7 +134,7 @@ PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=li
        "trainer.mini_batch_size=2")  # fmt: skip
 
 
-def updated(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
+def run_update(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
     """Update on four prompts with two responses each, at half the learning rate."""
     packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
@@ -149,7 +149,7 @@ def updated(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, 
 def test_critic_updates_first_with_own_rate() -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [True, False])] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
-    found, shared = updated(config, ranks)
+    found, shared = run_update(config, ranks)
     (first, of_critic), (second, of_policy) = ranks.asked
     assert (first, second) == (Worker.update_critic, Worker.update_policy)
     assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5)] * 2
@@ -169,7 +169,7 @@ def test_critic_updates_first_with_own_rate() -> None:
 def test_policy_waits_for_critic_warmup(step: int, is_trained: bool) -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [True] * 2)] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
-    found, shared = updated(config, ranks, step=step)
+    found, shared = run_update(config, ranks, step=step)
     assert [verb for verb, _ in ranks.asked] == [Worker.update_critic, Worker.update_policy][: 1 + is_trained]
     assert (found.policy is not None, found.critic is not None, found.share_skipped) == (is_trained, True, 0.0)
     assert found.logprobs_before is shared.batch.old_logprobs
@@ -179,11 +179,11 @@ def test_non_finite_step_ends_update() -> None:
     config = load_config(["experiment=debug", *PPO])
     good = [rank_updates(ValueStatistics, [True] * 2)] * 2
     half = Ranks([rank_updates(PolicyStatistics, [True], failed=True)] * 2, good)
-    found, shared = updated(config, half)
+    found, shared = run_update(config, half)
     assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 0.5, None, None)
     assert found.logprobs_before is shared.batch.old_logprobs
     of_critic = Ranks([], [rank_updates(ValueStatistics, [True], failed=True)] * 2)
-    found, shared = updated(config, of_critic)
+    found, shared = run_update(config, of_critic)
     assert [verb for verb, _ in of_critic.asked] == [Worker.update_critic]
     assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 1.0, None, None)
     assert found.logprobs_before is shared.batch.old_logprobs
@@ -192,7 +192,7 @@ def test_non_finite_step_ends_update() -> None:
 def test_update_without_steps() -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [])] * 2, [rank_updates(ValueStatistics, [])] * 2)
-    found, shared = updated(config, ranks)
+    found, shared = run_update(config, ranks)
     assert (found.policy, found.critic, found.share_skipped, found.failure) == (None, None, 1.0, None)
     assert found.logprobs_before is shared.batch.old_logprobs
 
@@ -206,7 +206,7 @@ def test_single_update_returns_logprobs_before() -> None:
     ends = packed.cu_seqlens.tolist()
     own = [torch.cat([places[ends[i] : ends[i + 1]] for i in sequences]) for sequences in mine]
     ranks = Ranks([rank_updates(PolicyStatistics, [True], logprobs=each) for each in own], [])
-    found, _ = updated(config, ranks)
+    found, _ = run_update(config, ranks)
     assert found.logprobs_before is not None
     assert torch.equal(found.logprobs_before, places)
     assert found.critic is None
@@ -214,7 +214,7 @@ def test_single_update_returns_logprobs_before() -> None:
         ["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.old_logprobs=behavior"]
     )
     several = Ranks([rank_updates(PolicyStatistics, [True] * 2, logprobs=each) for each in own], [])
-    assert updated(behavior, several)[0].logprobs_before is None, "the second update has other weights"
+    assert run_update(behavior, several)[0].logprobs_before is None, "the second update has other weights"
     dropping = load_config(
         [
             "experiment=debug",
@@ -224,14 +224,14 @@ def test_single_update_returns_logprobs_before() -> None:
             "model.lora.dropout=0.1",
         ]
     )
-    assert updated(dropping, ranks)[0].logprobs_before is None, "dropout makes them noisy"
+    assert run_update(dropping, ranks)[0].logprobs_before is None, "dropout makes them noisy"
 
 
 TWO_HALVES = "trainer.batch_size=4 trainer.mini_batch_size=2 rollout.samples_per_prompt=3"
 HALVES = (range(6), range(6, 12))
 
 
-def made() -> tuple[TrainBatch, Tensor]:
+def make_batch() -> tuple[TrainBatch, Tensor]:
     """Return four prompts with three ragged responses each, and entropies."""
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 9, size=12).tolist()
@@ -245,13 +245,13 @@ def made() -> tuple[TrainBatch, Tensor]:
     return TrainBatch(packed, old, None, None, advantages, None, weights), entropy
 
 
-def num_out(found: TrainBatch, packed: PackedBatch) -> int:
+def count_masked(found: TrainBatch, packed: PackedBatch) -> int:
     return int((packed.loss_mask & (found.importance_weights == 0)).sum())
 
 
 @pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
 def test_top_entropy_by_mini_batch(share: float) -> None:
-    batch, entropy = made()
+    batch, entropy = make_batch()
     found = apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
@@ -266,7 +266,7 @@ def test_top_entropy_by_mini_batch(share: float) -> None:
 
 @pytest.mark.parametrize("words", ["algo.top_entropy=0.3", "algo.policy_loss=kl_cov"])
 def test_selection_by_mini_batch(words: str) -> None:
-    batch, entropy = made()
+    batch, entropy = make_batch()
     config = settings(f"{TWO_HALVES} {words}")
     whole = apply_selection(config, batch, entropy, num_finished=0)
     for half in HALVES:
@@ -280,7 +280,7 @@ def test_selection_by_mini_batch(words: str) -> None:
 
 
 def test_clip_cov_draws_by_seed_and_step() -> None:
-    batch, _ = made()
+    batch, _ = make_batch()
     words = f"{TWO_HALVES} algo.clip_cov.share=0.1 algo.clip_cov.low=0.05"
 
     def drawn(step: int, seed: int = 1) -> Tensor:
@@ -303,14 +303,14 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
 
 @pytest.mark.parametrize("words", ["algo.top_entropy=0.9", "algo.clip_cov.share=0.1", "algo.policy_loss=kl_cov"])
 def test_selection_needs_old_logprobs(words: str) -> None:
-    batch, entropy = made()
+    batch, entropy = make_batch()
     one_update = "trainer.batch_size=4 trainer.mini_batch_size=4"
     assert needs_old_logprobs(settings(f"{one_update} {words}"))
     assert not needs_old_logprobs(settings(one_update))
     assert apply_selection(settings(one_update), batch, entropy, num_finished=0) is batch
     found = apply_selection(settings(f"{one_update} {words}"), batch, entropy, num_finished=0)
     assert found.packed is batch.packed
-    assert (num_out(found, batch.packed) > 0) == ("kl_cov" not in words)
+    assert (count_masked(found, batch.packed) > 0) == ("kl_cov" not in words)
 
 
 GROUPS = [(3, (2, 5)), (4, (7, 1)), (2, (3, 3)), (5, (4, 6)), (3, (8, 2)), (2, (1, 9))]
@@ -322,29 +322,29 @@ def config() -> RunConfig:
     return load_config(["experiment=countdown_demo", "trainer.epochs_per_batch=2"])
 
 
-def batch_of() -> TrainBatch:
+def make_train_batch() -> TrainBatch:
     packed = answers(GROUPS, unscored=frozenset({2, 3}))
     drawn = torch.from_numpy(np.random.default_rng(1).random((2, packed.num_tokens), dtype=np.float32))
     return TrainBatch(packed, drawn[0], None, None, drawn[1], None, packed.loss_mask.float())
 
 
-def dealt(batch: TrainBatch) -> Assignment:
+def assign(batch: TrainBatch) -> Assignment:
     return Balancer(num_ranks=NUM_RANKS, max_tokens=20, shape=None).assign(batch.packed, PER_MINI_BATCH)
 
 
-def of_sequences(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) -> Tensor:
+def select_tokens(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) -> Tensor:
     ends = batch.packed.cu_seqlens.tolist()
     return torch.cat([values[ends[i] : ends[i + 1]] for i in sequences])
 
 
 def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
-    batch = batch_of()
-    deal = dealt(batch)
+    batch = make_train_batch()
+    deal = assign(batch)
     shared = SharedBatch.split(config, batch, deal)
     for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
         for name in ("old_logprobs", "advantages", "importance_weights"):
-            assert torch.equal(getattr(part, name), of_sequences(getattr(batch, name), batch, sequences))
-        assert torch.equal(part.packed.token_ids, of_sequences(batch.packed.token_ids, batch, sequences))
+            assert torch.equal(getattr(part, name), select_tokens(getattr(batch, name), batch, sequences))
+        assert torch.equal(part.packed.token_ids, select_tokens(batch.packed.token_ids, batch, sequences))
     assert [each.sequences for each in shared.mini_batches] == [range(3), range(3, 6)] * 2
     lengths = [sum(lengths) for _, lengths in GROUPS]
     lengths[1] = 0  # both responses are unscored
@@ -356,7 +356,7 @@ def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
 
 def test_mini_batch_without_loss_is_dropped(config: RunConfig) -> None:
     """The next one starts after its sequences."""
-    whole = batch_of()
+    whole = make_train_batch()
     packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
     batch = replace(whole, packed=packed)
     deal = Balancer(num_ranks=1, max_tokens=20, shape=None).assign(packed, 2)

@@ -24,61 +24,63 @@ def canary(*overrides: str, dtype: torch.dtype = BF16) -> Canary:
     return Canary(load_config(["experiment=debug", "rollout.engine=vllm", *overrides]), dtype)
 
 
-def seen(difference: float, *differing: str, uncompared: tuple[str, ...] = ()) -> list[tuple[WeightSyncResult, float]]:
+def observe(
+    difference: float, *differing: str, uncompared: tuple[str, ...] = ()
+) -> list[tuple[WeightSyncResult, float]]:
     return [(WeightSyncResult(differing, uncompared), difference)]
 
 
 def test_canary_learns_rounding() -> None:
     """A fixed bound of 0.05 rejected a correct difference of 0.0517."""
     judge = canary()
-    assert judge.check(0, seen(0.038)).warning == ""
+    assert judge.check(0, observe(0.038)).warning == ""
     for version, difference in enumerate([0.0517, 0.049, 0.12, 0.02], start=1):
-        assert judge.check(version, seen(difference)).warning == ""
-    told = judge.check(9, seen(0.2))
+        assert judge.check(version, observe(difference)).warning == ""
+    told = judge.check(9, observe(0.2))
     assert told.difference == 0.2
     assert "weight sync 9" in told.warning
     assert "rollout.canary_bound: 0.152, from the first sync's 0.038" in told.warning
     assert "every tensor is equal" in told.warning
-    assert judge.check(10, seen(0.03)).warning == ""
+    assert judge.check(10, observe(0.03)).warning == ""
 
 
 def test_canary_keeps_configured_bound() -> None:
     judge = canary("rollout.canary_bound=0.5")
-    assert judge.check(0, seen(0.3)).warning == ""
-    assert "rollout.canary_bound: 0.5)" in judge.check(1, seen(0.6)).warning
+    assert judge.check(0, observe(0.3)).warning == ""
+    assert "rollout.canary_bound: 0.5)" in judge.check(1, observe(0.6)).warning
 
 
 def test_canary_caps_bound_from_first_sync() -> None:
     judge = canary()
-    assert "every tensor is equal" in judge.check(0, seen(3.0)).warning
+    assert "every tensor is equal" in judge.check(0, observe(3.0)).warning
     assert judge.bound == pytest.approx(NOISE_FACTOR * 0.1)
 
 
 @pytest.mark.parametrize("difference", [0.0, 0.03, 4.0])
 def test_canary_rejects_wrong_tensor(difference: float) -> None:
     judge = canary()
-    judge.check(0, seen(0.03))
+    judge.check(0, observe(0.03))
     with pytest.raises(EngineError, match=r"Tensors that differ \(1\): layers\.7\.up_proj\. Nothing was sampled"):
-        judge.check(1, seen(difference, "layers.7.up_proj"))
-    assert judge.check(2, seen(0.03)).warning == ""
+        judge.check(1, observe(difference, "layers.7.up_proj"))
+    assert judge.check(2, observe(0.03)).warning == ""
 
 
 def test_canary_accepts_transformed_tensor() -> None:
     judge = canary()
-    assert judge.check(0, seen(0.02, "conv.weight")).warning == ""
-    assert judge.check(1, seen(0.02, "conv.weight")).warning == ""
+    assert judge.check(0, observe(0.02, "conv.weight")).warning == ""
+    assert judge.check(1, observe(0.02, "conv.weight")).warning == ""
     with pytest.raises(EngineError, match=r"Tensors that differ \(1\): other"):
-        judge.check(2, seen(0.02, "conv.weight", "other"))
+        judge.check(2, observe(0.02, "conv.weight", "other"))
     with pytest.raises(EngineError, match=r"cannot be compared \(1\): conv\.weight"):
-        judge.check(3, seen(1.0, "conv.weight"))
+        judge.check(3, observe(1.0, "conv.weight"))
 
 
 def test_canary_uncompared_tensor_needs_equal_logprobs() -> None:
     judge = canary()
     experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
-    assert judge.check(0, seen(0.02, **experts)).warning == ""
+    assert judge.check(0, observe(0.02, **experts)).warning == ""
     with pytest.raises(EngineError, match=r"cannot be compared \(1\): experts\.w13"):
-        judge.check(1, seen(0.5, **experts))
+        judge.check(1, observe(0.5, **experts))
 
 
 def test_canary_ranks_decide_alike() -> None:
@@ -91,9 +93,9 @@ def test_canary_ranks_decide_alike() -> None:
 
 def test_canary_rejects_non_finite_logprobs() -> None:
     judge = canary()
-    judge.check(0, seen(0.02))
+    judge.check(0, observe(0.02))
     with pytest.raises(EngineError, match="by inf on average"):
-        judge.check(1, seen(math.inf))
+        judge.check(1, observe(math.inf))
 
 
 @pytest.mark.parametrize(
@@ -102,27 +104,29 @@ def test_canary_rejects_non_finite_logprobs() -> None:
 def test_canary_bounds_by_type_and_first_sync(dtype: torch.dtype, first: float, least: float) -> None:
     judge = canary(dtype=dtype)
     assert judge.bound == first
-    assert judge.check(0, seen(first)).warning == ""
+    assert judge.check(0, observe(first)).warning == ""
     assert judge.bound == 4 * first
-    assert judge.check(1, seen(4 * first)).warning == ""
-    assert "though every tensor is equal" in judge.check(2, seen(4.001 * first)).warning
+    assert judge.check(1, observe(4 * first)).warning == ""
+    assert "though every tensor is equal" in judge.check(2, observe(4.001 * first)).warning
     precise = canary(dtype=dtype)
-    precise.check(0, seen(0.0))
+    precise.check(0, observe(0.0))
     assert precise.bound == least
 
 
 def test_canary_accepts_difference_at_bound() -> None:
     judge = canary("rollout.canary_bound=0.5")
     experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
-    assert judge.check(0, seen(0.5, "packed", **experts)).difference == 0.5
-    assert judge.check(1, seen(0.5, "packed", **experts)).warning == ""
+    assert judge.check(0, observe(0.5, "packed", **experts)).difference == 0.5
+    assert judge.check(1, observe(0.5, "packed", **experts)).warning == ""
 
 
 def test_canary_error_message() -> None:
     judge = canary()
-    judge.check(0, seen(0.03))
+    judge.check(0, observe(0.03))
     with pytest.raises(EngineError) as caught:
-        judge.check(1, [*seen(0.2, "a", "b", "c", "d", "e", uncompared=("x",)), *seen(0.25, "a", uncompared=("y",))])
+        judge.check(
+            1, [*observe(0.2, "a", "b", "c", "d", "e", uncompared=("x",)), *observe(0.25, "a", uncompared=("y",))]
+        )
     assert str(caught.value) == (
         "weight sync 1: on a probe the engine's log-probabilities differ from the trainer's by 0.25 on average "
         "(rollout.canary_bound: 0.12, from the first sync's 0.03): it does not compute with the trained weights. "
@@ -130,7 +134,7 @@ def test_canary_error_message() -> None:
         "them. Use rollout=hf, or another version of vLLM."
     )
     with pytest.raises(EngineError, match=r"\(rollout\.canary_bound: 0\.1\): it does not compute"):
-        canary().check(0, seen(2.0, "a"))
+        canary().check(0, observe(2.0, "a"))
 
 
 class Told(NoEngine):

@@ -47,7 +47,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> CausalPolicy:
     return load_policy(folder, model=RunConfig().model, device=torch.device("cpu"))
 
 
-def packed(lengths: list[int]) -> PackedBatch:
+def make_batch(lengths: list[int]) -> PackedBatch:
     import numpy as np
 
     rollouts = [
@@ -57,7 +57,7 @@ def packed(lengths: list[int]) -> PackedBatch:
     return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
 
 
-def run(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
+def forward(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
     output = policy(
         batch.token_ids,
         batch.position_ids,
@@ -73,7 +73,7 @@ def run(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
 def test_planned_weights_gradients_and_moments_are_real(policy: CausalPolicy) -> None:
     config = RunConfig()
     optimizer = build_optimizer(policy, config.optim, device=torch.device("cpu"))
-    run(policy, packed([9, 12])).backward()
+    forward(policy, make_batch([9, 12])).backward()
     optimizer.step()
     real = {
         "policy: float32 weights": sum(p.nbytes for p in policy.parameters()),
@@ -101,7 +101,7 @@ def test_planned_cache_is_real(policy: CausalPolicy) -> None:
     assert ModelShape.of_scratch(SCRATCH).kv_bytes_per_token(4) * tokens * rows == real
 
 
-def kept_for_backward(policy: CausalPolicy, batch: PackedBatch) -> int:
+def saved_bytes(policy: CausalPolicy, batch: PackedBatch) -> int:
     """Return bytes that autograd keeps, each storage once, without the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
     seen: dict[int, int] = {}
@@ -115,20 +115,20 @@ def kept_for_backward(policy: CausalPolicy, batch: PackedBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = run(policy, batch)
+        loss = forward(policy, batch)
     assert torch.isfinite(loss)
     return sum(seen.values())
 
 
 def test_planned_activations_match_autograd(policy: CausalPolicy) -> None:
     """The difference of models with 1 and 2 layers cancels heads and embeddings."""
-    batch = packed([40] * 8)
+    batch = make_batch([40] * 8)
     layers = policy.decoder.layers
-    two = kept_for_backward(policy, batch)
+    two = saved_bytes(policy, batch)
     policy.decoder.layers = layers[:1]
     policy.decoder.config.num_hidden_layers = 1
     try:
-        one = kept_for_backward(policy, batch)
+        one = saved_bytes(policy, batch)
     finally:
         policy.decoder.layers = layers
         policy.decoder.config.num_hidden_layers = 2

@@ -33,7 +33,7 @@ def test_plan_bounds_exclude_context() -> None:
     assert of(CONTEXT_BYTES - 1, 2, 1).usable_bytes == 0
 
 
-def over_its_card() -> MemoryPlan:
+def plan_over_card() -> MemoryPlan:
     parts = {"a": 1_000_000_000, "b": 5_250_000_000, "c": 4_000_000_000, "d": 2_000_000_000}
     return MemoryPlan(
         Device("a card", 2, 9_000_000_000), {"policy update": parts, "weight sync": {"a": 1}}, 9_500_000_000
@@ -43,15 +43,15 @@ def over_its_card() -> MemoryPlan:
 @pytest.mark.parametrize("fit", ["check", "auto"])
 def test_require_fit_message(fit: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_fit(settings(f"runtime.fit_memory={fit}"), over_its_card())
+        require_fit(settings(f"runtime.fit_memory={fit}"), plan_over_card())
     hint = "runtime.fit_memory=auto chooses by the plan. " if fit == "check" else ""
     assert str(caught.value) == (
         "runtime.fit_memory: the run cannot fit a card: 9.5 GB are needed with one longest sequence in each "
         "micro-batch, 8.0 GB are there (1.5 GB missing, most of it in: policy update, b 5.2 GB, c 4.0 GB, d 2.0 GB). "
         f"{suggestion(settings())} {hint}runtime.fit_memory=off tries it anyway."
     )
-    assert excess_text(over_its_card()).startswith(", of which 8.0 GB are there: ")
-    require_fit(settings("runtime.fit_memory=off"), over_its_card())
+    assert excess_text(plan_over_card()).startswith(", of which 8.0 GB are there: ")
+    require_fit(settings("runtime.fit_memory=off"), plan_over_card())
     fits = plan_memory(settings(), SHAPE, UNKNOWN)
     require_fit(settings(), fits)
     assert excess_text(fits) == ""
@@ -67,20 +67,15 @@ ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.esti
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), [REFERENCE, BOTH, CHECKPOINTING, SHARE, LORA]),
-        (("rollout.sleep_level=0",), ["rollout.sleep_level=2", REFERENCE, BOTH, CHECKPOINTING, SHARE, LORA]),
+        ((), [REFERENCE, *BOTH.split(), CHECKPOINTING, SHARE, LORA]),
+        (("rollout.sleep_level=0",), ["rollout.sleep_level=2", REFERENCE, *BOTH.split(), CHECKPOINTING, SHARE, LORA]),
         ((REFERENCE, CHECKPOINTING, *BOTH.split()), [SHARE, LORA]),
-        ((REFERENCE, CHECKPOINTING, "optim.offload=true"), [BOTH, SHARE, LORA]),
+        ((REFERENCE, CHECKPOINTING, "optim.offload=true"), ["critic.optim.offload=true", SHARE, LORA]),
         ((HF, REFERENCE, *NO_CRITIC), ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", LORA]),
-        ((*NO_CRITIC, "optim.offload=true"), [REFERENCE, CHECKPOINTING, SHARE, LORA]),
         (
             (*ADAPTERS, "rollout.sleep_level=0"),
-            ["model.lora.offload=true rollout.sleep_level=1", "optim.offload=true", CHECKPOINTING, SHARE,
+            ["model.lora.offload=true", "rollout.sleep_level=1", "optim.offload=true", CHECKPOINTING, SHARE,
              f"{WORKERS}, a base in 4 bits (model.lora.base=nf4) or a smaller model"],
-        ),
-        (
-            (*ADAPTERS, "model.lora.base=nf4", "model.lora.offload=true", "rollout.sleep_level=1"),
-            ["optim.offload=true", CHECKPOINTING, SHARE, f"{WORKERS}, or a smaller model"],
         ),
         (
             (HF, *ADAPTERS, "model.lora.base=nf4"),
@@ -89,7 +84,8 @@ ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.esti
     ],
 )  # fmt: skip
 def test_suggestion_names_unset_settings(overrides: tuple[str, ...], expected: list[str]) -> None:
-    assert suggestion(settings(*overrides)) == f"Set {', '.join(expected)}."
+    text = suggestion(settings(*overrides))
+    assert sorted(text.removeprefix("Set ").removesuffix(".").split(", ")) == sorted(", ".join(expected).split(", "))
 
 
 SLEEPS, AWAKE = "rollout.sleep_level=2", "rollout.sleep_level=0"
@@ -148,7 +144,7 @@ def test_memory_share_follows_responses() -> None:
 LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
 
 
-def with_room(size: int) -> Device:
+def device_with(size: int) -> Device:
     """Return a device with `size` bytes available to chosen settings."""
     total = round((size + CONTEXT_BYTES) / (1 - planning.FREE_SHARE))
     return next(
@@ -169,7 +165,7 @@ def test_largest_fitting_token_budget() -> None:
         (10 * peak, 10, planning.MAX_MICRO_BATCH_TOKENS),
         (10 * peak, 70_000, 70_000),
     ):
-        found = planning.with_token_budget(config, SHAPE, with_room(size), least=least)
+        found = planning.with_token_budget(config, SHAPE, device_with(size), least=least)
         assert (found and found.trainer.max_tokens_per_micro_batch) == expected
 
 

@@ -44,7 +44,7 @@ from tests.helpers.memory_plans import (
 )
 
 
-def kept(*, recompute: bool = False, compiled: bool = False) -> int:
+def saved_bytes(*, recompute: bool = False, compiled: bool = False) -> int:
     """Return bytes per token kept for backward, tensor by tensor."""
     norms = 2 * (2 * H + 4) if compiled else 2 * (4 * H + 2 * H)
     attention = 2 * H + 2 * 2 * KV + 2 * 2 * QUERY + 4 * HEADS  # input; key, value; query, output; normalizer
@@ -54,7 +54,7 @@ def kept(*, recompute: bool = False, compiled: bool = False) -> int:
     return round(ACTIVATION_FACTOR * (inputs + 4 * H + 2 * 2 * H))
 
 
-def in_a_layer() -> int:
+def layer_bytes() -> int:
     """Return bytes per token of one layer's feed-forward part, without gradient."""
     return round(ACTIVATION_FACTOR * (4 * H + 2 * 2 * H + 3 * 2 * INNER))
 
@@ -79,7 +79,7 @@ def test_parts_on_one_rank() -> None:
         **asleep,
         "policy: gradients": 4 * POLICY,
         "gathered weights": GATHERED,
-        "activations": TOKENS * kept(),
+        "activations": TOKENS * saved_bytes(),
         "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 2 * 4 * VOCAB * H,
     }
     assert plan.phases == {
@@ -91,7 +91,7 @@ def test_parts_on_one_rank() -> None:
             **asleep,
             "critic: gradients": 4 * CRITIC,
             "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
-            "activations": TOKENS * kept(),
+            "activations": TOKENS * saved_bytes(),
         },
         WEIGHT_SYNC: {**held, **asleep, "one whole tensor": 4 * VOCAB * H},
     }
@@ -102,12 +102,15 @@ def test_parts_on_one_rank() -> None:
     assert smaller.peak_phase == POLICY_UPDATE
     finest = {
         **policy_update,
-        "activations": LONGEST * kept(),
+        "activations": LONGEST * saved_bytes(),
         "head": 2 * LOGITS + 2 * LONGEST * H * 2 + 8 * VOCAB * H,
     }
     assert smaller.floor_bytes == sum(finest.values())
     fewer = plan_memory(settings(HF), SHAPE, UNKNOWN, tokens=4).phases[POLICY_UPDATE]
-    assert (fewer["activations"], fewer["head"]) == (4 * kept(), 2 * 4 * 4 * VOCAB + 2 * 4 * H * 2 + 8 * VOCAB * H)
+    assert (fewer["activations"], fewer["head"]) == (
+        4 * saved_bytes(),
+        2 * 4 * 4 * VOCAB + 2 * 4 * H * 2 + 8 * VOCAB * H,
+    )
 
 
 def test_parts_of_hf_engine() -> None:
@@ -116,10 +119,10 @@ def test_parts_of_hf_engine() -> None:
         HF, "filter.max_prompt_tokens=300", "rollout.max_num_seqs=5", "trainer.max_tokens_per_micro_batch=304"
     )
     engine = planning.engine_bytes(config, SHAPE, UNKNOWN)
-    assert engine == 2 * POLICY + 5 * 304 * CACHED + 3 * 300 * in_a_layer()
-    assert planning.forward_activation_bytes(SHAPE, 2) == in_a_layer()
+    assert engine == 2 * POLICY + 5 * 304 * CACHED + 3 * 300 * layer_bytes()
+    assert planning.forward_activation_bytes(SHAPE, 2) == layer_bytes()
     layer = plan_memory(settings(HF, "trainer.max_tokens_per_micro_batch=1000"), SHAPE, UNKNOWN, tokens=1_000)
-    assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * in_a_layer()
+    assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * layer_bytes()
 
 
 def test_parts_on_two_ranks_with_offloading() -> None:
@@ -131,7 +134,7 @@ def test_parts_on_two_ranks_with_offloading() -> None:
     held = {"policy: float32 weights": 4 * POLICY // 2, "critic: float32 weights": 4 * CRITIC // 2}
     engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
     asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
-    activations = TOKENS * kept(recompute=True, compiled=True)
+    activations = TOKENS * saved_bytes(recompute=True, compiled=True)
     policy_gradients = {"policy: gradients": 4 * POLICY // 2}
     assert plan.phases == {
         GENERATION: {**held, "engine": engine},
@@ -179,7 +182,7 @@ def test_parts_with_zero_stage_1() -> None:
         "policy: gradients": 2 * POLICY,
         "gathered weights": 2 * POLICY,
         "whole gradients": 4 * POLICY,
-        "activations": TOKENS * kept(),
+        "activations": TOKENS * saved_bytes(),
         "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
     }
     assert phases[WEIGHT_SYNC] == {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H}
@@ -210,7 +213,7 @@ def test_parts_with_adapters(base: str) -> None:
             **gradients,
             **asleep,
             **beside,
-            "activations": TOKENS * (kept() + LAYERS * 2 * 4 * targets),
+            "activations": TOKENS * (saved_bytes() + LAYERS * 2 * 4 * targets),
             "head": 2 * LOGITS + 2 * TOKENS * H * 2,
         },
         WEIGHT_SYNC: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
@@ -224,7 +227,7 @@ def test_parts_with_adapters(base: str) -> None:
     assert whole[FROZEN_BASE] == round(in_4_bits * (1 / 2 + 4 / 64)) + POLICY - in_4_bits  # half of two bytes each
     again = settings("model.lora.rank=4", "model.gradient_checkpointing=true", *NO_CRITIC)
     update = plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]
-    assert update["activations"] == TOKENS * (kept(recompute=True) + 2 * 4 * targets)
+    assert update["activations"] == TOKENS * (saved_bytes(recompute=True) + 2 * 4 * targets)
 
 
 def test_micro_batch_tokens() -> None:

@@ -30,7 +30,7 @@ from tests.helpers.passes import answers, needs
 from tests.models.tiny import answers as random_answers
 from tests.side_by_side import run_side_by_side
 from tests.small_run import prepare, train
-from tests.trainer.batches import sums
+from tests.trainer.batches import make_statistics
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.lengthy)])
@@ -174,7 +174,7 @@ def test_mini_batches_stop_at_first_non_finite(bad: int | None) -> None:
         if len(asked) == bad:
             raise NonFiniteError("no number")
         asked.append((part.packed.group_ids.tolist(), num_micro, denominator.num_tokens))
-        return ModelUpdate(sums(ValueStatistics), float(len(asked)))
+        return ModelUpdate(make_statistics(ValueStatistics), float(len(asked)))
 
     found = run_mini_batches(step, batch, minis)
     taken = 3 if bad is None else bad

@@ -54,7 +54,7 @@ RELATIVE = 1e-5
 gradients are cancelling sums."""
 
 
-def ran(folder: Path, world_size: int) -> Path:
+def compute_gradients(folder: Path, world_size: int) -> Path:
     """Compute the cases of so many ranks once; return the folder."""
     cases = folder / f"cases-{world_size}.json"
     if not cases.exists():
@@ -111,8 +111,8 @@ def _case(folder: Path, algo: str, name: str) -> dict[str, object]:
     ],
 )
 def test_gradient_is_independent_of_split_and_ranks(folder: Path, algo: str, case: str, world_size: int) -> None:
-    expected = load_file(ran(folder, 1) / f"{algo}-whole-1.safetensors")
-    found = load_file(ran(folder, world_size) / f"{algo}-{case}-{world_size}.safetensors")
+    expected = load_file(compute_gradients(folder, 1) / f"{algo}-whole-1.safetensors")
+    found = load_file(compute_gradients(folder, world_size) / f"{algo}-{case}-{world_size}.safetensors")
     assert found.keys() == expected.keys()
     assert any(name.startswith("critic.") for name in found) == (algo == "ppo")
     for name, value in expected.items():
@@ -125,7 +125,10 @@ def test_gradient_is_independent_of_split_and_ranks(folder: Path, algo: str, cas
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", SEVERAL)
 def test_nan_loss_on_one_rank_stops_all(folder: Path, world_size: int) -> None:
-    outcomes = [(ran(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text() for rank in range(world_size)]
+    outcomes = [
+        (compute_gradients(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text()
+        for rank in range(world_size)
+    ]
     steps, told = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
     assert [*steps] == ["0 steps, NonFiniteError, weights as before; 2 steps, NoneType, weights changed"] * world_size
     named = [re.findall(r"the loss of prompts number (\[\d[\d, ]*\]) of the step is not finite", text) for text in told]
