@@ -108,13 +108,13 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: boo
     cut = special - tags if tags else frozenset[int]()  # the libraries remove all special tokens or none
     skip = skip_special_tokens and not tags
 
-    def as_lists(answers: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
-        lists = [np.asarray(ids).tolist() for ids in answers]
+    def as_lists(responses: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
+        lists = [np.asarray(ids).tolist() for ids in responses]
         return [[id for id in ids if id not in cut] for ids in lists] if cut else lists
 
-    def by_transformers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+    def by_transformers(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         # transformers decodes an empty list to one empty text.
-        return tokenizer.batch_decode(as_lists(answers), skip_special_tokens=skip) if answers else []
+        return tokenizer.batch_decode(as_lists(responses), skip_special_tokens=skip) if responses else []
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return by_transformers
@@ -122,8 +122,8 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: boo
     if tokenizer.clean_up_tokenization_spaces and not isinstance(core.model, BPE):
         return by_transformers
 
-    def by_tokenizers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        return list(core.decode_batch(as_lists(answers), skip_special_tokens=skip))
+    def by_tokenizers(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        return list(core.decode_batch(as_lists(responses), skip_special_tokens=skip))
 
     probe = [tokenizer.encode("It 's here , is n't it ? No . (3 + 4) !")]
     return by_tokenizers if by_tokenizers(probe) == by_transformers(probe) else by_transformers

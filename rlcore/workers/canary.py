@@ -22,9 +22,9 @@ from rlcore.types import PackedBatch, Prompt, Score
 
 NUM_PROMPTS = 4
 """Prompts of a probe."""
-# More answers rather than longer ones: a step of the engine takes as long for 16 answers as for 8.
-_ANSWERS_PER_PROMPT = 4
-_ANSWER_TOKENS = 8
+# More responses instead of longer ones, since an engine step takes as long for 16 as for 8.
+_RESPONSES_PER_PROMPT = 4
+_RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Upper bounds of rounding: mean absolute difference of log-probabilities at the first sync. Tensors that vLLM
@@ -122,11 +122,11 @@ def probe_difference(
     samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass, in equally many
     micro-batches on each rank."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
-    requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_ANSWERS_PER_PROMPT)]
+    requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)
-    rollouts = engine.generate(requests, sampling, min(_ANSWER_TOKENS, config.rollout.max_response_tokens))
+    rollouts = engine.generate(requests, sampling, min(_RESPONSE_TOKENS, config.rollout.max_response_tokens))
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
-    tokens = _ANSWERS_PER_PROMPT * sum(len(prompt.token_ids) + _ANSWER_TOKENS for prompt in prompts)
+    tokens = _RESPONSES_PER_PROMPT * sum(len(prompt.token_ids) + _RESPONSE_TOKENS for prompt in prompts)
     num_micro = -(-tokens // config.trainer.max_tokens_per_micro_batch)
     difference = (batch.behavior_logprobs - logprobs(batch, num_micro))[batch.loss_mask].abs().mean().item()
     return difference if np.isfinite(difference) else float("inf")

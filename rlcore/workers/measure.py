@@ -47,14 +47,14 @@ class MemoryMeter:
 
     Args:
         peak: returns the peak since its last call.
-        away: returns the bytes that are counted but unmapped while the engine sleeps.
+        unmapped: returns the bytes that are counted but unmapped while the engine sleeps.
     """
 
-    def __init__(self, peak: Callable[[], Bytes] = gpu_peak, away: Callable[[], int] = engine_pool_bytes) -> None:
+    def __init__(self, peak: Callable[[], Bytes] = gpu_peak, unmapped: Callable[[], int] = engine_pool_bytes) -> None:
         self._peak = peak
-        self._away = away
+        self._unmapped = unmapped
         self._is_asleep = False
-        self._most = Bytes(0, 0)
+        self._max = Bytes(0, 0)
 
     def set_engine_asleep(self, is_asleep: bool) -> None:
         """Record that the engine sleeps, or that it is about to wake."""
@@ -64,11 +64,11 @@ class MemoryMeter:
 
     def peak(self) -> Bytes:
         """Return the peak so far."""
-        found, away = self._peak(), self._away() if self._is_asleep else 0
-        self._most = Bytes(
-            max(self._most.allocated, found.allocated - away), max(self._most.reserved, found.reserved - away)
+        found, unmapped = self._peak(), self._unmapped() if self._is_asleep else 0
+        self._max = Bytes(
+            max(self._max.allocated, found.allocated - unmapped), max(self._max.reserved, found.reserved - unmapped)
         )
-        return self._most
+        return self._max
 
 
 BYTES_PER_MB = 1_000_000
@@ -96,12 +96,12 @@ class RankProfiler:
         running, self._profile = self._profile, None
         running.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.part.gz")  # by its ending torch packs it
+        partial = file.with_name(f".{file.name}.part.gz")  # torch compresses by the suffix
         try:
-            running.export_chrome_trace(str(beside))
-            size_mb = beside.stat().st_size / BYTES_PER_MB
+            running.export_chrome_trace(str(partial))
+            size_mb = partial.stat().st_size / BYTES_PER_MB
             if size_mb <= max_mb:
-                beside.replace(file)
+                partial.replace(file)
         finally:
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         return size_mb
