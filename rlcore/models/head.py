@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, without the logits of all tokens at once. Forward processes
+"""Log-probabilities and entropies from hidden states, without the logits of all tokens in memory. Forward processes
 tokens in chunks and keeps one log-sum-exp (and entropy) per token. Backward recomputes the logits by chunk and turns
 them into their gradient in place."""
 
@@ -45,7 +45,7 @@ def token_logprobs_and_entropy(
 
         logprob = z_target - logsumexp(z)        entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    At most `chunk_tokens` rows of logits exist at once, in forward and backward. Gradients flow to `hidden` and
+    At most `chunk_tokens` rows of logits exist at a time, in forward and backward. Gradients flow to `hidden` and
     `weight`; that of `weight` is summed in float32 over chunks. "value" computes the entropy without gradient.
     `compiled` fuses the operations after the matrix products (CUDA).
     """

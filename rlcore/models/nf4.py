@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 BLOCK = 64
 """Weights that share a scale, along a matrix's rows."""
-# Blocks quantized at once: 17 million weights, whose float32 temporaries take 300 MB.
+# Blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
 

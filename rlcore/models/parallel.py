@@ -44,7 +44,7 @@ def full_state(
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters under transformers' names, with a tied head once, as the embedding. Gathering is a
-    collective: all ranks must iterate to the end, in step. One bucket of gathered tensors is alive at once. LoRA
+    collective: all ranks must iterate to the end, in step. One bucket of gathered tensors is alive at a time. LoRA
     adapters are merged, so names and shapes are those of the base model.
 
     Args:

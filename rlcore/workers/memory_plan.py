@@ -220,7 +220,7 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
-    """Policy or critic on one rank. `parameters`: trained ones. `gathered`: bytes of weights that FSDP2 gathers at once
+    """Policy or critic on one rank. `parameters`: trained ones. `gathered`: bytes of weights that FSDP2 gathers
     in the compute type. `whole`: bytes of all that it can gather."""
 
     name: str

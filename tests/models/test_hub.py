@@ -23,7 +23,7 @@ Reach = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
+def clear_cache() -> Iterator[None]:
     is_hub_reachable.cache_clear()
     yield
     is_hub_reachable.cache_clear()

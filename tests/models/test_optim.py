@@ -79,7 +79,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [state[key] for state in optimizer.state.values() for key in MOMENTS]
 
 
-@pytest.mark.parametrize("limit", [1, 5_000, OFFLOAD_PIECE_BYTES], ids=["one by one", "several", "all at once"])
+@pytest.mark.parametrize("limit", [1, 5_000, OFFLOAD_PIECE_BYTES], ids=["one by one", "several", "together"])
 def test_offloaded_steps_are_bit_identical(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadedAdamW, "piece_bytes", limit)
     (model, optimizer), (other, plain) = build(offloaded=True), build(offloaded=False)
@@ -107,7 +107,7 @@ def test_offloaded_moments_return_to_same_memory(monkeypatch: pytest.MonkeyPatch
     assert [moment.data_ptr() for moment in after] == [address for address, _ in home]
     assert not any(torch.equal(moment, before) for moment, (_, before) in zip(after, home, strict=True))
     assert max(seen) >= 2, "no piece was stepped on the device"
-    assert max(seen) < len(after), "all moments were on the device at once"
+    assert max(seen) < len(after), "all moments were on the device together"
 
 
 def test_offloaded_step_keeps_gradients() -> None:

@@ -146,7 +146,7 @@ class Ranks:
         self.asked: list[tuple[Any, list[tuple[Any, ...]]]] = []
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError("an update asks ranks with arguments of their own")
+        raise AssertionError("updates have different arguments by rank")
 
     def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Completed[Any]:
         self.asked.append((verb, list(arguments)))

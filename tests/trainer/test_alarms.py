@@ -79,13 +79,13 @@ def test_skipped_step_keeps_weights(root: Path) -> None:
 
 
 def test_exploding_gradient_is_skipped(root: Path) -> None:
-    (told,), same = run_steps(root, 1, STEEP)
+    (reported,), same = run_steps(root, 1, STEEP)
     assert not same
-    assert "alarms.grad_norm_above is 1000" in alarm_texts(told)["grad_norm"]
+    assert "alarms.grad_norm_above is 1000" in alarm_texts(reported)["grad_norm"]
     (skipped,), same = run_steps(root, 1, STEEP, "alarms.grad_norm=skip")
     assert same
     assert skipped.metrics[SKIPPED] == 1.0
-    assert skipped.metrics["actor/grad_norm"] == told.metrics["actor/grad_norm"] > 1_000
+    assert skipped.metrics["actor/grad_norm"] == reported.metrics["actor/grad_norm"] > 1_000
     _, same = run_steps(root, 1, STEEP, "alarms.grad_norm=off", "alarms.grad_norm_above=1")
     assert not same
 
@@ -96,13 +96,13 @@ def test_one_mini_batch_above_bound_is_skipped(root: Path) -> None:
     (plain,), _ = run_steps(root, 1, *halves)
     mean = plain.metrics["actor/grad_norm"]
     bound = f"alarms.grad_norm_above={1.001 * mean}"
-    (told,), _ = run_steps(root, 1, *halves, bound)
+    (reported,), _ = run_steps(root, 1, *halves, bound)
     (skipped,), same = run_steps(root, 1, *halves, bound, "alarms.grad_norm=skip")
     assert not same
     assert skipped.metrics[SKIPPED] == 0.5
     assert skipped.metrics["actor/grad_norm"] == pytest.approx(mean)
     assert "grad_norm" not in alarm_texts(plain)
-    for result in (told, skipped):
+    for result in (reported, skipped):
         assert float(alarm_texts(result)["grad_norm"].partition("gradient is ")[2].partition(",")[0]) > 1.001 * mean
 
 
@@ -164,7 +164,7 @@ def make_experience(totals: list[float | None], groups: list[int], reasons: str 
 
 
 @pytest.mark.parametrize(
-    ("totals", "groups", "is_told"),
+    ("totals", "groups", "has_alarm"),
     [
         ([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], True),
         ([1.0, 1.0, 0.0, 0.5], [0, 0, 1, 1], False),
@@ -175,10 +175,10 @@ def make_experience(totals: list[float | None], groups: list[int], reasons: str 
         ([0.0, 0.0], [0, 1], False),
     ],
 )
-def test_equal_scores_alarm(root: Path, totals: list[float | None], groups: list[int], is_told: bool) -> None:
+def test_equal_scores_alarm(root: Path, totals: list[float | None], groups: list[int], has_alarm: bool) -> None:
     config = load_config(["experiment=debug", f"paths.root={root}"])
     text = "all groups have responses of one score each: nothing to learn from"
-    expected = (Alarm("equal_scores", "tell", text),) if is_told else ()
+    expected = (Alarm("equal_scores", "tell", text),) if has_alarm else ()
     assert batch_alarms(config, make_experience(totals, groups)) == expected
     off = load_config(["experiment=debug", f"paths.root={root}", "alarms.equal_scores=off"])
     assert batch_alarms(off, make_experience(totals, groups)) == ()

@@ -99,8 +99,8 @@ def test_all_unscored_error() -> None:
     with pytest.raises(UnscoredError) as caught:
         ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     scorer = answerer.config.data.scorer
-    told = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
-    assert str(caught.value) == told
+    message = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
+    assert str(caught.value) == message
     assert str(all_unscored_error("x", "s", ["a"] * 1_234 + ["b"])) == (
         "x: has no metrics, for 1,235 responses have no score; s failed, the last time: b"
     )

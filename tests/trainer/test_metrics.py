@@ -247,8 +247,8 @@ def test_step_metrics() -> None:
     }  # fmt: skip
     more = replace(make_estimate(packed), kl_in_reward=0.125, masked_share=0.0)
     old = torch.full((packed.num_tokens,), QUARTER)
-    told = step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
-    assert {name: value for name, value in told.items() if name not in plain} == {
+    metrics = step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
+    assert {name: value for name, value in metrics.items() if name not in plain} == {
         SKIPPED: 0.5,
         "rollout_corr/left_out_share": 0.0,
         "actor/reward_kl_penalty": 0.125,
@@ -258,7 +258,7 @@ def test_step_metrics() -> None:
     varied = old + torch.arange(packed.num_tokens) / 10
     for of_pass, compared in ((varied, packed), (None, kept)):  # the update does not compute masked tokens
         less = replace(more, batch=replace(more.batch, packed=kept, old_logprobs=of_pass))
-        told = step_metrics(make_config(), found, less, Update(logprobs_before=varied))
-        assert mismatch_metrics(compared, varied, None).items() <= told.items()
+        metrics = step_metrics(make_config(), found, less, Update(logprobs_before=varied))
+        assert mismatch_metrics(compared, varied, None).items() <= metrics.items()
     weighted = make_config("algo.importance.mode=truncate")
     assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))

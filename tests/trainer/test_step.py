@@ -267,7 +267,7 @@ ADAPTIVE = ("algo.kl.where=reward", "algo.kl.coef=0.5", "algo.kl.adaptive=true",
             "algo.kl.horizon=100")  # fmt: skip
 
 
-class Nobody(Ranks):
+class NoRanks(Ranks):
     """Ranks without results of updates."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ CONTROLLED = ("algo.entropy_control.target=3.0", "algo.entropy_control.step=0.25
 def trainer(*overrides: str, failures: Path = Path(), ranks: Ranks | None = None) -> Trainer:
     config = load_config(["experiment=debug", *overrides])
     collector = ExperienceCollector(Written(config, {}), InOrder(PROMPTS, seed=1))
-    return Trainer(config, ranks or Nobody(), collector, failures=failures)
+    return Trainer(config, ranks or NoRanks(), collector, failures=failures)
 
 
 def state_after(update: Update, *overrides: str, kl: float | None = None) -> LoopState:
@@ -292,10 +292,10 @@ def state_after(update: Update, *overrides: str, kl: float | None = None) -> Loo
 
 
 def test_state_after_step() -> None:
-    went_on = replace(STATE, step=5, policy_version=6, num_prompts_drawn=25, num_tokens=1_019, pass_counts="counts")
-    assert state_after(Update()) == went_on
-    assert state_after(UPDATE) == went_on
-    assert state_after(UPDATE, *ADAPTIVE) == went_on, "no KL was measured"
+    resumed = replace(STATE, step=5, policy_version=6, num_prompts_drawn=25, num_tokens=1_019, pass_counts="counts")
+    assert state_after(Update()) == resumed
+    assert state_after(UPDATE) == resumed
+    assert state_after(UPDATE, *ADAPTIVE) == resumed, "no KL was measured"
 
 
 def test_kl_coefficient_follows_observed_kl() -> None:

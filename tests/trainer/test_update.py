@@ -283,19 +283,19 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
     batch, _ = make_batch()
     words = f"{TWO_HALVES} algo.clip_cov.share=0.1 algo.clip_cov.low=0.05"
 
-    def drawn(step: int, seed: int = 1) -> Tensor:
+    def clip_weights(step: int, seed: int = 1) -> Tensor:
         config = settings(f"{words} seed={seed}")
         return apply_selection(config, batch, None, num_finished=step).importance_weights
 
-    assert torch.equal(drawn(3), drawn(3))
-    assert not torch.equal(drawn(3), drawn(4))
-    assert not torch.equal(drawn(3), drawn(3, seed=2))
+    assert torch.equal(clip_weights(3), clip_weights(3))
+    assert not torch.equal(clip_weights(3), clip_weights(4))
+    assert not torch.equal(clip_weights(3), clip_weights(3, seed=2))
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
         mask = batch.packed.loss_mask[tokens]
         assert batch.old_logprobs is not None
         covariance = token_covariance(batch.old_logprobs[tokens], batch.advantages[tokens], mask)
-        out = mask & (drawn(3)[tokens] == 0)
+        out = mask & (clip_weights(3)[tokens] == 0)
         assert int(out.sum()) == math.ceil(0.1 * int(mask.sum()))
         assert covariance[out].min() > 0.05
         assert covariance[out].max() < 5.0

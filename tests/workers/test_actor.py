@@ -179,6 +179,6 @@ def test_dropout_of_retry_depends_on_split(tmp_path: Path) -> None:
 
         redone, num_micro = after_update(1)
         assert num_micro > 1
-        at_once, same_number = after_update(num_micro)
+        direct, same_number = after_update(num_micro)
         assert same_number == num_micro
-        assert torch.equal(redone, at_once)
+        assert torch.equal(redone, direct)

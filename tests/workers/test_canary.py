@@ -36,11 +36,11 @@ def test_canary_learns_rounding() -> None:
     assert judge.check(0, observe(0.038)).warning == ""
     for version, difference in enumerate([0.0517, 0.049, 0.12, 0.02], start=1):
         assert judge.check(version, observe(difference)).warning == ""
-    told = judge.check(9, observe(0.2))
-    assert told.difference == 0.2
-    assert "weight sync 9" in told.warning
-    assert "rollout.canary_bound: 0.152, from the first sync's 0.038" in told.warning
-    assert "every tensor is equal" in told.warning
+    result = judge.check(9, observe(0.2))
+    assert result.difference == 0.2
+    assert "weight sync 9" in result.warning
+    assert "rollout.canary_bound: 0.152, from the first sync's 0.038" in result.warning
+    assert "every tensor is equal" in result.warning
     assert judge.check(10, observe(0.03)).warning == ""
 
 
@@ -137,7 +137,7 @@ def test_canary_error_message() -> None:
         canary().check(0, observe(2.0, "a"))
 
 
-class Told(NoEngine):
+class ProbedEngine(NoEngine):
     """An engine that samples two tokens of log-probability -1 and records its calls."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def test_probe_compares_sampled_tokens(limit: int, asked: int) -> None:
          "filter.max_prompt_tokens=4", "trainer.max_tokens_per_micro_batch=44"]
     )  # fmt: skip
     prompts = [Prompt(0, (5, 6, 7), "countdown", "{}"), Prompt(1, (5,), "countdown", "{}")]
-    engine, cut = Told(), []
+    engine, cut = ProbedEngine(), []
 
     def trainers(batch: PackedBatch, num_micro: int) -> Tensor:
         cut.append(num_micro)

@@ -128,12 +128,12 @@ def printed_by(what: str, environment: dict[str, str], folder: Path) -> list[str
 @pytest.mark.parametrize("given", [{}, {"MALLOC_MMAP_THRESHOLD_": "65536"}])
 def test_malloc_thresholds(given: dict[str, str], tmp_path: Path) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    told, faults = printed_by("of_the_host", plain | given, tmp_path)
+    was_set, faults = printed_by("of_the_host", plain | given, tmp_path)
     if given:
-        assert told == "False"
+        assert was_set == "False"
         assert int(faults) >= 200  # ten blocks of 40 MB; a page may be as large as 2 MB
     else:
-        assert told == "True"
+        assert was_set == "True"
         assert int(faults) < 100
 
 

@@ -200,7 +200,7 @@ def test_uncompiled_head_temporaries() -> None:
 
 
 def test_uncompiled_layers_are_counted_plain() -> None:
-    """Without a flash kernel (float32, sdpa) `model.compile` has no effect on layers and head."""
+    """`model.compile` has no effect without a flash kernel (float32, sdpa)."""
     for overrides, itemsize in ((("model.dtype=float32",), 4), (("model.attention=sdpa",), 2)):
         plans = [
             plan_memory(settings(*overrides, f"model.compile={said}"), QWEN_05B, Device("x", itemsize, None))
@@ -332,9 +332,9 @@ def test_fit_auto_keeps_fingerprint() -> None:
     from rlcore.config.fingerprint import settings_fingerprint
 
     assert settings_fingerprint(chosen) == settings_fingerprint(config)
-    told = chosen_settings(config, chosen)
-    assert "rollout.sleep_level=2" in told
-    assert "seed" not in told
+    chosen_text = chosen_settings(config, chosen)
+    assert "rollout.sleep_level=2" in chosen_text
+    assert "seed" not in chosen_text
 
 
 @pytest.mark.parametrize("gb", [24.1, 25.3, 25.7, 42.9, 85.0, 150.1])

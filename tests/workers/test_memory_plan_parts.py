@@ -204,15 +204,15 @@ def test_parts_with_adapters(base: str) -> None:
     asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
     gradients = {"policy: gradients": 4 * adapters}
     gathered = 2 * (ROOT + 2 * (LAYER - MATRICES)) + 2 * H * INNER if base == "nf4" else GATHERED
-    beside = {"gathered weights": gathered}
+    gathered_weights = {"gathered weights": gathered}
     assert plan_memory(config, SHAPE, CARD).phases == {
         GENERATION: {**trained, "engine": engine},
-        PASSES: {**held, **asleep, **beside, "the head, or a layer": 2 * LOGITS + TOKENS * H * 2},
+        PASSES: {**held, **asleep, **gathered_weights, "the head, or a layer": 2 * LOGITS + TOKENS * H * 2},
         POLICY_UPDATE: {
             **held,
             **gradients,
             **asleep,
-            **beside,
+            **gathered_weights,
             "activations": TOKENS * (saved_bytes() + LAYERS * 2 * 4 * targets),
             "head": 2 * LOGITS + 2 * TOKENS * H * 2,
         },

@@ -135,7 +135,7 @@ def test_cached_ref_logprobs_are_used_once(worker: Worker) -> None:
 
 @pytest.mark.parametrize(("added", "moves"), [(0.0, False), (0.5, True)])
 def test_added_entropy_has_gradient(worker: Worker, added: float, moves: bool) -> None:
-    """Without advantages nothing else has a gradient."""
+    """Nothing else has a gradient without advantages."""
     packed = answers(3)
     nothing = torch.zeros(packed.num_tokens)
     ref = worker.ref_logprobs(packed, 1)

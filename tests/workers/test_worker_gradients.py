@@ -129,8 +129,10 @@ def test_nan_loss_on_one_rank_stops_all(folder: Path, world_size: int) -> None:
         (compute_gradients(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text()
         for rank in range(world_size)
     ]
-    steps, told = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
+    steps, messages = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
     assert [*steps] == ["0 steps, NonFiniteError, weights as before; 2 steps, NoneType, weights changed"] * world_size
-    named = [re.findall(r"the loss of prompts number (\[\d[\d, ]*\]) of the step is not finite", text) for text in told]
+    named = [
+        re.findall(r"the loss of prompts number (\[\d[\d, ]*\]) of the step is not finite", text) for text in messages
+    ]
     assert named[0]
     assert named == [named[0]] * world_size, "each rank reports all prompts"
