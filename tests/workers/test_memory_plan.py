@@ -144,13 +144,13 @@ def settings(*overrides: str, experiment: str = "tinyzero_ppo") -> RunConfig:
 
 
 def test_tutorial_memory_matches_plan() -> None:
-    said = re.search(r"needs (\d+) GB in its update", (ROOT / "docs" / "tutorials" / "real-model.md").read_text())
+    stated = re.search(r"update needs (\d+) GB", (ROOT / "docs" / "tutorials" / "real-model.md").read_text())
     config = load_config(["experiment=smollm2_countdown"])
     shape = shape_of(config.model)
-    assert said is not None
+    assert stated is not None
     assert shape is not None
     update = fit_settings(config, shape, CARD_80)[1].phases["policy update"]
-    assert round(sum(update.values()) / 1e9) == int(said[1])
+    assert round(sum(update.values()) / 1e9) == int(stated[1])
 
 
 def test_tinyzero_plan() -> None:
@@ -203,8 +203,8 @@ def test_uncompiled_layers_are_counted_plain() -> None:
     """`model.compile` has no effect without a flash kernel (float32, sdpa)."""
     for overrides, itemsize in ((("model.dtype=float32",), 4), (("model.attention=sdpa",), 2)):
         plans = [
-            plan_memory(settings(*overrides, f"model.compile={said}"), QWEN_05B, Device("x", itemsize, None))
-            for said in ("true", "false")
+            plan_memory(settings(*overrides, f"model.compile={stated}"), QWEN_05B, Device("x", itemsize, None))
+            for stated in ("true", "false")
         ]
         assert plans[0] == plans[1]
     assert (
