@@ -55,8 +55,8 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
     """Compute log-probabilities in float32 under the initial policy with bfloat16-rounded weights."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
-    assert worker._place is not None, "the rig has set up the worker"
-    device = worker._place.device
+    assert worker._placement is not None, "the rig has set up the worker"
+    device = worker._placement.device
     policy = load_policy(worker._model_directory, model=plain, device=device).to(torch.bfloat16).to(torch.float32)
     with torch.no_grad():
         return policy_logprobs(policy.eval(), batch, micro_batches(batch, num_micro), config, device)

@@ -19,7 +19,7 @@ PHASES = {
     Worker.old_logprobs: planning.PASSES,
     Worker.ref_logprobs: planning.PASSES,
     Worker.update_policy: planning.POLICY_UPDATE,
-    Worker.sync_weights: planning.HAND_OVER,
+    Worker.sync_weights: planning.WEIGHT_SYNC,
 }
 GB = 1e9
 TOLERANCE = 0.15

@@ -129,7 +129,7 @@ def _logged(messages: list[str]) -> Iterator[None]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    log, keep = logging.getLogger("rlcore.workers.passes"), Keep()
+    log, keep = logging.getLogger("rlcore.workers.trained_model"), Keep()
     log.addHandler(keep)
     try:
         yield

@@ -1,5 +1,3 @@
-"""Policies, value models, packed attention, the chunked head, optimizers and sharding.
-
-Shape legend: T tokens of all sequences laid end to end, N sequences, M masked-in tokens, B rows of a decode batch,
-L new tokens a row, S tokens a row including the cache, H hidden size, V vocabulary.
-"""
+"""Policies, value models, packed attention, the chunked head, optimizers and sharding. Shape legend: T tokens of all
+packed sequences, N sequences, M unmasked tokens, B rows of a decode batch, L new tokens a row, S tokens a row including
+the cache, H hidden size, V vocabulary."""

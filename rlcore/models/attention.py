@@ -1,213 +1,61 @@
-"""Packed attention: every token sees the earlier tokens of its own sequence, and no [T, T] mask is ever built.
+"""Packed attention: each token attends to earlier tokens of the same sequence, without a [T, T] mask.
 
-One function is registered with transformers. A packed pass hands it a `PackedLayout` as a keyword argument (no global
-state, so gradient checkpointing recomputes the same thing); a decoding pass hands it a small four-dimensional mask.
-
-The `sdpa` backend runs anywhere and uses no padding: tokens are put in order of their sequence's length once, at the
-model's entrance, and then each distinct length is one dense causal attention over a slice.
+One function is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument, so gradient
+checkpointing recomputes the same values. Decoding passes a small four-dimensional mask.
+The `sdpa` backend runs anywhere: each length group of the layout is one dense causal attention.
 """
 
 import importlib
-import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlcore.errors import ModelError
-from rlcore.models.memory import to_device
-from rlcore.models.shared_prompts import IntArray, SharedOrder, SharedPrompts
+from rlcore.models.layout import Backend, LengthGroup, PackedLayout
 
-# ---------------------------------------------------------------- layout
-
-Backend = Literal["flash_attn", "varlen", "sdpa"]
-Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor, or an array of the host: FSDP sends tensors that a model is called with to the device, and to read them
-there waits for it."""
-
-# With more distinct lengths than this the launches cost more than a little padding inside attention does.
-_MAX_EXACT_LENGTHS = 48
-# Then lengths are rounded up to steps of an eighth of a power of two: at most 1/8 of the attended tokens are zeros.
-_STEPS_PER_DOUBLING = 8
-# Kernels need an upper bound of the longest sequence only; few distinct bounds mean few compiled shapes.
-_MAX_SEQLEN_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class LengthGroup:
-    """Sequences attended in one dense call: tokens `start` to `stop`, in sorted order.
-
-    `slots` Int[stop - start]: place of each token among `num_sequences` x `length` rows; empty where every sequence
-    has exactly `length` tokens.
-    """
-
-    start: int
-    stop: int
-    num_sequences: int
-    length: int
-    slots: Int[Tensor, "n"]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all sequences of the group have the same length."""
-        return self.stop - self.start == self.num_sequences * self.length
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """How T tokens run through the model.
-
-    `token_order` Int[T]: which token of the batch stands at each place the model computes; `place` Int[T] is its
-    inverse. `cu_seqlens` Int32[N+1] bounds the sequences in the order computed. `groups` is empty but for `sdpa`.
-    With `shared` the model computes c < T tokens: `token_order` has c entries, `place` says which of them stands for a
-    token of the batch, and the rest is for attention, which has all T keys and values.
-    """
-
-    backend: Backend
-    cu_seqlens: Int[Tensor, "N_plus_1"]
-    max_seqlen: int
-    token_order: Int[Tensor, "c"]
-    computed_index: Int[Tensor, "T"]
-    groups: tuple[LengthGroup, ...]
-    shared: SharedPrompts | None = None
-
-
-def build_layout(
-    cu_seqlens: Int[Array, "N_plus_1"],
-    *,
-    backend: Backend,
-    device: torch.device,
-    shared: IntArray | None = None,
-) -> PackedLayout:
-    """Layout of the sequences that `cu_seqlens` bounds. With bounds on the host nothing waits for the device.
-
-    `shared` Int[N]: how many of its first tokens a sequence has in common with the one before it that has 0 here.
-
-    >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
-    >>> layout.token_order.tolist()
-    [3, 4, 0, 1, 2, 5, 6, 7]
-    >>> [(group.num_sequences, group.length) for group in layout.groups]
-    [(1, 2), (2, 3)]
-    """
-    bounds = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    longest = max(lengths, default=0)
-    own_order: Tensor | None = None  # Int[T], attention's own of the batch's tokens, on the host
-    if backend == "sdpa":
-        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
-        sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
-        first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
-        sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
-        # Token of the batch at each sorted place: first token of its sequence plus its distance from the sorted start.
-        own_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
-        place = torch.empty_like(own_order)
-        place[own_order] = torch.arange(bounds[-1])
-        layout = PackedLayout(
-            backend=backend,
-            cu_seqlens=to_device(sorted_bounds, device, torch.int32),
-            max_seqlen=longest,
-            token_order=to_device(own_order, device),
-            computed_index=to_device(place, device),
-            groups=_length_groups([lengths[i] for i in order], device),
-        )
-    else:
-        identity = torch.arange(bounds[-1], device=device)
-        layout = PackedLayout(
-            backend=backend,
-            cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
-            max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
-            token_order=identity,
-            computed_index=identity,
-            groups=(),
-        )
-    if shared is None or not shared.any():
-        return layout
-    found = SharedOrder.of(np.array(bounds), shared)
-    return replace(
-        layout,
-        token_order=to_device(torch.from_numpy(found.computed), device),
-        computed_index=to_device(torch.from_numpy(found.places), device),
-        shared=found.on_device(np.array(bounds), own_order, device),
-    )
-
-
-def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Groups of the ascending `lengths`: one for each distinct length, or for each step where they are too many."""
-    exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
-    groups: list[LengthGroup] = []
-    start = 0
-    for _, members in groupby(lengths, key=lambda length: length if exact else _round_up(length)):
-        group = list(members)
-        longest, stop = group[-1], start + sum(group)
-        slots = torch.empty(0, dtype=torch.int64)
-        if group[0] != longest:
-            slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(group)])
-        groups.append(LengthGroup(start, stop, len(group), longest, to_device(slots, device)))
-        start = stop
-    return tuple(groups)
-
-
-def _round_up(length: int) -> int:
-    """`length` rounded up to a step of an eighth of the power of two below it.
-
-    >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
-    [7, 16, 18, 104, 1024]
-    """
-    step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
-    return -(-length // step) * step
-
-
-# ---------------------------------------------------------------- kernels, and the choice between them
-
-# Ampere: the oldest GPUs for which flash attention has code.
+# Ampere: the oldest GPUs that flash attention supports.
 _MIN_CAPABILITY = (8, 0)
-# Modules of flash-attn 3, 2 and 4, and the major compute capabilities that they serve.
+# Modules of flash-attn 3, 2 and 4, and the major compute capabilities that they support.
 _FLASH_3, _FLASH_2, _FLASH_4 = "flash_attn_interface", "flash_attn", "flash_attn.cute"
 _CAPABILITIES = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
 _FLASH_FUNCTION = "flash_attn_varlen_func"
-# How an import fails: no such package, a wheel built for another torch or CUDA, another version of it.
+# Import errors: no such package, a wheel for another torch or CUDA, another version.
 _IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
-# Largest head that the flash kernels hold in registers, and the multiple that their loads need.
+# Limits of the flash kernels' registers and loads.
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The packed attention in use, and why."""
+    """Selected attention backend and the reason."""
 
     name: Backend
     reason: str
 
 
 def choose_attention(
-    requested: Literal["auto", "flash_attn", "varlen", "sdpa"],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
+    requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
-    """The attention asked for, or with "auto" the first of flash_attn, varlen and sdpa that runs here.
-
-    Raises ModelError where the one asked for cannot run on this device, with this compute type or head size.
-    """
+    """Return the requested backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here. Raises
+    ModelError if the requested backend does not support this device, compute type or head size."""
     if requested == "sdpa":
-        return AttentionChoice("sdpa", "asked for by model.attention")
+        return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
     candidates: tuple[Backend, ...] = ("flash_attn", "varlen") if requested == "auto" else (requested,)
     for name in candidates:
-        problem = _flash_problem(device, dtype, head_dim) or _import_problem(name)
+        problem = _flash_problem(device, dtype, head_dim) or _load_kernel(name)
         if not problem and requested == "auto" and _KERNELS[name].module == _FLASH_4:
-            problem = "flash-attn 4 is a pre-release, and is used where model.attention=flash_attn asks for it"
+            problem = "flash-attn 4 is a pre-release, used with model.attention=flash_attn only"
         if not problem:
-            here = "asked for by model.attention" if requested != "auto" else f"{name} runs here"
+            here = "requested by model.attention" if requested != "auto" else f"{name} runs here"
             return AttentionChoice(name, "; ".join([*refused, f"{here} ({_KERNELS[name].module})"]))
         refused.append(f"{name}: {problem}")
     if requested == "auto":
@@ -219,7 +67,7 @@ def choose_attention(
 
 
 def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Why no flash kernel runs with these; empty where one does."""
+    """Return why no flash kernel runs with these arguments, or ''."""
     if device.type != "cuda":
         return f"needs CUDA, the device is {device.type}"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
@@ -231,19 +79,10 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return ""
 
 
-def _import_problem(name: Backend) -> str:
-    """Why the kernel cannot be imported; empty where it can."""
-    try:
-        _load_kernel(name)
-    except _IMPORT_ERRORS as error:
-        return f"not installed here ({error})"
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel, the module that it is of, its sentinel for an unbounded window, and whether it has `enable_gqa` for
-    grouped heads (torch's from 2.12 on)."""
+    """A kernel function. `no_window`: sentinel for an unbounded window. `supports_gqa`: has `enable_gqa` (torch >=
+    2.12)."""
 
     function: Callable[..., Any]
     module: str
@@ -251,51 +90,43 @@ class _Kernel:
     supports_gqa: bool
 
 
-# Filled by `choose_attention`. A plain table and no cached function, which the compiler could not trace.
+# Filled by `choose_attention`. A table, since the compiler cannot trace a cached function.
 _KERNELS: dict[Backend, _Kernel] = {}
 
 
-def _load_kernel(name: Backend) -> None:
-    """Import a kernel once."""
+def _load_kernel(name: Backend) -> str:
+    """Import a kernel once; return the problem, or ''."""
     if name in _KERNELS:
-        return
-    if name == "varlen":
+        return ""
+    try:
         module, attribute = "torch.nn.attention.varlen", "varlen_attn"
-    else:
-        module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
-    function = getattr(importlib.import_module(module), attribute)
+        if name == "flash_attn":
+            module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
+        function = getattr(importlib.import_module(module), attribute)
+    except _IMPORT_ERRORS as error:
+        return f"not installed here ({error})"
     parameters = inspect.signature(function).parameters
     window = parameters.get("window_size")
     if module == _FLASH_4:
         function = torch.compiler.disable(function)  # the compiler cannot trace another compiler's kernels
     no_window = None if window is None else window.default
     _KERNELS[name] = _Kernel(function, module, no_window, supports_gqa="enable_gqa" in parameters)
+    return ""
 
 
 def flash_package(capability: int) -> str:
-    """The module of the flash-attn package for a GPU of this major compute capability, of those that are installed: 3
-    before 2 before 4, which is a pre-release and whose calls part the graphs of compiled layers.
-
-    Raises ImportError where there is none, with what is wrong with each that is there in part.
-    """
-    wrong = []
+    """Return the flash-attn module for this major compute capability: version 3, then 2, then 4 (a pre-release). Raises
+    ImportError if no version is usable, with the problem of each."""
+    problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):
             try:
                 getattr(importlib.import_module(module), _FLASH_FUNCTION)
             except _IMPORT_ERRORS as error:
-                if not _is_not_installed(module, error):
-                    wrong.append(f"{module}: {error}")
+                problems.append(f"{module}: {error}")
             else:
                 return module
-    raise ImportError("; ".join(wrong) or "no flash-attn package")
-
-
-def _is_not_installed(module: str, error: Exception) -> bool:
-    """Whether nothing of a version is installed. The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
-    if isinstance(error, AttributeError):
-        return module == _FLASH_2 and importlib.import_module(module).__file__ is None
-    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+    raise ImportError("; ".join(problems))
 
 
 def _kernel_attention(
@@ -306,7 +137,7 @@ def _kernel_attention(
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "c Hq D"]:
-    """Causal attention inside each sequence by the flash-attn package or `torch.nn.attention.varlen`."""
+    """Compute causal attention in each sequence by flash-attn or `torch.nn.attention.varlen`."""
     kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
     # Computed tokens of a sequence are its last ones, as the kernels' causal mask takes them.
     of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
@@ -335,10 +166,8 @@ def _kernel_attention(
     return cast(Tensor, kernel.function(query, key, value, of_queries, layout.cu_seqlens, longest, longest, **options))
 
 
-# ---------------------------------------------------------------- attention
-
 ATTENTION_NAME = "millrace_packed"
-"""Name under which transformers finds this attention. It is in no mask registry: transformers builds no mask."""
+"""Name in the registry of transformers. It has no mask function there, so transformers builds no mask."""
 
 
 def packed_attention(
@@ -354,11 +183,9 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
-    """Attention of one layer as transformers calls it: packed where a layout is given, masked where a mask is.
-
-    With a layout B is 1 and L = S = T, or c where prompts are shared. Raises ModelError for score changes that no
-    backend here computes.
-    """
+    """Compute the attention of one layer as transformers calls it: packed with a layout, else masked. With a layout B
+    is 1 and L = S = T, or c with shared prompts. Raises ModelError if the model changes attention scores in a way that
+    no backend here supports."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "
@@ -389,7 +216,7 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, window: int | None
 ) -> Tensor:
-    """Dense attention of left-padded rows with a key-value cache."""
+    """Compute dense attention of left-padded rows with a key-value cache."""
     if mask is None:
         raise ModelError(
             "this model computes packed attention: call it through CausalPolicy.forward or CausalPolicy.decode, "
@@ -406,10 +233,10 @@ def _masked_attention(
 def _sdpa_by_length(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None, window: int | None
 ) -> Tensor:
-    """One dense causal attention for each group of sequences of equal length; [1, T, Hq, D]."""
+    """Compute one dense causal attention per length group; [1, T, Hq, D]."""
     num_heads = query.shape[1]
     key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
-    # One split and not a slice for each group: the gradient of a slice fills the whole tensor with zeros.
+    # One split, since the gradient of a slice fills the whole tensor with zeros.
     sizes = [group.stop - group.start for group in layout.groups]
     parts = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
     outputs = []
@@ -424,22 +251,21 @@ def _sdpa_by_length(
 
 
 def _group_rows(part: Tensor, group: LengthGroup) -> Tensor:
-    """The group's tokens [H, tokens, D] as [sequences, H, length, D]; shorter sequences end in zeros."""
+    """Reshape a group's tokens from [H, tokens, D] to [sequences, H, length, D], with zeros after short sequences."""
     if not group.is_exact:
-        # Zeros stand after the last token, which causal attention never reads. index_copy and not a gather with
-        # repeated indices: its gradient is a plain selection, which is the same in every run.
+        # Causal attention never reads the zeros after the last token. The gradient of index_copy is a selection,
+        # which is deterministic, unlike that of a gather with repeated indices.
         padded = part.new_zeros(part.shape[0], group.num_sequences * group.length, part.shape[2])
         part = padded.index_copy(1, group.slots, part)
     return part.view(part.shape[0], group.num_sequences, group.length, part.shape[2]).transpose(0, 1)
 
 
 def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Key or value heads repeated so that each query head has its own (grouped-query attention)."""
     return tensor if tensor.shape[1] == num_heads else tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Causal mask (of a sliding window); the last of `num_new` queries stands at the last of `num_seen` keys."""
+    """Return the causal (sliding-window) mask of the last `num_new` of `num_seen` tokens."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

@@ -1,8 +1,6 @@
-"""Log-probabilities and entropies straight from hidden states: the logits of all tokens never exist at one time.
-
-Forward goes through the tokens by chunks, keeps one log-sum-exp (and entropy) a token, and drops the logits; backward
-computes them again, chunk by chunk, and turns them into their own gradient in place.
-"""
+"""Log-probabilities and entropies from hidden states, without the logits of all tokens in memory. Forward processes
+tokens in chunks and keeps one log-sum-exp (and entropy) per token. Backward recomputes the logits by chunk and turns
+them into their gradient in place."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,16 +14,16 @@ from torch import Tensor
 EntropyMode = Literal["none", "value", "grad"]
 R = TypeVar("R")
 
-# Elements of the largest temporary beside the logits themselves. On a CPU 4 MiB of float32, which stay in its cache;
-# on a GPU 128 MiB, so that launches do not outweigh the work.
+# Elements of the largest temporary in addition to the logits: 4 MiB of float32 on a CPU, within its cache; 128 MiB on
+# a GPU, where launches must not dominate.
 _CPU_BLOCK_ELEMENTS = 1 << 20
 _GPU_BLOCK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Float32[n] each: log-probability of the target and entropy of the distribution, in nats (0 where no entropy was
-    asked for), and 1 where no other token is likelier than the target (0 where that was not asked for)."""
+    """Float32[n] each: log-probability of the target and entropy (0 if not computed) in nats. `is_top`: 1 where no
+    other token has a higher probability (0 if not computed)."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
@@ -43,13 +41,13 @@ def token_logprobs_and_entropy(
     with_top: bool = False,
     compiled: bool = False,
 ) -> TokenLogprobs:
-    """Log-probability of each target and entropy, of softmax(hidden weight^T / temperature), in float32.
+    """Compute log-probabilities and entropy of softmax(hidden weight^T / temperature), in float32.
 
         logprob = z_target - logsumexp(z)        entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    At most `chunk_tokens` rows of logits exist at one time, in forward and in backward. Gradients go to `hidden` and
-    `weight`; the gradient of `weight` is summed in float32 over chunks. "value" computes the entropy without gradient.
-    `compiled` fuses what follows the matrix products (CUDA).
+    At most `chunk_tokens` rows of logits exist at a time, in forward and backward. Gradients flow to `hidden` and
+    `weight`; that of `weight` is summed in float32 over chunks. "value" computes the entropy without gradient.
+    `compiled` fuses the operations after the matrix products (CUDA).
     """
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
@@ -85,7 +83,7 @@ class _ChunkedHead(torch.autograd.Function):
             if settings.with_top:
                 is_top[rows] = (logprobs[rows] >= logits.amax(dim=1)).float()
             log_norms[rows], entropies[rows] = statistics(logits, settings.mode != "none")
-            del logits  # before the next chunk's are made
+            del logits  # before the next chunk allocates
         logprobs -= log_norms
         ctx.save_for_backward(hidden, weight, targets, log_norms, entropies)
         ctx.settings = settings
@@ -120,20 +118,18 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """hidden weight^T in float32; on CUDA straight from the matrix unit's float32 sums, whatever the operands are."""
+    """Compute hidden weight^T in float32; on CUDA from the float32 accumulators of the matrix unit."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Float32 logits over the temperature."""
     logits = float32_logits(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total` in float32, whatever the operands are."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -143,7 +139,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy (or zeros) of each row; `logits` is left as it is."""
+    """Return log-sum-exp and entropy (or zeros) of each row."""
     log_norms = logits.new_empty(len(logits))
     entropies = torch.zeros_like(log_norms)
     for rows in _blocks(logits):
@@ -166,11 +162,11 @@ def _gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient with respect to tempered logits z, in their memory.
+    """Replace tempered logits z by their gradient, in place.
 
     d logprob / d z_j = 1[j = target] - p_j        d entropy / d z_j = -p_j (log p_j + entropy)
     """
-    # A shorter type fills the same memory from the front: row r is written where only rows up to r were.
+    # A shorter type fills the same memory from the front: row r overwrites only rows up to r.
     packed = logits.view(-1).view(dtype)[: logits.numel()].view(logits.shape)
     for rows in _blocks(logits):
         log_probs = logits[rows].sub_(log_norms[rows, None])
@@ -187,12 +183,11 @@ def _gradient(
 
 @cache
 def _compiled(function: Callable[..., R]) -> Callable[..., R]:
-    """One kernel, or a few, for any number of rows."""
     return torch.compile(function, dynamic=True)
 
 
 def _fused_statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """`_statistics` as one expression, for the compiler, which makes no temporaries of it."""
+    """`_statistics` as one expression, which the compiler fuses without temporaries."""
     top = logits.amax(dim=1)
     weights = (logits - top[:, None]).exp()
     norm = weights.sum(dim=1)
@@ -209,7 +204,7 @@ def _fused_gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`_gradient` as one expression, for the compiler; `logits` is left as it is."""
+    """`_gradient` as one expression for the compiler; does not change `logits`."""
     log_probs = logits - log_norms[:, None]
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     pull = grad_logprobs[:, None]
@@ -223,6 +218,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Row ranges whose temporaries stay small beside the logits."""
+    """Yield row ranges with small temporaries."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

@@ -1,8 +1,8 @@
-"""Where a model is read from: a directory, or the hub where it is reachable. Loads no torch, so that a command can ask
-before anything expensive."""
+"""Resolution of model paths: a local directory, the hub's cache, or the hub. Imports no torch."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -14,24 +14,24 @@ from rlcore.errors import ModelError
 T = TypeVar("T")
 
 MODEL_FILES = ("generation_config.json", "config.json")
-"""Where a model names the tokens that end an answer: the first that names any."""
+"""Files that may name the end-of-sequence tokens; the first that does counts."""
 _HUB_TIMEOUT_S = 10.0
 
 
 @cache
 def is_hub_reachable() -> bool:
-    """Whether the hub answers; asked once a process. If not, only the cache is read: the client waits 25 s a file."""
+    """Return whether the hub responds; checked once per process. If not, only the cache is read."""
     from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    except Exception:  # the client's own classes (told to stay offline) and those of its HTTP library
+    except Exception:  # classes of the client (offline mode) and of its HTTP library
         return False
     return True
 
 
 def cached_config(path: str, name: str = "config.json") -> Path | None:
-    """`config.json`, or another file, of a hub id in the cache on this machine, if it is there."""
+    """Return `config.json`, or another file, of a hub id in the local cache, if present."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -43,43 +43,40 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """A model of the hub is in the cache, or the hub gives it to this user.
-
-    Raises:
-        ModelError: neither.
-    """
+    """Require that a hub model is in the cache or accessible to this user. Raises ModelError if it is neither."""
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
         raise ModelError(
-            f"{key}: {path} is no directory here, it is not in the hub's cache on this machine, and {refusal}, or give "
-            f"{key} a local model directory"
+            f"{key}: {path} is not a directory here, it is not in the hub's cache on this machine, and {refusal}, or "
+            f"set {key} to a local model directory"
         )
 
 
 def _hub_problem(path: str) -> str | None:
-    """Why the hub does not give a model, and what to do; None where it does."""
+    """Return why the hub does not provide a model, and the remedy; None if it does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
     fetch = f"Fetch it where there is a network (hf download {path})"
     if not is_hub_reachable():
-        return f"the hub does not answer. {fetch}"
+        return f"the hub does not respond. {fetch}"
     try:
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_TIMEOUT_S)
     except GatedRepoError:
-        where = f"{constants.ENDPOINT}/{path}"
-        return f"the hub gives it to selected users alone. Ask for access on {where}, then log in (hf auth login)"
+        page = f"{constants.ENDPOINT}/{path}"
+        return f"the model is gated. Request access on {page}, then log in (hf auth login)"
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
-        told = type(error).__name__
-        return f"the hub has no such model ({told}). Check the name, log in if it is private (hf auth login)"
-    except Exception as error:  # the client's own classes and those of its HTTP library
-        return f"the hub does not give it ({type(error).__name__}: {error}). {fetch}"
+        name = type(error).__name__
+        return f"the hub has no such model ({name}). Check the name, log in if it is private (hf auth login)"
+    except Exception as error:  # classes of the client and of its HTTP library
+        return f"the hub does not provide it ({type(error).__name__}: {error}). {fetch}"
     return None
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """The directory, which must hold `file_name`, or the hub id `owner/name`; what is neither is refused."""
+    """Return the directory, which must contain `file_name`, or the hub id `owner/name`. Raises ModelError if the path
+    is neither, or the file is missing or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name
@@ -95,17 +92,14 @@ def resolve_model(path: str | Path, file_name: str) -> str:
     if text.startswith((".", "/", "~")) or text.count("/") != 1 or directory.exists():
         raise ModelError(
             f"model.path: must be a model directory or a hub id (owner/name), got {text!r}, which is neither. "
-            "Check the spelling, or leave model.path empty to build a small model from nothing."
+            "Check the spelling, or leave model.path empty to build a small, randomly initialized model."
         )
     return text
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """`eos_token_id` of the first of these JSON files that is there and names any; None where none does.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
+    """Return `eos_token_id` of the first existing file that names any, or None. Raises ModelError if a file is
+    damaged."""
     for file in files:
         if not file.is_file():
             continue
@@ -119,9 +113,9 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Read with transformers; its many errors become one that names the setting."""
+    """Read with transformers; convert its errors to one that names the setting."""
     try:
-        return read(local_files_only=use_local_files(path), trust_remote_code=False)
+        return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:
         raise ModelError(
             f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
@@ -132,10 +126,19 @@ def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
         detail = " ".join(str(error).split())[:300]
         raise ModelError(
             f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
-            "Check the path; architectures that need code of their own are not supported."
+            "Check the path; architectures that need custom code are not supported."
         ) from error
 
 
-def use_local_files(path: str) -> bool:
-    """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
-    return Path(path).is_dir() or not is_hub_reachable()
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Disable transformers' progress bars inside the block."""
+    from transformers.utils import logging as transformers_logging
+
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

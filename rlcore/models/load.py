@@ -1,4 +1,4 @@
-"""Models from a directory or the hub, checked before they are used."""
+"""Load and validate models from a directory or the hub."""
 
 import logging
 from itertools import pairwise
@@ -7,36 +7,26 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlcore.config.model import TESTED, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import read_pretrained, resolve_model
+from rlcore.models.hub import no_progress_bars, read_pretrained, resolve_model
 from rlcore.models.nf4 import quantize_nf4
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
-from rlcore.models.progress_bars import no_progress_bars
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
 
 log = logging.getLogger(__name__)
 
-# A model with one of these settings scales or caps what the head computes; the chunked head does neither.
+# Settings that scale or cap the head's output, which the chunked head does not support.
 _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.0), "logit_scale": (None, 1.0)}
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """The policy of a model directory or hub id, in training mode; float32 weights, with `model.lora`, which freezes
-    them, in the compute type or, those of its linear layers, in 4 bits.
-
-    A local directory is read without the network, and no code that lies in it is run. Raises ModelError for a path
-    that is missing or incomplete, an architecture that is unknown or cannot be trained here, an attention that cannot
-    run, and a base in 4 bits without its package.
-    """
+    """Load a policy from a directory or hub id, in training mode and float32. With `model.lora` weights are frozen, in
+    the compute type or 4 bits. Code in the model directory is never run. Raises ModelError if the path, the weights,
+    the architecture, the attention backend or the 4-bit package is unusable."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -50,10 +40,8 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """A value model on the trunk of a policy's directory, float32 weights, head at 0, in training mode.
-
-    Raises ModelError as `load_policy` does.
-    """
+    """Load a float32 value model on the trunk of a policy, with a zero head, in training mode. Raises ModelError as
+    `load_policy`."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
@@ -61,7 +49,7 @@ def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.devi
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
-    """Names of all parameters of a model, a tied head counted once, as the embedding; reads no weights."""
+    """Return the names of all parameters, with a tied head as the embedding. Reads no weights."""
     config = _load_config(path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -69,7 +57,7 @@ def parameter_names(path: str | Path) -> frozenset[str]:
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Type of the matrix products: what `model.dtype` says, with auto bfloat16 on CUDA and float32 elsewhere."""
+    """Return the type of matrix products. `auto`: bfloat16 on CUDA, float32 elsewhere."""
     if model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
@@ -79,8 +67,7 @@ Model = TypeVar("Model", bound=PackedTrunk)
 
 
 def _finish_loading(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
-    """Training mode, checkpointing and the attention in force; says which attention it is."""
-    choice = trunk.attention  # raises where the attention asked for cannot run
+    choice = trunk.attention  # raises if the requested backend cannot run
     if not trunk.layers:
         raise ModelError(
             f"model.path: the decoder must hold its layers as a module list `layers`, {type(trunk.decoder).__name__} "
@@ -91,8 +78,8 @@ def _finish_loading(trunk: Model, path: str | Path, model: ModelConfig) -> Model
     if model.gradient_checkpointing:
         trunk.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if model.compile and choice.name == "sdpa":
-        # One attention call for each length of a micro-batch: every batch would be compiled anew.
-        log.info("model.compile: left out, the layers run uncompiled with the sdpa attention")
+        # One attention call per length of a micro-batch: each batch would be recompiled.
+        log.info("model.compile: ignored, layers run uncompiled with the sdpa attention")
     elif model.compile:
         trunk.compile_layers()
     return trunk.train()
@@ -118,12 +105,7 @@ def _load_causal(
             where,
             "weights",
             lambda **kw: AutoModelForCausalLM.from_pretrained(
-                where,
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                output_loading_info=True,
-                **kw,
+                where, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **kw
             ),
         )
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
@@ -156,12 +138,13 @@ def _load_config(path: str | Path) -> PreTrainedConfig:
 
 _LENGTHS = (5, 3, 6)
 _NAMES = ", ".join(TESTED)
-# Largest difference of a log-probability that rounding explains, with room to spare.
+# Upper bounds of rounding differences of log-probabilities.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Compare three short sequences packed with each of them alone. Raises ModelError where they differ."""
+    """Require equal log-probabilities for three short sequences, packed and separate. Raises ModelError if they
+    differ."""
     kind = model.config.model_type
     if kind in TESTED:
         return
@@ -180,7 +163,6 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
 
 @torch.no_grad()
 def _packing_difference(model: PreTrainedModel) -> float:
-    """Largest difference of a log-probability between packed and alone."""
     policy = CausalPolicy(model, attention="sdpa", compute_dtype=torch.float32, head_chunk_tokens=4).eval()
     device, num_tokens = policy.device, sum(_LENGTHS)
     token_ids = (torch.arange(num_tokens, device=device) * 7919 + 13) % model.config.vocab_size
@@ -197,7 +179,7 @@ def _packing_difference(model: PreTrainedModel) -> float:
 
 
 def _unpacked_logprobs(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """Log-probabilities of one sequence by the model's own forward, head included."""
+    """Return log-probabilities of one sequence by the model's own forward."""
     length = len(token_ids)
     mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)
     output = model(input_ids=token_ids[None], attention_mask=mask, use_cache=False)

@@ -1,7 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with A and B trained alone.
-
-s is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023). Names, first values and files are those of PEFT.
-"""
+"""Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, where only A and B are trained. s is alpha / rank, or
+alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023). Names, initialization and files follow PEFT."""
 
 import functools
 import hashlib
@@ -28,7 +26,7 @@ ADAPTERS = (".lora_A.", ".lora_B.")
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer and its adapter, A [rank, in] and B [out, rank] in float32; they compute in the layer's type."""
+    """A linear layer with an adapter: A [rank, in] and B [out, rank], stored in float32."""
 
     def __init__(self, base: nn.Linear | Nf4Linear, lora: LoraConfig, generator: torch.Generator) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class AdaptedLinear(nn.Module):
         self.is_on = True
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
-        """The layer's output, with the adapter's unless that is off."""
+        """Compute the layer's output, plus the adapter's if enabled."""
         output: Tensor = self.base_layer(x)
         if not self.is_on:
             return output
@@ -54,7 +52,7 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """W + s B A, added in float32 and rounded once to W's type, by `dithered`."""
+        """Return W + s B A, summed in float32 and rounded once to W's type by `stochastic_round`."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -62,12 +60,11 @@ class AdaptedLinear(nn.Module):
 
 
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """A float32 tensor in `dtype`; to bfloat16 rounded up or down by chance, likelier the nearer. Overwrites `exact`.
+    """Cast a float32 tensor to `dtype`, with stochastic rounding for bfloat16. Overwrites `exact`.
 
-    W is a bfloat16 number itself. Rounded to the nearest one, a change by less than half of the step to the next is
-    lost, and adapters change most weights by less: the engine would keep the old policy while the trainer's changes. So
-    a random number below the step is added, the same one in every call and on every device, and the rest is cut off. A
-    weight without a change stays as it is, and the changes of many weights are right on average.
+    W is a bfloat16 number itself. Rounding to nearest would lose changes below half a step, which most adapter updates
+    are, so the engine would keep the old policy. A fixed random number below the step is added, and the rest is
+    truncated. Unchanged weights stay equal, and changes are right on average.
     """
     if dtype != torch.bfloat16:
         return exact.to(dtype)
@@ -81,17 +78,15 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
 
 @functools.cache
 def _noise(device: torch.device) -> Int[Tensor, "C"]:
-    """Random numbers below the step between two bfloat16 numbers, in units of a float32's last bit."""
+    """Return random numbers below a bfloat16 step, in units of a float32's last bit."""
     drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return drawn.to(device)
 
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
-    """Put adapters into `policy` and freeze all other weights; changes and returns it. Call before `shard`.
-
-    B starts at 0, so the policy is the same function as before; `seed` alone decides A, on every kind of device. Raises
-    ModelError where a name in `lora.target_modules` is no linear layer of the model.
-    """
+    """Add adapters to `policy` in place, freeze all other weights and return it. Call before `shard`. B starts at 0, so
+    the function is unchanged. `seed` alone determines A, on every device. Raises ModelError if a name in
+    `lora.target_modules` is not a linear layer of the model."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
     linear = {
@@ -116,7 +111,7 @@ def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> Causal
 
 
 def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is not trained: parameters, and the buffers of layers in 4 bits."""
+    """Yield frozen parameters and the buffers of 4-bit layers."""
     yield from ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
     for prefix, module in model.named_modules():
         if isinstance(module, Nf4Linear):
@@ -124,7 +119,7 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """16 hex digits of names and values of all that is frozen, the same on every kind of device."""
+    """Return 16 hex digits of names and values of all frozen tensors, equal on every device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
@@ -134,7 +129,7 @@ def base_digest(model: nn.Module) -> str:
 
 @contextmanager
 def without_adapters(policy: CausalPolicy) -> Iterator[None]:
-    """The policy as it was before training, inside the block."""
+    """Disable adapters inside the block."""
     adapted = [module for module in policy.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:
         module.is_on = False
@@ -146,10 +141,8 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under the names they have without adapters, each adapter added to its matrix; one by one.
-
-    `gather` makes a (sharded) parameter whole. The adapters themselves are not touched.
-    """
+    """Yield parameters under their names without adapters, each adapter merged into its matrix. `gather` returns a
+    (sharded) parameter whole. Adapters are not changed."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None
@@ -168,7 +161,7 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
 
 
 def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:
-    """Write adapters as a folder that `peft.PeftModel.from_pretrained` reads; `base`: path of the base model."""
+    """Write adapters as a folder for `peft.PeftModel.from_pretrained`. `base`: path of the base model."""
     folder.mkdir()
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
     save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,5 +1,4 @@
-"""A device's memory: work that runs out of it, memory that torch caches, copies to it that do not wait, weights that
-wait on the host, and a digest of what a tensor holds."""
+"""Device memory: out-of-memory handling, cached memory, asynchronous copies, offloaded weights, tensor digests."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -15,55 +14,50 @@ from rlcore.models.optim import copy_like, local_tensor, pinned_copy
 
 R = TypeVar("R")
 
-# Elements that a digest reads at a time: their int64 words take 32 MB.
+# Elements per digest chunk: their int64 words take 32 MB.
 _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """Result of work that ran out of memory. `words`: the allocator's message."""
+    """Result of work that ran out of memory, with the allocator's message."""
 
     message: str
 
 
 def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
-    """Result of `work`, or `Refused` if a GPU or the host refuses torch memory; then nothing that it held is kept."""
+    """Run `work`; return `OutOfMemory`, without references to its tensors, if an allocation fails."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # The error holds the frames of the work, and they its tensors: keep its text alone.
+        # The error's frames reference the tensors, so keep only its text.
         return OutOfMemory(str(error).strip().split("\n")[0] or type(error).__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation of torch was refused, on a GPU or by the host."""
+    """Return whether torch failed to allocate memory on a GPU or the host."""
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # torch has no class of its own for the host's allocator.
+    # torch has no exception class for the host allocator.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def release_cached_memory() -> None:
-    """Release torch's cached CUDA memory; without a GPU in use nothing happens.
-
-    The device ends its work first. Where segments grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`) torch waits
-    for the stream alone on which a block was taken; gradients, taken on FSDP's, are read by the optimizer on another.
-    """
+    """Synchronize, then release torch's cached CUDA memory. Does nothing without a GPU in use. With expandable segments
+    torch waits only for the stream that allocated a block. FSDP's gradients are allocated on one stream and read by the
+    optimizer on another."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on the device, in `dtype` where one is given.
-
-    A copy from ordinary memory waits until the device has done everything ordered before; one from page-locked memory
-    takes its place in the device's order of things, and the host goes on.
-    """
+    """Return the tensor on the device, in `dtype` if given. A copy from pageable memory waits for all earlier work of
+    the device. A copy from pinned memory is asynchronous."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -71,11 +65,9 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 class OffloadedWeights:
-    """Frozen parameters that wait in the host's memory, page-locked beside a GPU, while others need the device's.
-
-    The host keeps its copy, so only the way to the device is paid for. The device's memory is given up in place:
-    whoever holds the tensor, FSDP too, holds the same one when it is back. Beside a CPU they are copied just the same.
-    """
+    """Frozen parameters that move to host memory (pinned with a GPU) while the device's is needed for others. The host
+    keeps its copy, so only the transfer to the device costs time. Storage is resized in place, so all holders of a
+    tensor, including FSDP, keep a valid reference."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host: dict[Tensor, Tensor] = {}
@@ -83,14 +75,14 @@ class OffloadedWeights:
         self._is_away = False
         for parameter in parameters:
             local = local_tensor(parameter)
-            if not local.untyped_storage().resizable():  # of the model's file itself, on a CPU
+            if not local.untyped_storage().resizable():  # a mapped model file, on a CPU
                 parameter.data = local = local.clone()
             self._host[parameter] = pinned_copy(local.cpu()) if local.is_cuda else local.clone()
             self._storage_bytes[parameter] = local.untyped_storage().nbytes()
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Release the weights' memory on the device."""
+        """Release the weights' device memory."""
         if self._is_away:
             return
         self._is_away = True
@@ -99,7 +91,7 @@ class OffloadedWeights:
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Copy the weights to the device again."""
+        """Copy the weights back to the device."""
         if not self._is_away:
             return
         for parameter, host in self._host.items():
@@ -109,7 +101,7 @@ class OffloadedWeights:
         self._is_away = False
 
     def value(self, parameter: Tensor) -> Tensor:
-        """A parameter, laid out as it is; a copy for the moment where it is away."""
+        """Return a parameter, or a temporary device copy while it is offloaded."""
         host = self._host.get(parameter) if self._is_away else None
         if host is None:
             return parameter
@@ -117,11 +109,8 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Take the tensors' memory anew, one beside the other, and release what lies free; they stay the same tensors.
-
-    An allocator returns whole pages of 2 or 20 MB: one adapter, taken between two layers, holds its page when these are
-    gone.
-    """
+    """Reallocate the tensors next to each other and release the freed memory. They stay the same tensors. An allocator
+    returns whole pages of 2 or 20 MB: one adapter allocated between two layers would keep its page."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()
@@ -129,18 +118,15 @@ def compact(tensors: Iterable[Tensor]) -> None:
 
 
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
-    """A number that depends on every bit of a tensor and on where it stands.
-
-    The sum over all elements of (the element's bits as an integer) x (an odd number of its position), modulo 2^64: one
-    changed element always shows, several cancel only by chance. Waits for nothing. On a CPU 0 and -0 count as one: a
-    packed matrix is read by multiplying it, which loses the sign.
-    """
+    """Return a 64-bit checksum of a tensor, without synchronization. It is the sum of (an element's bits) x (an odd
+    random number of its position), modulo 2^64. One changed element always shows; several cancel only by chance. On a
+    CPU 0 and -0 are equal, since a packed matrix is read by a product."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     factors = _digest_factors(tensor.device)
-    # Two kernels a chunk: a small model's time is that of their launches.
+    # Two kernels per chunk, since launches dominate for small models.
     sums: list[Tensor] = [(part * factors[: len(part)]).sum() for part in words.split(_CHUNK)]
     if len(sums) == 1:
         return sums[0]
@@ -149,6 +135,6 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
 
 @functools.cache
 def _digest_factors(device: torch.device) -> Int[Tensor, "C"]:
-    """An odd random number for each place in a chunk."""
+    """Return an odd random number for each position in a chunk."""
     drawn = torch.randint(2**62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
     return (2 * drawn + 1).to(device)

@@ -1,10 +1,6 @@
-"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023): each weight is one of 16 levels times the largest of its
-block of 64.
-
-The format and the kernel that dequantizes are those of bitsandbytes. Its quantizer is not used: on a GPU it divides
-approximately, so its codes may differ from those that a CPU finds. The codes found here are the same on every device,
-and so are the digest of a base and an export.
-"""
+"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023): 16 levels times the maximum of each block of 64. Format
+and dequantization kernel are those of bitsandbytes. Its quantizer is not used, since on a GPU it divides approximately.
+The codes computed here are equal on every device, as are digests and exports."""
 
 import importlib
 import logging
@@ -20,14 +16,14 @@ from transformers import PreTrainedModel
 
 BLOCK = 64
 """Weights that share a scale, along a matrix's rows."""
-# Blocks quantized at a time: 17 million weights, whose float32 temporaries take 300 MB.
+# Blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer whose weight is frozen, and no parameter: two codes in a byte and a scale for each block, as
-    buffers that are in no checkpoint. It computes in the type of its input with the weight rounded to that type."""
+    """A linear layer with a frozen 4-bit weight: two codes a byte and a scale per block, as non-persistent buffers. It
+    computes in the input's type, with the weight dequantized to that type."""
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -42,21 +38,20 @@ class Nf4Linear(nn.Module):
         self.bias = None if layer.bias is None else layer.bias.requires_grad_(False)
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
-        """Output of the layer, x W^T + bias."""
+        """Compute x W^T + bias."""
         output: Tensor = nf4_linear(x, self.packed, self.scales, self.bias, self.out_features)
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """The weight in the type that it was quantized from; `gather` gives a buffer where it is not on the device."""
+        """Return the weight in its original type. `gather` returns a buffer that may be offloaded."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Put an `Nf4Linear` on `device` in the place of each linear layer but the head, one by one: the device never holds
-    the weights as they were. What is no linear layer stays where it is.
-    """
+    """Replace each linear layer except the head by an `Nf4Linear` on `device`, one at a time. The device never holds
+    the unquantized model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:
@@ -66,20 +61,19 @@ def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def is_in_4_bits(model: nn.Module) -> bool:
-    """Whether a model has layers in 4 bits."""
+    """Return whether a model has 4-bit layers."""
     return any(isinstance(module, Nf4Linear) for module in model.modules())
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Number of a model's parameters, those in 4 bits included."""
+    """Count a model's parameters, including 4-bit weights."""
     in_4_bits = (one.in_features * one.out_features for one in model.modules() if isinstance(one, Nf4Linear))
     return sum(parameter.numel() for parameter in model.parameters()) + sum(in_4_bits)
 
 
 def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
-    """Codes, two in a byte with the first in the high half, and each block's largest absolute value in float32. The
-    last block is filled up with 0.
-    """
+    """Return codes (two a byte, the first in the high half) and each block's float32 maximum. The last block is padded
+    with 0."""
     _have_bitsandbytes()
     zeros = -weight.numel() % BLOCK
     blocks = functional.pad(weight.reshape(-1), (0, zeros)).view(-1, BLOCK)
@@ -98,30 +92,29 @@ def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"
 def dequantize_weight(
     packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "M N"]:
-    """Level x scale, multiplied in float32 and rounded once to `dtype`."""
+    """Compute level x scale in float32, rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
 
 
 def _levels() -> Float[Tensor, "16"]:
-    """The 16 levels in rising order, as the kernel has them."""
     every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
     return dequantize_weight(every, torch.ones(1), (1, 16), torch.float32)[0]
 
 
-# One operator for each direction: autograd keeps only the packed weight, and the compiler cannot merge the two
-# dequantizations into one whose result lives until the backward pass.
+# One operator per direction: autograd keeps only the packed weight, and the compiler cannot merge the two
+# dequantizations into one tensor that lives until backward.
 
 
 @torch.library.custom_op("millrace::nf4_linear", mutates_args=())
 def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """x W^T + bias. A gradient goes to x alone."""
+    """Compute x W^T + bias, with a gradient for x alone."""
     return functional.linear(x, dequantize_weight(packed, scales, (out_features, x.shape[-1]), x.dtype), bias)
 
 
 @torch.library.custom_op("millrace::nf4_linear_backward", mutates_args=())
 def nf4_linear_backward(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """The gradient of x: that of the output times W."""
+    """Compute the gradient of x."""
     return gradient @ dequantize_weight(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
 
 
@@ -149,10 +142,10 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _have_bitsandbytes() -> None:
-    """Register the operators of bitsandbytes, which is installed (`rlcore.models.shape.require_base`)."""
+    """Import bitsandbytes, whose installation `require_base` has checked."""
     if "bitsandbytes" in sys.modules:
         return
-    # Beside the package `kernels` it would fetch code for some CPUs from the hub and run it; without, it complains.
+    # With the package `kernels` it would download and run code from the hub for some CPUs; without, it logs an error.
     hub = {"kernels": sys.modules["kernels"]} if "kernels" in sys.modules else {}
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     sys.modules["kernels"] = None  # type: ignore[assignment]

@@ -1,7 +1,4 @@
-"""AdamW with decay groups, also with its moments on the host, and the global gradient norm.
-
-`OffloadedAdamW` holds on the device only the moments of the piece that is being stepped.
-"""
+"""AdamW with decay groups, optionally with moments in host memory, and gradient clipping by global norm."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +13,9 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the parameters that want a gradient: matrices decay, norms and biases do not.
-
-    Decoupled weight decay (Loshchilov and Hutter, 2019). Fused: one pass over each parameter, element by element, so
-    the result does not depend on threads. With `optim.offload` its moments wait in the host's memory.
-    """
+    """Build AdamW over trainable parameters: matrices decay, norms and biases do not. Decoupled weight decay
+    (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on threads. With
+    `optim.offload` the moments are in host memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -37,11 +32,8 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients so that their global 2-norm is at most `max_norm`; the norm before, over all ranks.
-
-    Works on plain and on FSDP2-sharded parameters. A norm that is not finite leaves NaN gradients behind: check the
-    norm before the optimizer steps.
-    """
+    """Scale gradients to a global 2-norm of at most `max_norm`; return the norm before, over all ranks. Supports plain
+    and FSDP2-sharded parameters. A non-finite norm leaves NaN gradients, so check it before the step."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -52,29 +44,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with the same numbers to the last bit: it works element by element, so parameters may go piece by piece.
-
-    Between steps every moment lies on the host, page-locked beside a GPU. Beside a CPU it lies in a buffer of its own
-    and is copied to and fro just the same. Laid out as its parameter: a DTensor's shard is a DTensor's shard.
-    """
+    """AdamW with moments in host memory (pinned with a GPU), and bit-identical results. AdamW is elementwise, so
+    parameters are stepped in pieces whose moments fit `piece_bytes`. A DTensor's moments are DTensors too."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of all parameters that have a gradient; gradients are left as they were."""
-        assert closure is None, "the gradient is there already"
+        """Step all parameters that have a gradient; gradients stay as they are."""
+        assert closure is None, "gradients are already computed"
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         try:
             for parameter in gradients:
-                parameter.grad = None  # torch's step passes over it
+                parameter.grad = None  # skipped by torch's step
             for piece in split_by_moments(gradients, self.piece_bytes):
                 self._step_piece(piece, gradients)
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         if any(parameter.device.type == "cuda" for parameter in gradients):
-            torch.cuda.current_stream().synchronize()  # a save reads the host's copy without waiting for the device
+            torch.cuda.current_stream().synchronize()  # a save reads host memory without synchronization
 
     def _step_piece(self, piece: list[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]) -> None:
         home: dict[tuple[nn.Parameter, str], Tensor] = {}
@@ -95,11 +84,11 @@ class OffloadedAdamW(torch.optim.AdamW):
             parameter.grad = None
 
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Memory of the host for one moment of a parameter, or of this rank's shard of it."""
+        """Allocate host memory for one moment of a parameter, or of this rank's shard."""
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but the moments stay where they are instead of going to the device together."""
+        """Load as torch does, but keep the moments in host memory."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})
@@ -117,7 +106,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in their order, cut where the moments of a piece would take more than the limit.
+    """Yield parameters in order, in pieces whose moments take at most the limit.
 
     >>> [len(piece) for piece in split_by_moments([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
     [2, 1, 2]
@@ -136,31 +125,29 @@ def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> It
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank: the memory itself."""
+    """Return this rank's shard, or the tensor itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A copy of `local`, this rank's shard of a tensor, on the parameter's device and laid out as the parameter is."""
+    """Copy `local`, this rank's shard of a tensor, to the parameter's device and layout."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy of a host's tensor in memory that a GPU reads by itself; the tensor where there is none of it."""
+    """Return a pinned copy of a host tensor, or the tensor if pinning fails."""
     moved = host_memory(tensor, tensor.dtype, pinned=True)
     return moved.copy_(tensor) if moved.is_pinned() else tensor
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Memory of the host for a tensor of that shape and layout (of a DTensor for this rank's shard), page-locked if
-    that is asked for and the host gives it (a container may have a limit); ordinary memory is slower and as good."""
+    """Allocate host memory for a tensor of that shape and layout, pinned if requested and available. Containers may
+    limit pinned memory. Pageable memory is slower."""
     if pinned:
         try:
             return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
         except RuntimeError as reason:
-            log.warning(
-                "no page-locked memory for what waits on the host (%s); the way to the GPU takes longer", reason
-            )
+            log.warning("no pinned memory for offloaded tensors (%s): transfers to the GPU are slower", reason)
     return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)

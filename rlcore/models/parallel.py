@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state split over ranks, and put together again for hand-over."""
+"""FSDP2: shard parameters, gradients and optimizer state over ranks, and gather them for weight sync."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,11 +19,8 @@ Model = TypeVar("Model", bound=PackedTrunk)
 
 
 def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
-    """Shard each decoder layer, then the rest, over a one-dimensional mesh; changes `model` and returns it.
-
-    Weights stay float32 in their shards; layers compute in `dtype`, gradients are reduced in float32 and averaged
-    over ranks.
-    """
+    """Shard each decoder layer, then the rest, over a one-dimensional mesh; change `model` and return it. Shards stay
+    float32. Layers compute in `dtype`; gradients are reduced in float32 and averaged over ranks."""
     computing = _precision(dtype)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=computing)
@@ -46,34 +43,34 @@ def full_state(
     value: Callable[[Tensor], Tensor] = Tensor.detach,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters one by one, under transformers' names; a tied head is given once, as the embedding.
+    """Yield whole parameters under transformers' names, with a tied head once, as the embedding. Gathering is a
+    collective: all ranks must iterate to the end, in step. One bucket of gathered tensors is alive at a time. LoRA
+    adapters are merged, so names and shapes are those of the base model.
 
-    Gathering is a collective: every rank must iterate to the end, in step. One bucket of gathered tensors lives at a
-    time unless the caller keeps them. LoRA adapters come merged into their matrices, so names and shapes are the base
-    model's. `value` gives a parameter where it is not on the device. `dtype`: of sharded matrices, for a receiver that
-    holds them in it: half of the bytes are sent in bfloat16; None: as they are.
+    Args:
+        value: returns a parameter that may be offloaded.
+        dtype: of sent matrices (bfloat16 halves the bytes); None keeps their own.
     """
     root = model.model if isinstance(model, CausalPolicy) else model
     yield from merged_parameters(root, _Buckets(root, value, dtype))
 
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
-    """The LoRA adapters alone, whole, under PEFT's names; a collective, as `full_state` is."""
+    """Yield whole LoRA adapters under PEFT's names; a collective."""
     for name, parameter in model.model.named_parameters():
         if any(part in name for part in ADAPTERS):
             yield f"base_model.model.{name}", gather_parameter(parameter)
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up the whole weights that FSDP2 leaves together after a pass without gradients: those outside the layers."""
+    """Free the gathered weights that FSDP2 keeps after a forward pass without gradient."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
-    """Before a micro-batch of an update, `once`: weights stay whole after forward and, unless it is the last, after
-    backward, and gradients are added up whole until the last. Else, and at first, each pass gathers weights anew, and
-    gradients are reduced after each."""
+    """Set how the next micro-batch of an update gathers. Without `once`: in each pass, with a reduction after it.
+    With `once` (ZeRO-1) weights stay gathered, and gradients accumulate whole, until the last micro-batch."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
@@ -81,12 +78,8 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
-    """Bring a model that is sharded on one rank back to where a pass may begin, after one that ended in the middle by
-    an exception; its gradients are dropped. Nothing to do for a model that is not sharded.
-
-    Private parts of FSDP2: what it does itself at the end of a backward. Without them the next pass fails in its
-    state machine, which has no public way back.
-    """
+    """Reset FSDP2 after a pass that raised, and drop gradients. Only for a model sharded on one rank. This uses private
+    parts of FSDP2, as its own end of backward does. It has no public way to reset its state machine."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -101,26 +94,21 @@ def reset_after_failed_pass(model: PackedTrunk) -> None:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """A parameter whole, detached, on its own device; a collective where it is sharded."""
+    """Return a whole, detached parameter on its device; a collective if it is sharded."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return value
-    # Of one rank it is whole as it is: hundreds of redistributions of nothing are a fifth of a small model's hand-over.
+    # On one rank it is whole: hundreds of no-op redistributions took a fifth of a small model's weight sync.
     return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
 
 
 BUCKET_BYTES = 1 << 28
-"""Of whole tensors that one collective gathers; a larger tensor is gathered alone."""
+"""Bytes of whole tensors per collective. A larger tensor is gathered alone."""
 
 
 class _Buckets:
-    """Gathers a model's sharded parameters, asked for in any order that is the same on all ranks: the first that is
-    asked of a bucket brings the others. A collective for each of hundreds of tensors would cost more than its bytes.
-
-    Args:
-        value: a parameter where it is not on the device.
-        dtype: of matrices; None: their own.
-    """
+    """Gathers sharded parameters in buckets, in any order that is equal on all ranks. The first request of a bucket
+    gathers all of it, since one collective per tensor would cost more than its bytes."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
@@ -144,7 +132,7 @@ class _Buckets:
         return self._dtype
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """The whole parameter; each may be asked for once."""
+        """Return the whole parameter. Each may be requested once."""
         if parameter not in self._bucket_of:
             return gather_parameter(self._value(parameter))
         if parameter not in self._whole:
@@ -155,8 +143,7 @@ class _Buckets:
 
 
 def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Parameters whole, in one type, by one collective, from this rank's shards of them. Ranks hold as many rows of
-    each, but the last ones fewer or none."""
+    """Gather parameters of one type by one collective. The last ranks may have fewer rows or none."""
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
     sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
     mine = shards[0].new_zeros(sum(sizes), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The policy and the value model: a transformers decoder over packed tokens with a language model or scalar head."""
+"""Policy and value model: a transformers decoder over packed tokens with a language-model or scalar head."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,21 +10,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from rlcore.models.attention import Array, AttentionChoice, PackedLayout, build_layout, causal_band, choose_attention
+from rlcore.models.attention import AttentionChoice, causal_band, choose_attention
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
+from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
 from rlcore.models.memory import to_device
-from rlcore.models.shared_prompts import IntArray
 
 _MAX_COMPILED_GRAPHS = 64
-"""Of the layers' code in one process; 10 or so are in use."""
+"""Maximum graphs of the layers' code per process; about 10 are in use."""
 
 
 class PackedTrunk(nn.Module):
-    """Runs a decoder over T packed tokens. Subclasses put a head on its hidden states.
-
-    `compute_dtype` is the type of the matrix products. Weights in float32 with a bfloat16 compute type run under
-    autocast, unless FSDP hands the layers weights in that type already (`sharded`).
-    """
+    """A decoder over T packed tokens; subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
+    autocast, unless FSDP casts them (`sharded`)."""
 
     def __init__(self, *, attention: Literal["auto", "flash_attn", "varlen", "sdpa"], compute_dtype: torch.dtype):
         super().__init__()
@@ -32,9 +29,7 @@ class PackedTrunk(nn.Module):
         self._wanted_dtype = compute_dtype
         self.sharded = False
         self.share_prompts = False
-        """`model.share_prompts`."""
-        self.base_digest = ""
-        """Of the weights under adapters (`rlcore.models.lora`); empty where there are none."""
+        self.base_digest = ""  # of the frozen weights under adapters
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -43,7 +38,7 @@ class PackedTrunk(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers, first to last; none where the decoder is of an unknown build, which loading refuses."""
+        """The decoder layers, or an empty list for an unknown architecture, which loading rejects."""
         found = getattr(self.decoder, "layers", None)
         return found if isinstance(found, nn.ModuleList) else nn.ModuleList()
 
@@ -54,41 +49,38 @@ class PackedTrunk(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type in which matrix products are computed."""
+        """Type of the matrix products."""
         stored = next(self.parameters()).dtype
         return self._wanted_dtype if stored == torch.float32 else stored
 
     @property
     def attention(self) -> AttentionChoice:
-        """The packed attention for this device and compute type, and why."""
+        """Attention backend for this device and compute type."""
         config = self.decoder.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer by itself, all to the same code; call before `shard`.
-
-        `forward` alone is compiled, so that hooks of FSDP and checkpointing stay outside. All models of a process share
-        that code and its count of graphs: with adapters beside a critic and a reference there are more kinds of passes
-        (gradient or none, sharded or not) than torch's limit of 8, beyond which it runs the others uncompiled.
-        """
+        """Compile the forward of each decoder layer to shared code; call before `shard`. Hooks of FSDP and
+        checkpointing stay outside. All models of a process share the count of graphs, and torch's limit of 8 would run
+        further kinds of passes (gradient or none, sharded or not) uncompiled."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
 
     def mark_sharded(self, compute_dtype: torch.dtype) -> None:
-        """FSDP from now on hands the layers weights in `compute_dtype`."""
+        """Record that FSDP casts the layers' weights to `compute_dtype`."""
         self.sharded = True
         self._wanted_dtype = compute_dtype
 
     def layout(self, cu_seqlens: Int[Array, "N_plus_1"], shared: IntArray | None = None) -> PackedLayout:
-        """The layout of a micro-batch for the attention in use; `shared` as in `build_layout`."""
+        """Build the layout of a micro-batch. `shared`: see `build_layout`."""
         return build_layout(cu_seqlens, backend=self.attention.name, device=self.device, shared=shared)
 
     def hidden_states(
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
-        """Last hidden states in the order of `layout`: token t of the batch stands at `layout.place[t]`."""
+        """Return last hidden states in layout order: token t is at `layout.computed_index[t]`."""
         with self.precision():
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
@@ -99,7 +91,7 @@ class PackedTrunk(nn.Module):
         return cast(Tensor, output.last_hidden_state)[0]
 
     def precision(self) -> AbstractContextManager[object]:
-        """Autocast where float32 weights meet another compute type and FSDP does not cast them."""
+        """Return autocast if float32 weights have another compute type and FSDP does not cast them."""
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -110,8 +102,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def round_weights(model: M, dtype: torch.dtype) -> M:
-    """Round the weights of a model to `dtype`; returns the model. Unlike `.to(dtype)` it leaves rotary frequencies,
-    which are buffers, in float32: rounded they would shift every position."""
+    """Round parameters to `dtype` in place; return the model. Unlike `.to(dtype)` this keeps rotary frequencies
+    (buffers) in float32, since rounding would shift all positions."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -119,10 +111,7 @@ def round_weights(model: M, dtype: torch.dtype) -> M:
 
 
 class CausalPolicy(PackedTrunk):
-    """A causal language model over packed sequences.
-
-    `model` is the transformers model; its parameter names are those of the saved directory.
-    """
+    """A causal language model over packed sequences. Parameter names of `model` are those of the saved directory."""
 
     def __init__(
         self,
@@ -143,13 +132,13 @@ class CausalPolicy(PackedTrunk):
         return cast(PreTrainedModel, getattr(self.model, self.model.base_model_prefix))
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer, and what follows the head's matrix products."""
+        """Compile each decoder layer and the operations after the head's matrix products."""
         super().compile_layers()
         self._compiled_head = True
 
     @property
     def head(self) -> nn.Linear:
-        """The projection to the vocabulary, its weight perhaps tied to the embedding."""
+        """The projection to the vocabulary, possibly tied to the embedding."""
         return cast(nn.Linear, self.model.get_output_embeddings())  # type: ignore[no-untyped-call]
 
     def forward(
@@ -165,11 +154,11 @@ class CausalPolicy(PackedTrunk):
         entropy: EntropyMode,
         with_top: bool = False,
     ) -> TokenLogprobs:
-        """Log-probability of each target, entropy and whether it is the likeliest, Float32[T], 0 where `loss_mask` is
-        False. `shared`: as in `build_layout`; tokens without a loss.
+        """Return log-probability, entropy and top-1 flag of each target, Float32[T], 0 outside `loss_mask`.
 
-        The head runs at the masked positions alone and by chunks. Temperature 0 (greedy) counts as 1, as in the
-        engines. With `cu_seqlens` and `loss_mask` as arrays of the host nothing here waits for the device.
+        `shared`: see `build_layout`; these tokens must have no loss. The head runs in chunks at masked positions only.
+        Temperature 0 (greedy) counts as 1, as in the engines. Host arrays for `cu_seqlens` and `loss_mask` avoid
+        synchronization.
         """
         positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens, shared)
@@ -192,7 +181,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Evaluation mode for a while: in training mode transformers' checkpointing throws the cache away."""
+        """Switch to evaluation mode inside the block. In training mode checkpointing discards the cache."""
         if not self.training:
             yield
             return
@@ -209,11 +198,9 @@ class CausalPolicy(PackedTrunk):
         position_ids: Int[Tensor, "B L"],
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
-        """Float32 logits after the last of L new tokens; S = tokens in `cache` + L, rows padded on the left.
-
-        `attention_mask` is 1 (or True) where a token is real. Appends the new tokens' keys and values to `cache`, which
-        keeps all tokens in every layer (`DynamicCache()`): a sliding window is a mask.
-        """
+        """Return float32 logits after the last of L new tokens. Rows are left-padded; S = cached tokens + L.
+        `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, which keeps all tokens
+        (`DynamicCache()`): a sliding window is a mask."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self.precision(), self.eval_mode():
             output = self.decoder(
@@ -227,16 +214,16 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Which of S tokens each of the last `num_new` may see."""
+    """Return which of S tokens each of the last `num_new` may attend to."""
     num_seen = real.shape[1]
-    # A padding token sees itself: a row that sees nothing is NaN in some kernels, and spreads through the values.
+    # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)
     own = columns[num_seen - num_new :, None] == columns
     return (causal_band(num_new, num_seen, None, real.device) & real[:, None, None, :]) | own
 
 
 class ValueModel(PackedTrunk):
-    """A decoder and a linear head that starts at 0, so that every first value is exactly 0."""
+    """A decoder with a linear head initialized to 0, so all initial values are 0."""
 
     def __init__(
         self,
@@ -263,7 +250,7 @@ class ValueModel(PackedTrunk):
         cu_seqlens: Int[Array, "N_plus_1"],
         shared: IntArray | None = None,
     ) -> Float[Tensor, "T"]:
-        """Value of the state after each token, Float32[T]. The head computes in its weights' type, float32."""
+        """Return the value of the state after each token, Float32[T]. The head computes in float32."""
         layout = self.layout(cu_seqlens, shared)
         hidden = self.hidden_states(token_ids, position_ids, layout)
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]

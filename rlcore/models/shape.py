@@ -1,8 +1,5 @@
-"""The shape of a decoder without building it, from its `config.json` or the settings of a model made from nothing: its
-parameters, the operations of an update, and the peak of known devices.
-
-Counts are those of the models that transformers builds for Llama, Mistral, Qwen2 and Qwen3. No torch.
-"""
+"""The shape of a decoder from its `config.json` or scratch settings: parameters, operations, peaks of known devices.
+Counts are those of Llama, Mistral, Qwen2 and Qwen3 in transformers. Imports no torch."""
 
 import json
 import re
@@ -18,19 +15,19 @@ from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13
-"""Tokens of the tokenizer made from nothing besides its integers: padding, end, unknown and ten operators."""
-# Families whose attention projections have biases, or norms on query and key, without saying so in their config.
+"""Tokens of the arithmetic tokenizer in addition to integers: padding, end, unknown and ten operators."""
+# Families with attention biases, or norms on query and key, that their config does not state.
 _WITH_QKV_BIAS = ("qwen2",)
 _WITH_QK_NORM = ("qwen3",)
 
 TRAINABLE = (
-    f"Trained are dense decoders of text: {', '.join(TESTED)}, and others whose log-probabilities on packed sequences "
-    "are those on each alone, which is tried when they load"
+    f"Supported are dense text decoders: {', '.join(TESTED)}, and others whose log-probabilities on packed and "
+    "separate sequences are equal, which is checked when they load"
 )
 
 
 def untrainable(config: Mapping[str, Any]) -> str | None:
-    """Why a model cannot be trained here, by its `config.json`; None where nothing in it speaks against it.
+    """Return why `config.json` rules out training, or None.
 
     >>> untrainable({"model_type": "qwen3_moe", "num_experts": 128})
     'must have no mixture of experts (model_type qwen3_moe)'
@@ -55,11 +52,7 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Nothing in a model's `config.json` speaks against training it, where that file is on this machine.
-
-    Raises:
-        ModelError: something does; says what can be trained.
-    """
+    """Check a model's `config.json`, if it is on this machine. Raises ModelError if the model cannot be trained."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -67,56 +60,43 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """A model has an embedding of every token of the run, as far as its `config.json` is on this machine.
-
-    Raises:
-        ModelError: it has fewer.
-    """
+    """Require an embedding of each token, if the model's `config.json` is on this machine. Raises ModelError if there
+    are fewer embeddings."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
         raise ModelError(
             f"{key}: must have an embedding of every token; got {path}, whose vocab_size is {size}, with a tokenizer "
-            f"whose highest id is {highest}. Give it a model and a tokenizer that belong together"
+            f"whose highest id is {highest}. Set a model with its own tokenizer"
         )
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """A model has an embedding of every token of the run, and its own tokenizer gives none of them another id, as far
-    as its files are on this machine.
-
-    Raises:
-        ModelError: it has fewer, or another id of a token.
-    """
+    """Require an embedding of each token and equal token ids, if the model's files are on this machine. Raises
+    ModelError if there are fewer embeddings, or a token has another id."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
         raise ModelError(
             f"{key}: must have the policy's tokenizer; got {path}, where {len(differing)} of {len(tokens)} tokens have "
-            f"another id, such as {differing[0]!r}. Give it a model with the tokenizer of model.path"
+            f"another id, such as {differing[0]!r}. Set a model with the tokenizer of model.path"
         )
 
 
 def token_counts(path: str) -> dict[str, int]:
-    """Id of each token of the vocabulary by a model's `tokenizer.json`; empty where it is not on this machine.
-
-    Tokens added to the vocabulary are left out: models have some that they never embed, as Gemma 3 that of images.
-    """
+    """Return the id of each vocabulary token in `tokenizer.json`, or {} if it is not on this machine. Added tokens are
+    excluded, since some models never embed them (Gemma 3: image tokens)."""
     file = config_file(path, "tokenizer.json")
     try:
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        words = found["model"]["vocab"]  # of the unigram kind pairs of a token and its score
+        words = found["model"]["vocab"]  # for unigram models pairs of a token and its score
         return words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
     except (OSError, ValueError, LookupError, TypeError):
-        return {}  # loading the tokenizer reports what is wrong with it
+        return {}  # loading the tokenizer reports the problem
 
 
 def require_base(lora: LoraConfig | None) -> None:
-    """What the base under adapters needs is installed.
-
-    Raises:
-        ModelError: bitsandbytes is not, and the base is to be in 4 bits.
-    """
+    """Require the package that a 4-bit base needs. Raises ModelError if bitsandbytes is not installed."""
     if lora is not None and lora.base == "nf4" and find_spec("bitsandbytes") is None:
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -125,7 +105,7 @@ def require_base(lora: LoraConfig | None) -> None:
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of a mixture of experts, whose feed-forward layers are not those counted here.
+    """Return whether a `config.json` is a mixture of experts.
 
     >>> has_experts({"num_local_experts": 8}), has_experts({"num_experts": 1, "hidden_size": 64})
     (True, False)
@@ -150,11 +130,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """The shape that the content of a `config.json` describes.
-
-        Raises:
-            KeyError: it is not that of a decoder of these families.
-        """
+        """Read the content of a `config.json`. Raises KeyError if it is not a decoder of these families."""
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -174,7 +150,7 @@ class ModelShape:
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> "ModelShape":
-        """The shape of a model made from nothing (Qwen2 shape, tied embeddings)."""
+        """Return the shape of a scratch model (Qwen2, tied embeddings)."""
         return cls(
             hidden=model.hidden_size,
             layers=model.num_layers,
@@ -200,12 +176,12 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Entries of one decoder layer's matrices."""
+        """Entries of one layer's matrices."""
         return self.hidden * (2 * self.query_width + 2 * self.kv_width) + 3 * self.hidden * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
+        """Parameters of one layer."""
         biases = self.query_width + 2 * self.kv_width if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return self.layer_weights + biases + norms
@@ -217,7 +193,7 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Parameters of the policy outside its layers: embedding, head unless tied, last norm."""
+        """Parameters outside the layers: embedding, untied head, last norm."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -227,11 +203,11 @@ class ModelShape:
 
     @property
     def critic_parameters(self) -> int:
-        """Parameters of a value model on this trunk: no head of the vocabulary, one linear unit with its bias."""
+        """Parameters of a value model: one linear unit with bias in place of the head."""
         return self.layers * self.layer_parameters + self.embedding + 2 * self.hidden + 1
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Parameters of LoRA adapters: two matrices, rank x in and out x rank, beside each target of each layer."""
+        """Parameters of LoRA adapters: rank x in and out x rank per target and layer."""
         sizes = {
             "q_proj": self.hidden + self.query_width,
             "k_proj": self.hidden + self.kv_width,
@@ -246,22 +222,21 @@ class ModelShape:
     def update_flops(
         self, lengths: Iterable[int], *, num_targets: int, num_shared: int = 0, lora: LoraConfig | None = None
     ) -> float:
-        """Operations of one pass forward and backward over sequences of these lengths, as they are computed.
+        """Count the operations of a forward and backward pass over sequences of these lengths.
 
             6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
 
-        N weights of the layers, T tokens, M targets, at which alone the head runs, A attention width over all layers, s
-        a sequence's length, R weights of adapters. A multiplication and an addition for each weight in the forward
-        pass, and in the backward pass for the gradient of its input and for its own, which a frozen weight has not;
-        attention covers half of the square, since it is causal. The first layer's query, key and value need no gradient
-        of their input where the embedding is frozen. What is computed a second time (gradient checkpointing, the
-        head's logits) is not counted.
+        N weights of the layers, T tokens, M targets (the head runs only there), A attention width over all layers, s
+        sequence lengths, R adapter weights. Each weight takes a multiplication and an addition in the forward pass, for
+        the gradient of its input, and for its own gradient unless frozen. Causal attention covers half of the square.
+        With a frozen embedding the first layer's query, key and value need no input gradient. Recomputation is not
+        counted.
 
         Args:
             lengths: tokens of each sequence.
             num_targets: tokens with a loss; 0 for a value model, whose head is one unit.
-            num_shared: tokens that are not computed, since an equal sequence begins another one; attention is.
-            lora: adapters that are trained in place of the weights.
+            num_shared: tokens of shared prompts, which count in attention only.
+            lora: adapters that are trained instead of the weights.
         """
         sizes = list(lengths)
         num_tokens, weights = sum(sizes) - num_shared, self.layers * self.layer_weights
@@ -274,41 +249,38 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Operations of the same pass as veRL counts them: embedding and head at all tokens, all of it trained."""
+        """Count as veRL does: embedding and head at all tokens, all trained."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_width * itemsize
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """The shape of a run's model; None where its `config.json` is neither on this machine nor known, or not of these
-    families."""
+    """Return the shape of a run's model, or None if its `config.json` is unavailable or of another family."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
     return shape_from_config(_read_config(model.path))
 
 
 def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """The shape of a run's critic, by its `critic.path`; that of the policy, `shape`, where it has none, or its
-    `config.json` is neither on this machine nor known."""
+    """Return the shape of the critic by `critic.path`, or the policy's `shape` if unset or unavailable."""
     path = None if config.critic is None else config.critic.path
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
 def _read_config(path: str) -> object:
-    """A model's `config.json`; the published one where it is not on this machine, None where that is not known."""
     file = config_file(path)
     try:
         return PUBLISHED.get(path) if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # loading the model reports what is wrong with it
+        return None  # loading the model reports the problem
 
 
 def shape_from_config(config: object) -> ModelShape | None:
-    """The shape by the content of a `config.json`; None where it is not of these families."""
+    """Return the shape from the content of a `config.json`, or None for another family."""
     try:
         return ModelShape.of_config(config) if isinstance(config, Mapping) else None
     except (KeyError, TypeError, ValueError):
@@ -316,8 +288,7 @@ def shape_from_config(config: object) -> ModelShape | None:
 
 
 def config_file(path: str, name: str = "config.json") -> Path | None:
-    """`config.json`, or another file, of a model's directory, or of a hub id in the cache; None where it is not on this
-    machine."""
+    """Return `config.json`, or another file, of a model directory or cached hub id, or None."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / name
@@ -325,8 +296,8 @@ def config_file(path: str, name: str = "config.json") -> Path | None:
     return cached_config(path, name)
 
 
-# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name whose words are in
-# the device's name counts, so a name stands before the names that are a part of it.
+# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name in the device's name
+# counts, so a name precedes its parts.
 PEAK_TFLOPS: Mapping[str, float] = {
     "GB200": 2_500.0,
     "B200": 2_250.0,
@@ -352,7 +323,7 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second of a device by its name; None where the name is not known.
+    """Return dense bfloat16 operations a second by device name, or None if unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("CPU")
     (989000000000000.0, None)
@@ -361,10 +332,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """Whether a torch build runs on a GPU of this compute capability.
-
-    Code for `sm_90` runs on 9.x GPUs from 9.0 on, that for `sm_90a` on 9.0 alone; `compute_90` is compiled for any GPU
-    from 9.0 on when it is first used.
+    """Return whether a torch build runs on a GPU of this compute capability. `sm_90` code runs on 9.x GPUs from 9.0 on,
+    `sm_90a` on 9.0 alone. `compute_90` is compiled at first use for any GPU from 9.0 on.
 
     >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
     (True, False)
@@ -386,10 +355,8 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Whether a tokenizer's `tokenizer_config.json` says that `tokenizer.json` is all there is to it.
-
-    transformers 5 takes the tokenizer class of some architectures (qwen2) from the model's config whatever the
-    tokenizer's own file says, and silently cuts text by that class's rules.
-    """
+    """Return whether `tokenizer.json` alone defines the tokenizer, by `tokenizer_config.json`. transformers 5 takes the
+    tokenizer class of some architectures (qwen2) from the model's config instead, and splits text by that class's
+    rules."""
     name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
     return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

@@ -1,9 +1,6 @@
-"""Tokenizers: of a model directory, of the hub, and one made from nothing. Most need no torch, and import none.
-
-The one made from nothing holds arithmetic only: one token for every integer up to a limit and one for each operator.
-A whole countdown answer is then a dozen tokens, which is why half a million parameters can learn the task on two CPU
-cores.
-"""
+"""Tokenizers of model directories, of the hub, and of arithmetic for scratch models. Most need no torch. The arithmetic
+tokenizer has one token per integer up to a limit and per operator. A countdown response is about a dozen tokens, so
+half a million parameters can learn the task on two CPU cores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,29 +21,26 @@ from rlcore.models.hub import MODEL_FILES, is_hub_reachable, read_pretrained, re
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""Token ids of many answers -> their texts."""
+"""Token ids of many responses -> their texts."""
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 UNK_TOKEN = "<unk>"
 OPERATORS = ("+", "-", "*", "/", "(", ")", "=", ":", ">", ",")
 
-# Messages one after another, the end token behind an answer: a model made from nothing has no roles.
+# Concatenated messages with an end token after a response: a scratch model has no roles.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}"
     "{% endif %}{% if not loop.last %} {% endif %}{% endfor %}"
 )
-# A tag of an answer's text: `<think>`, `</answer>`, `[THINK]`. Not what marks roles and sequences.
+# A tag in a response: `<think>`, `</answer>`, `[THINK]`. Not a marker of roles or sequences.
 _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]])")
 
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
-    """Write the arithmetic tokenizer into `directory` and return it; the bytes depend on `max_integer` alone.
-
-    Text is split at white space, between digits and other characters, and at every single other character, so
-    "19+7" and "19 + 7" are the same three tokens. Decoding joins tokens with one space. Whatever is not a number up
-    to `max_integer` or an operator becomes `<unk>`.
-    """
+    """Write the arithmetic tokenizer into `directory` and return it. Its bytes depend on `max_integer` alone. Text is
+    split at white space, between digits and other characters, and at each other character, so "19+7" and "19 + 7" are
+    equal. Decoding joins tokens with one space. Unknown text becomes `<unk>`."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -65,42 +59,36 @@ def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
 
 
 def scratch_vocabulary(config: ScratchModel) -> dict[str, int]:
-    """Id of each token of the arithmetic tokenizer."""
+    """Return the id of each token of the arithmetic tokenizer."""
     words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
     return {word: index for index, word in enumerate(words)}
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id. Raises ModelError where there is none."""
+    """Load the tokenizer of a model directory or hub id. Raises ModelError if there is none."""
     where = resolve_model(path, "tokenizer_config.json")
     found = read_pretrained(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
     return cast(PreTrainedTokenizerBase, found)
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer,
-    which is loaded unless given.
-
-    Raises:
-        ModelError: none of them names any, or a file is damaged.
-    """
+    """Return end-of-sequence tokens: of the generation config, else the model's config, else the tokenizer. Raises
+    ModelError if none is defined, or a file is damaged."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
         ids = frozenset([own])
     if ids is None:
         raise ModelError(
-            f"model.path: the model must name a token that ends an answer, {path} names none. "
+            f"model.path: the model must define a token that ends a response, {path} defines none. "
             "Set eos_token_id in its generation_config.json."
         )
     return ids
 
 
 def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens that are tags of an answer's text: each `</name>`, and a `<name>` whose `</name>` is a token too.
-
-    The tokenizer's own end, padding and other named tokens are none.
-    """
+    """Return special tokens that are tags in responses: each `</name>`, and `<name>` if `</name>` is a token. Named
+    special tokens, such as end and padding, are excluded."""
     named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]
@@ -112,22 +100,21 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """The decoder of answers (`rollout.skip_special_tokens`). It is the tokenizers library itself where its texts are
-    those of transformers, which visits every id in Python: that takes twice the time, and other threads wait meanwhile.
-    """
+    """Return a decoder of responses (`rollout.skip_special_tokens`). It is the tokenizers library itself if its texts
+    equal those of transformers, which takes twice the time in Python and holds the GIL."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    cut = special - tags if tags else frozenset[int]()  # the libraries cut all special tokens or none
+    cut = special - tags if tags else frozenset[int]()  # the libraries remove all special tokens or none
     skip = skip_special_tokens and not tags
 
-    def as_lists(answers: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
-        lists = [np.asarray(ids).tolist() for ids in answers]
+    def as_lists(responses: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
+        lists = [np.asarray(ids).tolist() for ids in responses]
         return [[id for id in ids if id not in cut] for ids in lists] if cut else lists
 
-    def by_transformers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        # Of no answers at all (validation.greedy=false) transformers makes one empty text.
-        return tokenizer.batch_decode(as_lists(answers), skip_special_tokens=skip) if answers else []
+    def by_transformers(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        # transformers decodes an empty list to one empty text.
+        return tokenizer.batch_decode(as_lists(responses), skip_special_tokens=skip) if responses else []
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return by_transformers
@@ -135,8 +122,8 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: boo
     if tokenizer.clean_up_tokenization_spaces and not isinstance(core.model, BPE):
         return by_transformers
 
-    def by_tokenizers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        return list(core.decode_batch(as_lists(answers), skip_special_tokens=skip))
+    def by_tokenizers(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        return list(core.decode_batch(as_lists(responses), skip_special_tokens=skip))
 
     probe = [tokenizer.encode("It 's here , is n't it ? No . (3 + 4) !")]
     return by_tokenizers if by_tokenizers(probe) == by_transformers(probe) else by_transformers
@@ -150,7 +137,6 @@ def _tokenizer_class(where: str) -> type[Any]:
 
 
 def _find_file(where: str, name: str) -> Path | None:
-    """A file of a directory, or of a hub id (from the cache where there is no network); None where it has none."""
     if Path(where).is_dir():
         file = Path(where) / name
         return file if file.is_file() else None

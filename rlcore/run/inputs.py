@@ -167,7 +167,7 @@ def ensure_configured_model(config: RunConfig) -> Path:
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
     require_smollm2(folder)
-    from rlcore.models.smollm2 import write_smollm2
+    from rlcore.models.scratch import write_smollm2
 
     file = smollm2_file()
     assert file is not None

@@ -1,1 +1,1 @@
-"""The algorithm as a loop: one step, its metrics, its validation."""
+"""Training steps: experience, estimate, update, metrics and alarms."""

@@ -1,4 +1,4 @@
-"""Alarms on a step's answers and update (settings: `alarms`), and the files of a batch whose update was not finite."""
+"""Alarms on a step's responses and update (settings: `alarms`), and the saved batch of a non-finite update."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,13 +17,12 @@ from rlcore.workers.canary import WeightSync
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""Metric: share of the step's updates of the policy that were left out, also those without any scored answer.
-Absent where none was."""
+"""Metric: skipped share of the policy's updates, including those without a scored response. Absent if 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One alarm: `name` and `action` as in the settings; `text` says value and bound."""
+    """An alarm: `name` and `action` of the settings, and a text with value and bound."""
 
     name: str
     action: str
@@ -31,18 +30,19 @@ class Alarm:
 
 
 def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]:
-    """Alarms that the answers raise, before any update."""
+    """Return alarms on the responses, before any update."""
     alarms = config.alarms
     found = []
     if alarms.equal_scores != "off" and _have_equal_scores(experience):
-        text = "all groups have answers of one score each: nothing to learn from"
+        text = "all groups have responses of one score each: nothing to learn from"
         found.append(Alarm("equal_scores", alarms.equal_scores, text))
     if alarms.length != "off":
         at_limit = sum(rollout.finish_reason == "length" for rollout in experience.rollouts)
         share = at_limit / len(experience.rollouts)
         if share >= alarms.length_share:
+            limit = config.rollout.max_response_tokens
             text = (
-                f"{share:.0%} of the answers end at rollout.max_response_tokens={config.rollout.max_response_tokens}, "
+                f"{share:.0%} of the responses end at rollout.max_response_tokens={limit}, "
                 f"alarms.length_share is {alarms.length_share:g}"
             )
             found.append(Alarm("length", alarms.length, text))
@@ -52,12 +52,12 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
 def step_alarms(
     config: RunConfig, update: Update, kl_in_reward: float | None, weight_sync: WeightSync
 ) -> tuple[Alarm, ...]:
-    """Alarms that the update and the hand-over after it raise."""
+    """Return alarms on the update and the weight sync after it."""
     alarms, policy = config.alarms, update.policy
     found = []
     if update.failure is not None:
         found.append(Alarm(NON_FINITE, alarms.non_finite, str(update.failure)))
-    if weight_sync.warning:  # all tensors are equal, and its log-probabilities are further off than usual
+    if weight_sync.warning:
         found.append(Alarm("canary", "tell", weight_sync.warning))
     norm = 0.0 if policy is None else policy.largest_grad_norm
     if alarms.grad_norm != "off" and norm > alarms.grad_norm_above:
@@ -82,22 +82,21 @@ def _have_equal_scores(experience: Experience) -> bool:
         if score.failure is None
     ]
     num_groups = len({group for group, _ in scored})
-    # An answer alone to its prompt has nothing to be equal to.
+    # A group of one response has nothing to compare.
     return len(set(scored)) == num_groups < len(scored)
 
 
 def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
-    """Write the batch (`.safetensors`) and its answers (`.json`); which prompt ids hold a non-finite number."""
+    """Write the batch (`.safetensors`) and its responses (`.json`); return the file and non-finite rows' prompt ids."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)}
     optional = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     per_token = {name: values for name, values in optional.items() if values is not None}
+    tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)} | per_token
     file = directory / f"step-{step:06d}.safetensors"
-    # Copies: safetensors refuses tensors that share memory, as the old and the behavior log-probabilities may.
-    whole = {name: value.clone(memory_format=torch.contiguous_format) for name, value in (tensors | per_token).items()}
-    save_file(whole, str(file))
+    # Copies, since safetensors rejects shared memory, as of old and behavior log-probabilities.
+    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}, str(file))
     rows = _non_finite_rows(batch, per_token)
-    answers: list[JsonValue] = [
+    responses: list[JsonValue] = [
         {
             "row": row,
             "prompt_id": rollout.prompt.prompt_id,
@@ -111,12 +110,12 @@ def save_failed_batch(directory: Path, step: int, experience: Experience, batch:
             zip(experience.rollouts, experience.scores, experience.texts, strict=True)
         )
     ]
-    write_json_atomically(file.with_suffix(".json"), answers)
+    write_json_atomically(file.with_suffix(".json"), responses)
     return file, [experience.rollouts[row].prompt.prompt_id for row in sorted(rows)]
 
 
 def _non_finite_rows(batch: TrainBatch, per_token: dict[str, Tensor]) -> set[int]:
-    """Sequences in which any input of the update is not finite (also the score)."""
+    """Return sequences with a non-finite score or input of the update."""
     bad = ~torch.isfinite(batch.packed.scores)
     sequence_ids = batch.packed.sequence_ids()
     for values in (batch.packed.behavior_logprobs, *per_token.values()):

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""Called with a phase's name when the phase begins, which runs inside the result; raises where it must not begin."""
+"""Returns the context in which a phase of this name runs; raises to prevent it."""
 
 
 class PhaseClock:
-    """Wall seconds by phase, on the driver. A phase entered twice adds up."""
+    """Wall seconds by phase, on the driver. Repeated phases add up."""
 
     def __init__(self, enter: EnterPhase = nullcontext) -> None:
         self._enter = enter
@@ -18,14 +18,14 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the block to `name`."""
-        begun = time.perf_counter()
+        """Add the time inside the block to `name`."""
+        started = time.perf_counter()
         try:
             with self._enter(name):
                 yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> Mapping[str, float]:
-        """Each phase so far, and `step`: everything since the clock was made."""
+        """Return the seconds of finished phases, and `step`: all since the clock was created."""
         return {**self._seconds, "step": time.perf_counter() - self._started}

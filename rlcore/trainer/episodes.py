@@ -1,9 +1,9 @@
-"""Episodes: answers of several turns, with an environment's messages between them.
+"""Episodes: multi-turn responses with an environment's messages between turns.
 
-Played in rounds. All open episodes write a turn; each turn is handed to its environment as it ends, while others are
-still being written; the next round begins when every environment has replied, failed, or overrun its deadline. So what
-the engine gets in a round depends on tokens alone, never on time. A round's requests are the tokens so far, which the
-engine's prefix cache holds where it has one: an episode stays on its rank.
+All open episodes generate one turn per round. A finished turn is sent to its environment while others are still
+generated, and the next round starts when all environments have replied, failed or timed out. The engine's input thus
+depends on tokens alone, never on time. Requests repeat all tokens so far, which a prefix cache holds, since an episode
+stays on its rank.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
 _MARK = "[environment]"
-"""Begins each line of an environment in an episode's text; the report's pages set such lines apart."""
+"""Prefix of an environment's lines in an episode's text; reports highlight them."""
 
 
 @dataclass(slots=True)
 class _OpenEpisode:
-    """An episode in the making: of which request, its tokens so far, and what the environment has said."""
+    """An unfinished episode: its request, tokens so far, and the record of its environment."""
 
     request: SamplingRequest
     prompt: Prompt
@@ -49,14 +49,14 @@ class _OpenEpisode:
     is_open: bool = True
 
     def next_request(self, turn: int, max_turn_tokens: int) -> SamplingRequest:
-        """The next turn, after all tokens so far."""
-        left = self.limit - len(self.token_ids)
+        """Return the request of the next turn, after all tokens so far."""
+        num_left = self.limit - len(self.token_ids)
         prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *self.token_ids))
-        tokens = min(left, max_turn_tokens) if max_turn_tokens else left
+        tokens = min(num_left, max_turn_tokens) if max_turn_tokens else num_left
         return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
 
     def add_response(self, rollout: Rollout, text: str) -> None:
-        """Add what the model has written in a turn."""
+        """Add the model's response of a turn."""
         self._add_tokens(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
         self.record.texts.append(text)
         self.lines.append(text)
@@ -64,7 +64,7 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's message, or end where it leaves no token to the model; whether it was added."""
+        """Add the environment's reply, or end the episode if no token is left; return whether it was added."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
@@ -73,7 +73,7 @@ class _OpenEpisode:
         return True
 
     def add_reward(self, score: Score, *, last: bool) -> str:
-        """Count a turn's reward; returns the reply. A failed turn ends the episode, which has no score then."""
+        """Add a turn's reward; return the reply. A failed turn ends the episode without a score."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""
@@ -89,7 +89,7 @@ class _OpenEpisode:
         return turn.reply
 
     def rollout(self, version: int) -> Rollout:
-        """All tokens after the prompt as one answer."""
+        """Return all tokens after the prompt as one response."""
         return Rollout(
             prompt=self.prompt,
             sample_index=self.request.sample_index,
@@ -102,15 +102,14 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """The sum of the turns' rewards, with the parts and the number of turns; votes count the model's text alone."""
+        """Return the sum of the turns' rewards. Votes count the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}
         return Score(self.reward, parts, said=vote("\n".join(self.record.texts)))
 
-    def _add_lines(self, said: str) -> None:
-        """Add an environment's lines to the text that people read."""
-        self.lines += [f"{_MARK} {line}" for line in said.splitlines() or [""]]
+    def _add_lines(self, text: str) -> None:
+        self.lines += [f"{_MARK} {line}" for line in text.splitlines() or [""]]
 
     def _add_tokens(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
         self.token_ids += ids
@@ -122,18 +121,15 @@ class _OpenEpisode:
 
 
 class Episodes(AbstractContextManager["Episodes"]):
-    """Plays episodes with the environment of `data.environment`. Use as a context manager.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Plays episodes with the environment of `data.environment`. Use as a context manager. Raises ConfigError if the
+    environment does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
         self._environment = config.data.environment
         require_environment(self._environment)
         self._config, self._tokens, self._decode = config, tokens, decode
         self._open = ExitStack()
-        # A pool for each process: an episode's turns all go to the process that holds its environment.
+        # A pool per process, since all turns of an episode go to the process with its environment.
         settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
         self._pools = [
             self._open.enter_context(ScoringPool(PLAY, settings, section="episode"))
@@ -146,9 +142,9 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Episodes so far that were lost with their environment, and what happened last."""
-        found = [pool.unscored for pool in self._pools]
-        return sum(number for number, _ in found), next((why for number, why in found if number), "")
+        """Episodes lost with their environment so far, and the last reason."""
+        failures = [pool.unscored for pool in self._pools]
+        return sum(number for number, _ in failures), next((why for number, why in failures if number), "")
 
     def play(
         self,
@@ -159,39 +155,38 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> tuple[list[Rollout], list[Score], list[str]]:
-        """Rollouts, scores and texts in the order of the requests, each of an episode from its reset to its end.
-
-        Raises:
-            EngineError: an engine answered with other weights than `policy_version`, or no environment can be started.
-        """
+        """Play an episode per request; return rollouts, scores and texts in order. Raises EngineError if an engine used
+        another policy version than `policy_version`, or no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):
             self._reset(playing)
-        homes = split_requests(requests, group.world_size)
+        shares_by_rank = split_requests(requests, group.world_size)
         for turn in range(self._config.episode.max_turns):
-            if any(one.is_open for one in playing):
-                self._play_turn(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
-        texts = ["\n".join(one.lines) for one in playing]
-        return [one.rollout(policy_version) for one in playing], [one.score() for one in playing], texts
+            if any(episode.is_open for episode in playing):
+                self._play_turn(
+                    group, playing, turn, sampling, shares_by_rank, policy_version=policy_version, clock=clock
+                )
+        texts = ["\n".join(episode.lines) for episode in playing]
+        return [episode.rollout(policy_version) for episode in playing], [episode.score() for episode in playing], texts
 
     def _open_episode(self, request: SamplingRequest, max_kept: int) -> _OpenEpisode:
         self._num_played += 1
         prompt = request.prompt
-        said = Episode.start(
+        record = Episode.start(
             str(self._num_played), self._config, prompt.ground_truth_json, request.environment_seed, max_kept=max_kept
         )
-        return _OpenEpisode(request, prompt, request.limit(self._config.rollout.max_response_tokens), said)
+        return _OpenEpisode(request, prompt, request.limit(self._config.rollout.max_response_tokens), record)
 
     def _reset(self, playing: Sequence[_OpenEpisode]) -> None:
-        jobs = [self._submit_turn(index, one) for index, one in enumerate(playing)]
-        for index, (one, job) in enumerate(zip(playing, jobs, strict=True)):
-            message = one.add_reward(self._collect_turn(index, job), last=False)
-            if one.is_open and message:
-                shown, prompt, ids = self._tokens.first_message_tokens(one.prompt.token_ids, message)
-                one.prompt = replace(one.prompt, token_ids=prompt)
-                if not one.add_reply(shown, ids):
-                    one.failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
+        jobs = [self._submit_turn(index, episode) for index, episode in enumerate(playing)]
+        for index, (episode, job) in enumerate(zip(playing, jobs, strict=True)):
+            message = episode.add_reward(self._collect_turn(index, job), last=False)
+            if episode.is_open and message:
+                shown, prompt, ids = self._tokens.first_message_tokens(episode.prompt.token_ids, message)
+                episode.prompt = replace(episode.prompt, token_ids=prompt)
+                if not episode.add_reply(shown, ids):
+                    episode.failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
 
     def _play_turn(
         self,
@@ -199,38 +194,46 @@ class Episodes(AbstractContextManager["Episodes"]):
         playing: Sequence[_OpenEpisode],
         turn: int,
         sampling: SamplingConfig,
-        homes: Sequence[Sequence[int]],
+        shares_by_rank: Sequence[Sequence[int]],
         *,
         policy_version: int,
         clock: PhaseClock,
     ) -> None:
-        """Play one turn of every open episode."""
+        """Play episode turn of each open episode."""
         settings = self._config.episode
-        indices = [index for index, one in enumerate(playing) if one.is_open]
+        indices = [index for index, episode in enumerate(playing) if episode.is_open]
         place_of = {index: place for place, index in enumerate(indices)}
-        shares = [[place_of[index] for index in home if index in place_of] for home in homes]
+        shares = [[place_of[index] for index in mine if index in place_of] for mine in shares_by_rank]
         jobs: dict[int, ScoringJob] = {}
 
-        def take(some: Sequence[tuple[int, Rollout]]) -> None:
-            texts = self._decode([rollout.response_ids for _, rollout in some])
-            for (place, rollout), text in zip(some, texts, strict=True):
-                one = playing[indices[place]]
-                one.add_response(rollout, text)
-                jobs[indices[place]] = self._submit_turn(indices[place], one)
+        def on_finished(finished: Sequence[tuple[int, Rollout]]) -> None:
+            texts = self._decode([rollout.response_ids for _, rollout in finished])
+            for (place, rollout), text in zip(finished, texts, strict=True):
+                episode = playing[indices[place]]
+                episode.add_response(rollout, text)
+                jobs[indices[place]] = self._submit_turn(indices[place], episode)
 
         with clock.phase("gen"):
-            asked = [playing[index].next_request(turn, settings.max_turn_tokens) for index in indices]
+            turn_requests = [playing[index].next_request(turn, settings.max_turn_tokens) for index in indices]
             limit = self._config.rollout.max_response_tokens
-            generate(group, asked, sampling, limit, policy_version=policy_version, on_finished=take, shares=shares)
+            generate(
+                group,
+                turn_requests,
+                sampling,
+                limit,
+                policy_version=policy_version,
+                on_finished=on_finished,
+                shares=shares,
+            )
         with clock.phase("environment"):
             for index in indices:
-                one = playing[index]
-                reply = one.add_reward(self._collect_turn(index, jobs[index]), last=turn + 1 == settings.max_turns)
-                if one.is_open:
-                    one.add_reply(*self._tokens.reply_tokens(one.token_ids[-1], reply))
+                episode = playing[index]
+                reply = episode.add_reward(self._collect_turn(index, jobs[index]), last=turn + 1 == settings.max_turns)
+                if episode.is_open:
+                    episode.add_reply(*self._tokens.reply_tokens(episode.token_ids[-1], reply))
 
-    def _submit_turn(self, index: int, one: _OpenEpisode) -> ScoringJob:
-        return self._pools[index % len(self._pools)].submit([one.record.to_json()], [one.record.truth])
+    def _submit_turn(self, index: int, episode: _OpenEpisode) -> ScoringJob:
+        return self._pools[index % len(self._pools)].submit([episode.record.to_json()], [episode.record.truth])
 
     def _collect_turn(self, index: int, job: ScoringJob) -> Score:
         return self._pools[index % len(self._pools)].collect(job)[0]

@@ -1,4 +1,4 @@
-"""From scores to advantages."""
+"""Advantages and returns from scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """Results of the forward passes before an update, Float[T] each; None where the algorithm does not need it."""
+    """Results of the forward passes before an update, Float[T] each; None where the algorithm does not need them."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -39,10 +39,12 @@ class ForwardResults:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`batch` is what updates use. `rewards` Float[N]: scores less the KL in the reward. `returns` Float[T]: for
-    reporting (the advantages, for methods without a critic, as the field has it). `kl_in_reward`: mean per answer
-    token, None where there is none. `share_left_out`: answer tokens that `algo.rejection` and
-    `algo.mask_truncated` leave out of the update; None where neither is on. `response_mask`: the loss mask with them."""
+    """Advantages and returns. `batch`: input of the updates. `rewards` Float[N]: scores less the KL in the reward.
+
+    `returns` Float[T]: for reporting; the advantages for methods without a critic, as in the field.
+    `kl_in_reward`: mean per response token. `masked_share`: share of response tokens excluded from the update by
+    `algo.rejection` and `algo.mask_truncated`; None if both are off. `response_mask`: the loss mask including them.
+    """
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]
@@ -54,15 +56,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ScoreParts:
-    """The parts of the scores that `reward.weights` names: `values` Float[N, K], `weights` Float[K]."""
+    """Parts of the scores that `reward.weights` names: `values` Float[N, K], `weights` Float[K]."""
 
     values: Float[Tensor, "N K"]
     weights: Float[Tensor, "K"]
 
     @classmethod
     def from_scores(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "ScoreParts":
-        """The weighted parts, in their order (0 for an answer without a score, which nothing reads); without weights
-        the total alone."""
+        """Return the weighted parts in order (0 if missing), or the total alone without weights."""
         if not weights:
             return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))
         rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
@@ -71,7 +72,7 @@ class ScoreParts:
 
 def estimate(
     packed: PackedBatch,
-    passes: ForwardResults,
+    forward: ForwardResults,
     greedy_scores: Sequence[float] | None,
     *,
     algo: AlgoConfig,
@@ -80,16 +81,15 @@ def estimate(
     is_truncated: Bool[Tensor, "N"] | None = None,
     turn_rewards: Float[Tensor, "T"] | None = None,
 ) -> Estimate:
-    """Advantages and returns by `algo.advantage`.
+    """Compute advantages and returns by `algo.advantage`. Responses without a score (`packed.score_mask`) are excluded.
 
-    `parts`: for advantages that ask for them; None: the rewards alone. `is_cut`: answers that ended at the limit,
-    needed by `algo.mask_truncated`. `turn_rewards`: the shares of the scores that stand where their turns end; None:
-    all of a score stands at the last token.
-
-    `greedy_scores`: for each answer the score of the greedy answer to its prompt, needed by remax.
-    An answer without a score (`packed.score_mask`) has no part in them: they are those of the batch without it.
+    Args:
+        greedy_scores: for remax, the score of the greedy response to the same prompt.
+        parts: for advantages over parts of the score; None: the rewards alone.
+        is_truncated: for `algo.mask_truncated`, responses that ended at the token limit.
+        turn_rewards: parts of the scores at the ends of their turns; None: the whole score is at the last token.
     """
-    old_logprobs, ref_logprobs, values = passes.old_logprobs, passes.ref_logprobs, passes.values
+    old_logprobs, ref_logprobs, values = forward.old_logprobs, forward.ref_logprobs, forward.values
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     kl: Tensor | None = None
     kl_in_reward: float | None = None
@@ -118,12 +118,12 @@ def estimate(
         assert old_logprobs is not None, "an importance weight is a ratio to the old policy"
         rows = (mask, sequence_ids, packed.num_sequences)
         weights = importance_weights(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.importance)
-    kept = _update_mask(packed, old_logprobs, is_truncated, algo)
-    share_left_out = None
-    if kept is not mask and mask.any():
-        share_left_out = 1 - (kept.sum() / mask.sum()).item()
+    update_mask = _update_mask(packed, old_logprobs, is_truncated, algo)
+    masked_share = None
+    if update_mask is not mask and mask.any():
+        masked_share = 1 - (update_mask.sum() / mask.sum()).item()
     batch = TrainBatch(
-        packed=replace(packed, loss_mask=kept),
+        packed=replace(packed, loss_mask=update_mask),
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs if algo.kl.where == "loss" else None,
         old_values=values,
@@ -131,22 +131,25 @@ def estimate(
         returns=None if values is None else returns,
         importance_weights=weights,
     )
-    return Estimate(batch, rewards, returns, kl_in_reward, share_left_out, mask)
+    return Estimate(batch, rewards, returns, kl_in_reward, masked_share, mask)
 
 
 def _update_mask(
-    packed: PackedBatch, old_logprobs: Float[Tensor, "T"] | None, is_cut: Bool[Tensor, "N"] | None, algo: AlgoConfig
+    packed: PackedBatch,
+    old_logprobs: Float[Tensor, "T"] | None,
+    is_truncated: Bool[Tensor, "N"] | None,
+    algo: AlgoConfig,
 ) -> Bool[Tensor, "T"]:
-    """The mask of the update: without what is left out of it after it has counted in its group."""
-    kept, sequence_ids = packed.loss_mask, packed.sequence_ids()
+    """Return the loss mask without responses that count in their group but not in the update."""
+    mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     if algo.rejection.level != "off":
         assert old_logprobs is not None, "a rejection measures the distance to the old policy"
         rows = (packed.loss_mask, sequence_ids, packed.num_sequences)
-        kept = kept & ~rejection_mask(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
+        mask = mask & ~rejection_mask(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
     if algo.mask_truncated:
-        assert is_cut is not None, "a mask of truncated answers needs to know them"
-        kept = kept & ~is_cut[sequence_ids]
-    return kept
+        assert is_truncated is not None, "algo.mask_truncated needs is_truncated"
+        mask = mask & ~is_truncated[sequence_ids]
+    return mask
 
 
 def _sequence_advantages(
@@ -156,27 +159,24 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """An advantage for each answer; 0 without a score, and where no score is there to compare its own with."""
+    """Return an advantage per response; 0 without a score, or without another score to compare with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()
     else:
         chosen = has_scored_peer(packed.score_mask, packed.group_ids)
-    lengths = packed.loss_lengths()
+    lengths, group_ids = packed.loss_lengths()[chosen], packed.group_ids[chosen]
     advantages = torch.zeros_like(rewards)
-    if algo.advantage_function is not None:
-        if chosen.any():
-            function = bind_advantage(
-                algo, lengths=lengths[chosen], parts=parts.values[chosen], part_weights=parts.weights
-            )
-            function = check_results(function, "algo.advantage", algo.advantage, advantage_problem)
-            advantages[chosen] = function(rewards[chosen], packed.group_ids[chosen]).to(advantages.dtype)
-        return advantages
-    advantages[chosen] = group_advantages(
-        rewards[chosen],
-        packed.group_ids[chosen],
-        method=cast(SequenceAdvantage, algo.advantage),
-        lengths=lengths[chosen],
-        greedy_scores=None if greedy is None else greedy[chosen],
-    )
+    if algo.advantage_function is None:
+        advantages[chosen] = group_advantages(
+            rewards[chosen],
+            group_ids,
+            method=cast(SequenceAdvantage, algo.advantage),
+            lengths=lengths,
+            greedy_scores=None if greedy is None else greedy[chosen],
+        )
+    elif chosen.any():
+        function = bind_advantage(algo, lengths=lengths, parts=parts.values[chosen], part_weights=parts.weights)
+        function = check_results(function, "algo.advantage", algo.advantage, advantage_problem)
+        advantages[chosen] = function(rewards[chosen], group_ids).to(advantages.dtype)
     return advantages

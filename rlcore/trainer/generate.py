@@ -1,4 +1,4 @@
-"""Responses of all ranks' engines to requests."""
+"""Generation on all ranks' engines."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
 OnFinished = Callable[[Sequence[tuple[int, Rollout]]], None]
-"""Called with (index of the request, its rollout) of a few answers that have just ended."""
+"""Receives (index of the request, rollout) of a few finished responses."""
 
 
 def generate(
@@ -25,34 +25,30 @@ def generate(
     on_finished: OnFinished | None = None,
     shares: Sequence[Sequence[int]] | None = None,
 ) -> list[Rollout]:
-    """Answers in the order of the requests. `shares`: indices of the requests for each rank; without it they are shared
-    out by prompt length, whole prompts together.
-
-    Raises:
-        EngineError: an engine answered with other weights than `policy_version`.
-    """
+    """Generate responses, in the order of the requests. `shares`: request indices by rank, else by `split_requests`.
+    Raises EngineError if an engine used another policy version than `policy_version`."""
     indices = split_requests(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens) for mine in indices]
-    ordered: dict[int, Rollout] = {}
+    rollouts: dict[int, Rollout] = {}
 
-    def arrived(rank: int, some: Sequence[tuple[int, Rollout]]) -> None:
-        found = [(indices[rank][place], rollout) for place, rollout in some]
-        for _, rollout in found:
+    def receive(rank: int, finished: Sequence[tuple[int, Rollout]]) -> None:
+        indexed = [(indices[rank][place], rollout) for place, rollout in finished]
+        for _, rollout in indexed:
             if rollout.policy_version != policy_version:
                 raise EngineError(
-                    f"stale rollout: prompt {rollout.prompt.prompt_id} was answered by policy version "
+                    f"stale rollout: prompt {rollout.prompt.prompt_id} was sampled by policy version "
                     f"{rollout.policy_version}, the trainer is at {policy_version}"
                 )
-        ordered.update(found)
+        rollouts.update(indexed)
         if on_finished is not None:
-            on_finished(found)
+            on_finished(indexed)
 
-    group.stream(Worker.generate, arguments, arrived)
-    return [ordered[index] for index in range(len(requests))]
+    group.stream(Worker.generate, arguments, receive)
+    return [rollouts[index] for index in range(len(requests))]
 
 
 def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
-    """Indices of the requests for each rank."""
+    """Return request indices by rank, balanced by prompt tokens, with all samples of a prompt on one rank."""
     by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
     num_parts = min(world_size, len(by_prompt))
     parts = partition([len(requests[same[0]].prompt.token_ids) * len(same) for same in by_prompt], num_parts)

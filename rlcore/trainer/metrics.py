@@ -24,43 +24,43 @@ from rlcore.workers.worker import WorkerInfo
 Metrics = dict[str, float]
 
 PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
-"""Phases whose time is divided by all tokens; generation is divided by answer tokens."""
+"""Phases whose time is divided by all tokens. Generation is divided by response tokens."""
 
 
-def step_metrics(config: RunConfig, experience: Experience, found: Estimate, update: Update) -> Metrics:
-    """Metrics of what a step did beside its update's own: they depend on the run alone."""
-    packed, batch = found.batch.packed, found.batch
+def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate, update: Update) -> Metrics:
+    """Return metrics of a step in addition to the update's own. They depend on the run alone."""
+    packed, batch = estimated.batch.packed, estimated.batch
     metrics: Metrics = {}
     if update.share_skipped:
         metrics[SKIPPED] = update.share_skipped
-    if found.masked_share is not None:
-        metrics["rollout_corr/left_out_share"] = found.masked_share
-    if found.kl_in_reward is not None:
-        metrics["actor/reward_kl_penalty"] = found.kl_in_reward
-    metrics |= reward_metrics(found) | length_metrics(config, experience) | group_metrics(packed, experience)
+    if estimated.masked_share is not None:
+        metrics["rollout_corr/left_out_share"] = estimated.masked_share
+    if estimated.kl_in_reward is not None:
+        metrics["actor/reward_kl_penalty"] = estimated.kl_in_reward
+    metrics |= reward_metrics(estimated) | length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
-        # A pass of old log-probabilities has those of the tokens that are left out of the update; the update has not.
-        mask = found.response_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
+        # A separate forward pass computes masked tokens too, the update does not.
+        mask = estimated.response_mask if update.logprobs_before is batch.old_logprobs else packed.loss_mask
         metrics |= mismatch_metrics(replace(packed, loss_mask=mask), update.logprobs_before, weights)
     return metrics
 
 
 def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
-    """How far the engine was from the trainer on the probe; nothing where the engine is the trainer's own model."""
+    """Return the distance of engine and trainer on the probe; {} if the engine is the trainer's own model."""
     return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
 
 
 def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
-    num_answer_tokens: int,
-    deal: Assignment,
+    num_response_tokens: int,
+    assignment: Assignment,
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Metrics of what a step cost: balance of the ranks, time by phase, use of the devices."""
-    sequences = deal.whole.sequences
+    """Return metrics of a step's cost: balance of the ranks, time by phase, use of the devices."""
+    sequences = assignment.whole.sequences
     num_devices = len(sequences)
     lengths = packed.sequence_lengths().tolist()
     return {
@@ -72,26 +72,26 @@ def cost_metrics(
             num_targets=packed.num_loss_tokens,
             num_epochs=config.trainer.epochs_per_batch,
             num_devices=num_devices,
-            num_shared=deal.num_shared,
+            num_shared=assignment.num_shared,
             lora=config.model.lora,
         ),
-        **timing_metrics(seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices),
+        **timing_metrics(seconds, packed, num_response_tokens=num_response_tokens, num_devices=num_devices),
     }
 
 
 def memory_metrics(peaks: Sequence[MemoryPeak]) -> Metrics:
-    """Largest use of GPU memory on any rank, and passes that were repeated for lack of memory."""
+    """Return the peak GPU memory over ranks, and the number of passes repeated for lack of memory."""
     metrics: Metrics = {}
     if peaks[0].reserved_gb:
         metrics["perf/max_memory_allocated_gb"] = max(peak.allocated_gb for peak in peaks)
         metrics["perf/max_memory_reserved_gb"] = max(peak.reserved_gb for peak in peaks)
-    if num_redone := sum(peak.num_retries for peak in peaks):
-        metrics["perf/num_passes_redone"] = float(num_redone)
+    if num_retries := sum(peak.num_retries for peak in peaks):
+        metrics["perf/num_passes_redone"] = float(num_retries)
     return metrics
 
 
 def distribution_metrics(name: str, values: Tensor) -> Metrics:
-    """Mean, largest and smallest of some values; nothing where there are none."""
+    """Return mean, maximum and minimum; {} without values."""
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -102,14 +102,14 @@ def distribution_metrics(name: str, values: Tensor) -> Metrics:
     }
 
 
-def reward_metrics(found: Estimate) -> Metrics:
-    """Scores and rewards of sequences; advantages, returns and values of answer tokens."""
-    packed, values, returns = found.batch.packed, found.batch.old_values, found.returns
+def reward_metrics(estimated: Estimate) -> Metrics:
+    """Return metrics of scores and rewards, and of advantages, returns and values of response tokens."""
+    packed, values, returns = estimated.batch.packed, estimated.batch.old_values, estimated.returns
     mask = packed.loss_mask
     metrics = {
         **distribution_metrics("critic/score", packed.scores[packed.score_mask]),
-        **distribution_metrics("critic/rewards", found.rewards[packed.score_mask]),
-        **distribution_metrics("critic/advantages", found.batch.advantages[mask]),
+        **distribution_metrics("critic/rewards", estimated.rewards[packed.score_mask]),
+        **distribution_metrics("critic/advantages", estimated.batch.advantages[mask]),
         **distribution_metrics("critic/returns", returns[mask]),
     }
     if values is not None and mask.any():
@@ -119,7 +119,7 @@ def reward_metrics(found: Estimate) -> Metrics:
 
 
 def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Token counts of prompts and answers; clip_ratio is the share that reached the limit."""
+    """Return token counts of prompts and responses. clip_ratio: share at the limit."""
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
@@ -134,7 +134,7 @@ def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
-    """How much the groups can teach, the answers that the scorer failed on, and the parts of the score."""
+    """Return the share of groups without a signal, the scorer's failures, and the parts of the score."""
     highest, lowest = score_range(packed.scores, packed.score_mask, packed.group_ids)
     metrics = {
         "reward/equal_group_share": (highest <= lowest).float().mean().item(),
@@ -154,7 +154,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Tokens on each rank, cut in the order drawn and as balanced."""
+    """Return tokens per rank, split in the drawn order and as balanced."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -171,7 +171,7 @@ def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> 
 def mismatch_metrics(
     packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T"] | None
 ) -> Metrics:
-    """How far the sampler's probabilities of the sampled tokens are from the trainer's."""
+    """Return the difference between the sampler's and the trainer's token probabilities."""
     mask = packed.loss_mask
     if not mask.any():
         return {}
@@ -188,15 +188,15 @@ def mismatch_metrics(
 
 
 def timing_metrics(
-    seconds: Mapping[str, float], packed: PackedBatch, *, num_answer_tokens: int, num_devices: int
+    seconds: Mapping[str, float], packed: PackedBatch, *, num_response_tokens: int, num_devices: int
 ) -> Metrics:
-    """Wall seconds, seconds a token and tokens a second and device."""
+    """Return wall seconds, time per token, and tokens a second and device."""
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     for phase in PER_TOKEN_PHASES:
         if phase in seconds:
             metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds[phase] / packed.num_tokens
     if "gen" in seconds:
-        metrics["timing_per_token_ms/gen"] = 1e3 * seconds["gen"] / num_answer_tokens
+        metrics["timing_per_token_ms/gen"] = 1e3 * seconds["gen"] / num_response_tokens
     return metrics | {
         "perf/total_num_tokens": float(packed.num_tokens),
         "perf/time_per_step": seconds["step"],
@@ -216,11 +216,9 @@ def mfu_metrics(
     num_shared: int = 0,
     lora: LoraConfig | None = None,
 ) -> Metrics:
-    """Share of the devices' peak that the updates reach; nothing where the peak is not known.
-
-    What is computed counts, once: of shared prompts one, the head at the `num_targets` tokens with a loss, frozen
-    weights without a gradient of their own. `mfu_verl` counts as veRL's logs do.
-    """
+    """Return the share of the devices' peak that updates reach; {} if the peak is unknown. Work counts once: shared
+    prompts, the head at the `num_targets` tokens with a loss, no gradients of frozen weights. `mfu_verl` counts as veRL
+    does."""
     if info.peak_flops is None:
         return {}
     flops: dict[tuple[str, str], float] = {}

@@ -1,6 +1,6 @@
-"""One training step: it reads as the algorithm."""
+"""One training step: sample, score, estimate advantages, update, sync weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,36 +32,33 @@ from rlcore.trainer.update import (
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.passes import OomRetry
+from rlcore.workers.trained_model import OomRetry
 from rlcore.workers.worker import Worker, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step: the state after it, its metrics, the answers that it learned from with the batch made of them
-    and the trainer's log-probabilities before the update (None: a supervised step, none were computed), alarms, and the
-    passes that ran out of memory on any rank and were repeated."""
+    """Result of a step. `experience`, `batch` and `logprobs_before` are None for a supervised step."""
 
     state: LoopState
     metrics: Metrics
     experience: Experience | None = None
     batch: TrainBatch | None = None
     logprobs_before: Float[Tensor, "T"] | None = None
+    """The trainer's log-probabilities before the update; None if none were computed."""
     alarms: tuple[Alarm, ...] = ()
     shortages: tuple[OomRetry, ...] = ()
 
 
 class GroupTrainer:
-    """What every kind of step needs: settings, a group of workers, and the phases of its time. Holds no state of the
-    run: that is the `LoopState` that a step is given and returns."""
+    """Base of trainers: settings, workers and timing. The state of the run is the `LoopState` argument of a step."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, enter_phase: EnterPhase) -> None:
         self._config = config
         self._group = group
         self._enter_phase = enter_phase
 
-    def _deal(self, packed: PackedBatch, prompts_per_mini_batch: int) -> Assignment:
-        """Which rank works on which sequences."""
+    def _assign(self, packed: PackedBatch, prompts_per_mini_batch: int) -> Assignment:
         return Balancer(
             num_ranks=self._group.world_size,
             max_tokens=self._config.trainer.max_tokens_per_micro_batch,
@@ -71,21 +68,20 @@ class GroupTrainer:
 
     @cached_property
     def _worker_info(self) -> WorkerInfo:
-        """What rank 0 found at its start."""
         return self._group.each(Worker.info)[0]
 
     def _request_memory_peaks(self) -> Pending[MemoryPeak]:
-        """Ask for the memory of each rank."""
         return self._group.begin(Worker.memory_peak, [()] * self._group.world_size)
 
 
-def collect_memory(peaks: Sequence[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
-    """The metrics of the ranks' memory, and the passes since the last call that ran out of it."""
-    return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
+def collect_memory(pending: Pending[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
+    """Return memory metrics of the ranks, and passes that ran out of memory since the last call."""
+    peaks = pending.result()
+    return memory_metrics(peaks), tuple(retry for peak in peaks for retry in peak.shortages)
 
 
 class Trainer(GroupTrainer):
-    """Runs steps of reinforcement learning on a group of workers."""
+    """Reinforcement learning on a group of workers."""
 
     def __init__(
         self,
@@ -101,64 +97,50 @@ class Trainer(GroupTrainer):
         self._collector = collector
 
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
-        """Sample, score, estimate, update, hand over."""
+        """Sample, score, estimate advantages, update, sync weights."""
         config, clock = self._config, PhaseClock(self._enter_phase)
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
-        dealt = self._deal(packed, config.trainer.mini_batch_size)
-        passes = self._forward_passes(packed, dealt.whole, clock)
+        assignment = self._assign(packed, config.trainer.mini_batch_size)
+        forward = self._forward_passes(packed, assignment.whole, clock)
         with clock.phase("adv"):
-            found = self._estimate(packed, passes, experience, state.kl_coef)
-            batch = apply_selection(config, found.batch, passes.entropy, num_finished=state.step)
-            shared = self._share_batch(batch, packed, dealt)
+            estimated = self._estimate(packed, forward, experience, state.kl_coef)
+            batch = apply_selection(config, estimated.batch, forward.entropy, num_finished=state.step)
+            shared = self._share_batch(batch, packed, assignment)
         if config.algo.kl.where == "loss":
             shared = self._add_ref_logprobs(shared, clock)
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
-            hand_over, memory = (
-                self._group.begin(Worker.sync_weights, versions),
-                self._request_memory_peaks(),
-            )  # and beside them:
-            after = self._state_after(state, experience, found, update)
-            described = step_metrics(config, experience, found, update)
-            used = replace(found.batch, ref_logprobs=shared.batch.ref_logprobs)
+            sync, memory = self._group.begin(Worker.sync_weights, versions), self._request_memory_peaks()
+            # Concurrently with the workers:
+            after = self._state_after(state, experience, estimated, update)
+            described = step_metrics(config, experience, estimated, update)
+            used = replace(estimated.batch, ref_logprobs=shared.batch.ref_logprobs)
             self._collector.prepare(after)
-            handed_over = hand_over.result()[0]  # equal on all ranks
-        alarms += step_alarms(config, update, found.kl_in_reward, handed_over)
+            weight_sync = sync.result()[0]  # equal on all ranks
+        alarms += step_alarms(config, update, estimated.kl_in_reward, weight_sync)
         metrics = {
             "training/global_step": float(after.step),
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
-            **weight_sync_metrics(config, handed_over),
+            **weight_sync_metrics(config, weight_sync),
             **described,
             **cost_metrics(
                 config,
-                found.batch.packed,
+                estimated.batch.packed,
                 experience.num_generated_tokens,
-                shared.deal,
+                shared.assignment,
                 clock.seconds(),
                 self._worker_info,
             ),
         }
-        peaks, shortages = collect_memory(memory.result())
+        peaks, shortages = collect_memory(memory)
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
-    def _estimate(
-        self, packed: PackedBatch, passes: ForwardResults, experience: Experience, kl_coef: float
-    ) -> Estimate:
-        config = self._config
-        parts = ScoreParts.from_scores(experience.scores, config.reward.weights)
-        is_cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
-        early = place_turn_rewards(experience.rollouts, packed) if config.episode.reward_per_turn else None
-        return estimate(
-            packed, passes, experience.greedy_scores, algo=config.algo, kl_coef=kl_coef, parts=parts, is_truncated=is_cut,
-            turn_rewards=early,
-        )  # fmt: skip
-
     def _forward_passes(self, packed: PackedBatch, shares: RankShares, clock: PhaseClock) -> ForwardResults:
-        """What the estimate needs: old log-probabilities, entropies, values, and those of the reference in a reward."""
+        """Compute the log-probabilities, entropies and values that the algorithm needs."""
         config = self._config
         old: Tensor | None = None
         entropy: Tensor | None = None
@@ -183,24 +165,38 @@ class Trainer(GroupTrainer):
         clock: PhaseClock,
         *more: bool,
     ) -> Float[Tensor, "T ..."]:
-        """The values that a forward pass of the ranks computes of each token."""
         with clock.phase(phase):
             arguments = [(select(packed, mine), shares.num_micro, *more) for mine in shares.sequences]
             return scatter_tokens(self._group.begin(verb, arguments).result(), packed.cu_seqlens, shares.sequences)
 
-    def _share_batch(self, batch: TrainBatch, packed: PackedBatch, dealt: Assignment) -> SharedBatch:
-        """The batch shared out to the ranks: as `packed` was for the passes, unless tokens have lost their loss."""
-        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # other costs, and other prompts in common
-            dealt = self._deal(batch.packed, self._config.trainer.mini_batch_size)
-        shared = SharedBatch.from_deal(self._config, batch, dealt)
+    def _estimate(
+        self, packed: PackedBatch, forward: ForwardResults, experience: Experience, kl_coef: float
+    ) -> Estimate:
+        config = self._config
+        return estimate(
+            packed,
+            forward,
+            experience.greedy_scores,
+            algo=config.algo,
+            kl_coef=kl_coef,
+            parts=ScoreParts.from_scores(experience.scores, config.reward.weights),
+            is_truncated=torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts]),
+            turn_rewards=place_turn_rewards(experience.rollouts, packed) if config.episode.reward_per_turn else None,
+        )
+
+    def _share_batch(self, batch: TrainBatch, packed: PackedBatch, assignment: Assignment) -> SharedBatch:
+        """Send each rank its part of the batch; balance again if tokens have lost their loss."""
+        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts differ
+            assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)
+        shared = SharedBatch.split(self._config, batch, assignment)
         return replace(shared, parts=self._group.send(shared.parts))
 
     def _add_ref_logprobs(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
-        """The batch with the reference's log-probabilities. The ranks keep those of their parts for the update."""
+        """Add reference log-probabilities to the batch. Ranks cache those of their parts for the update."""
         with clock.phase("ref"):
-            arguments = [(part, shared.deal.whole.num_micro) for part in shared.parts]
-            of_ranks = self._group.begin(Worker.cache_ref_logprobs, arguments).result()
-            whole = scatter_tokens(of_ranks, shared.batch.packed.cu_seqlens, shared.sequences)
+            arguments = [(part, shared.assignment.whole.num_micro) for part in shared.parts]
+            by_rank = self._group.begin(Worker.cache_ref_logprobs, arguments).result()
+            whole = scatter_tokens(by_rank, shared.batch.packed.cu_seqlens, shared.sequences)
         return replace(shared, batch=replace(shared.batch, ref_logprobs=whole))
 
     def _update(
@@ -211,11 +207,8 @@ class Trainer(GroupTrainer):
         alarms: tuple[Alarm, ...],
         clock: PhaseClock,
     ) -> Update:
-        """The update, unless an alarm skips it. One that is not finite leaves the batch that caused it on disk.
-
-        Raises:
-            NonFiniteError: the update is not finite and `alarms.non_finite` is stop.
-        """
+        """Update the models unless an alarm skips it. A non-finite update saves its batch. Raises NonFiniteError if the
+        update is not finite and `alarms.non_finite` is stop."""
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=logprobs_before_update(self._config, shared.batch))
         update = update_models(self._config, self._group, shared, state, clock)
@@ -230,16 +223,14 @@ class Trainer(GroupTrainer):
             raise failure from update.failure
         return replace(update, failure=failure)
 
-    def _state_after(self, state: LoopState, experience: Experience, found: Estimate, update: Update) -> LoopState:
-        packed, algo = found.batch.packed, self._config.algo
-        observed_kl = update.observed_kl(algo, found.kl_in_reward)
-        kl_coef = state.kl_coef
-        if observed_kl is not None and update.policy is not None and update.share_skipped < 1:
-            kl_coef = next_kl_coef(kl_coef, observed_kl, int(packed.score_mask.sum()), settings=algo.kl)
-        entropy_added = state.entropy_added
+    def _state_after(self, state: LoopState, experience: Experience, estimated: Estimate, update: Update) -> LoopState:
+        packed, algo = estimated.batch.packed, self._config.algo
+        kl_coef, entropy_added = state.kl_coef, state.entropy_added
         if update.policy is not None and update.share_skipped < 1:
-            observed_entropy = update.policy.stats.mean_entropy()
-            entropy_added = next_entropy_bonus(entropy_added, observed_entropy, settings=algo)
+            observed_kl = update.observed_kl(algo, estimated.kl_in_reward)
+            if observed_kl is not None:
+                kl_coef = next_kl_coef(kl_coef, observed_kl, int(packed.score_mask.sum()), settings=algo.kl)
+            entropy_added = next_entropy_bonus(entropy_added, update.policy.stats.mean_entropy(), settings=algo)
         return replace(
             state,
             step=state.step + 1,

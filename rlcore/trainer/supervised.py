@@ -1,4 +1,4 @@
-"""One supervised step: the negative log-likelihood of the demonstrations' answers, lowered."""
+"""One supervised step on the negative log-likelihood of demonstrated responses."""
 
 import functools
 import operator
@@ -20,11 +20,11 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
 Draw = Callable[[int, int], Sequence[Demonstration]]
-"""(demonstrations drawn before, number of the step) -> those of the step."""
+"""(demonstrations drawn so far, step number) -> demonstrations of the step."""
 
 
 class SupervisedTrainer(GroupTrainer):
-    """Runs supervised steps on a group of workers. The prompts drawn of its `LoopState` are demonstrations."""
+    """Supervised learning on a group of workers. `num_prompts_drawn` of its `LoopState` counts demonstrations."""
 
     def __init__(
         self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = nullcontext
@@ -36,12 +36,12 @@ class SupervisedTrainer(GroupTrainer):
         """Draw demonstrations and take one optimizer step on them."""
         config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
         packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
-        deal = self._deal(packed, packed.num_sequences)
-        shares = deal.whole
+        assignment = self._assign(packed, packed.num_sequences)
+        shares = assignment.whole
         lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
-        answer_tokens = packed.num_loss_tokens
+        num_targets = packed.num_loss_tokens
         with clock.phase("supervise"):
-            arguments = [(select(packed, mine), shares.num_micro, answer_tokens, lr) for mine in shares.sequences]
+            arguments = [(select(packed, mine), shares.num_micro, num_targets, lr) for mine in shares.sequences]
             try:
                 updates = self._group.begin(Worker.supervise, arguments).result()
             except NonFiniteError as failure:
@@ -53,8 +53,8 @@ class SupervisedTrainer(GroupTrainer):
             **{f"sft/{name}": value for name, value in stats.means().items()},
             "sft/grad_norm": updates[0].grad_norm,
             "sft/lr": lr,
-            "sft/answer_tokens": float(answer_tokens),
-            **cost_metrics(config, packed, answer_tokens, deal, clock.seconds(), self._worker_info),
+            "sft/answer_tokens": float(num_targets),
+            **cost_metrics(config, packed, num_targets, assignment, clock.seconds(), self._worker_info),
         }
         after = replace(
             state,
@@ -63,18 +63,18 @@ class SupervisedTrainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
             num_tokens=state.num_tokens + packed.num_tokens,
         )
-        memory, shortages = collect_memory(self._request_memory_peaks().result())
+        memory, shortages = collect_memory(self._request_memory_peaks())
         return StepResult(after, metrics | memory, shortages=shortages)
 
     def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:
-        """Loss and accuracy on demonstrations that no step draws; nothing where there are none."""
+        """Return loss and accuracy on held-out demonstrations; {} if there are none."""
         if not demonstrations:
             return {}
-        missing = -len(demonstrations) % self._group.world_size  # ranks get equal numbers; these count nowhere
+        missing = -len(demonstrations) % self._group.world_size  # padding without a loss: ranks get equal numbers
         last = demonstrations[-1]
-        silent = Demonstration(last.token_ids, [False] * len(last.token_ids))
-        packed = pack_demonstrations([*demonstrations, *[silent] * missing])
-        shares = self._deal(packed, packed.num_sequences).whole
+        padding = Demonstration(last.token_ids, [False] * len(last.token_ids))
+        packed = pack_demonstrations([*demonstrations, *[padding] * missing])
+        shares = self._assign(packed, packed.num_sequences).whole
         arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
-        found = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments).result())
-        return {f"sft/held_out_{name}": value for name, value in found.means().items()}
+        total = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments).result())
+        return {f"sft/held_out_{name}": value for name, value in total.means().items()}

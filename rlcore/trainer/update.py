@@ -1,4 +1,4 @@
-"""The optimizer steps of one training step: the critic's first, then the policy's."""
+"""The optimizer steps of one training step: first the critic's, then the policy's."""
 
 import functools
 import itertools
@@ -32,24 +32,23 @@ S = TypeVar("S", bound=Statistics)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps(Generic[S]):
-    """A model's optimizer steps on one batch: statistics summed over steps and ranks, gradient norms of the steps."""
+    """A model's optimizer steps on one batch: statistics summed over steps and ranks."""
 
     stats: S
     num_steps: int
     grad_norm: float
-    """Their mean."""
+    """Mean over the steps."""
     largest_grad_norm: float
     lr: float
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Result of a step's updates.
+    """Result of a step's updates. `policy`, `critic`: None without an optimizer step.
 
-    `policy`, `critic`: None where it took no step. `kl_coef`, `entropy_coef`: of the policy's loss. `share_skipped`:
-    share of the policy's optimizer steps that were left out. `logprobs_before` Float[T]: the trainer's
-    log-probabilities before the update, where a pass without dropout computed them. `failure`: the error of an
-    optimizer step that was not finite.
+    `kl_coef`, `entropy_coef`: coefficients in the policy's loss. `share_skipped`: skipped share of its optimizer steps.
+    `logprobs_before` Float[T]: the trainer's log-probabilities before the update, if computed without dropout.
+    `failure`: error of a non-finite optimizer step.
     """
 
     policy: OptimizerSteps[PolicyStatistics] | None = None
@@ -61,7 +60,7 @@ class Update:
     failure: NonFiniteError | None = None
 
     def metrics(self, algo: AlgoConfig) -> dict[str, float]:
-        """The `actor/*` and `critic/*` metrics of the steps that were taken."""
+        """Return the `actor/*` and `critic/*` metrics of the optimizer steps."""
         metrics: dict[str, float] = {}
         if (critic := self.critic) is not None:
             metrics |= critic.stats.metrics(critic.num_steps)
@@ -80,20 +79,20 @@ class Update:
         return metrics | {"actor/grad_norm": policy.grad_norm, "actor/lr": policy.lr, "actor/kl_coef": self.kl_coef}
 
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
-        """KL from the reference in nats a token, measured in the loss or in the reward; None where it was not."""
+        """Return the KL from the reference in nats per token, or None if it was not measured."""
         if algo.kl.where == "loss":
             return None if self.policy is None else self.policy.stats.mean_ref_kl()
         return kl_in_reward
 
 
 def num_optimizer_steps(config: RunConfig) -> int:
-    """The policy's optimizer steps on a batch in which every group has a score."""
+    """Return the policy's optimizer steps on a batch in which each group has a score."""
     trainer = config.trainer
     return trainer.epochs_per_batch * -(-trainer.batch_size // trainer.mini_batch_size)
 
 
 def needs_old_logprobs(config: RunConfig) -> bool:
-    """Whether the trainer computes its log-probabilities in a pass of their own, before the update's first."""
+    """Return whether a separate forward pass before the update computes the trainer's log-probabilities."""
     if config.trainer.old_logprobs != "auto":
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
@@ -102,19 +101,20 @@ def needs_old_logprobs(config: RunConfig) -> bool:
 
 
 def _needs_selection(algo: AlgoConfig) -> bool:
-    """Whether a token's weight in the loss depends on its whole mini-batch."""
+    """Return whether token weights in the loss depend on the whole mini-batch."""
     return algo.top_entropy < 1 or algo.clip_cov.share > 0 or has_argument(algo.policy_loss, "covariance_rank")
 
 
 def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
-    """The batch with what `algo.top_entropy`, `algo.clip_cov` and a loss that asks for `covariance_rank` need, made for
-    each mini-batch as a whole; after `num_finished` steps of training. `entropy`: for `algo.top_entropy`."""
+    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`, and with `covariance_rank`.
+    Each mini-batch is selected as a whole. `entropy` is needed for `algo.top_entropy`. `num_finished`: finished steps.
+    """
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
-    assert batch.old_logprobs is not None, "a covariance is one of the old log-probabilities"
+    assert batch.old_logprobs is not None, "covariances need the old log-probabilities"
     weights, ranks = batch.importance_weights.clone(), torch.ones(packed.num_tokens, dtype=torch.float64)
     seed = int(np.random.SeedSequence((config.seed, num_finished)).generate_state(1)[0])
     draws = torch.rand(packed.num_tokens, generator=torch.Generator().manual_seed(seed))
@@ -125,112 +125,102 @@ def apply_selection(
         ranks[tokens] = rank_share(covariance, mask)
         is_out = clipped_by_covariance(covariance, draws[tokens], mask, settings=algo.clip_cov)
         if algo.top_entropy < 1:
-            assert entropy is not None, "the tokens of the highest entropy need the pass of old log-probabilities"
+            assert entropy is not None, "algo.top_entropy needs the pass of old log-probabilities"
             is_out = is_out | (rank_share(entropy[tokens], mask) >= algo.top_entropy)
         weights[tokens] = masked(weights[tokens], ~is_out)
     return replace(batch, importance_weights=weights, covariance_rank=ranks)
 
 
 def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
-    """The trainer's own log-probabilities before the update, where a pass of their own was made."""
+    """Return the trainer's own log-probabilities before the update, if a separate pass computed them."""
     return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch shared out to ranks as `deal` says. `parts[rank]`: the `TrainBatch` of a rank's sequences, or what stands
-    for it once it is sent; `mini_batches`: what each rank does in its optimizer steps, one for each mini-batch that has
-    a token with a loss, in each epoch."""
+    """A batch split over ranks. `parts[rank]`: the `TrainBatch` of a rank's sequences, or its handle once sent.
+    `mini_batches`: for each epoch those with a token that has a loss."""
 
     batch: TrainBatch
-    deal: Assignment
+    assignment: Assignment
     parts: Sequence[Any]
     mini_batches: Sequence[MiniBatch]
 
     @classmethod
-    def from_deal(cls, config: RunConfig, batch: TrainBatch, deal: Assignment) -> "SharedBatch":
-        """The batch as `deal` shares it out."""
-        packed = batch.packed
-        lengths = packed.loss_lengths()
+    def split(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
+        """Split the batch by `assignment`."""
+        lengths = batch.packed.loss_lengths()
         mini_batches: list[MiniBatch] = []
         start = 0
-        for shares in deal.mini_batches:
-            # Counted once over the mini-batch and all ranks; an answer without a token that has a loss counts nowhere.
+        for shares in assignment.mini_batches:
+            # Counted over the mini-batch on all ranks. A response without a loss token does not count.
             tokens = lengths[list(itertools.chain.from_iterable(shares.sequences))]
-            of_rank = range(start, start + len(shares.sequences[0]))  # ranks have equally many
+            of_rank = range(start, start + len(shares.sequences[0]))  # equally many on each rank
             start = of_rank.stop
             if tokens.any():
                 limit = config.rollout.max_response_tokens
                 denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), limit)
                 mini_batches.append(MiniBatch(of_rank, shares.num_micro, denominator))
-        parts = [select_train(batch, mine) for mine in deal.whole.sequences]
-        return cls(batch, deal, parts, mini_batches * config.trainer.epochs_per_batch)
+        parts = [select_train(batch, mine) for mine in assignment.whole.sequences]
+        return cls(batch, assignment, parts, mini_batches * config.trainer.epochs_per_batch)
 
     @property
     def sequences(self) -> Sequence[Sequence[int]]:
-        """Each rank's sequences, by their indices in the batch."""
-        return self.deal.whole.sequences
+        """Each rank's sequences, by index in the batch."""
+        return self.assignment.whole.sequences
 
 
 def update_models(
-    config: RunConfig,
-    group: WorkerGroup,
-    shared: SharedBatch,
-    state: LoopState,
-    clock: PhaseClock,
+    config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
 ) -> Update:
-    """All optimizer steps on a batch; up to the first that is not finite. `state`: before them."""
-    batch = shared.batch
+    """Take all optimizer steps on a batch, up to the first non-finite one. `state`: before the step."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
-    before = logprobs_before_update(config, batch)
+    before = logprobs_before_update(config, shared.batch)
     critic: OptimizerSteps[ValueStatistics] | None = None
-    lr = lr_at(state.step, optim=config.optim, total_steps=total_steps)
-    is_warmed_up = config.critic is None or state.step >= config.critic.warmup_steps
     if config.critic is not None:
         critic_lr = lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
         with clock.phase("update_critic"):
-            of_critic = [(part, shared.mini_batches, critic_lr) for part in shared.parts]
-            found, failure = _optimizer_steps(group, Worker.update_critic, of_critic)
+            arguments: list[tuple[Any, ...]] = [(part, shared.mini_batches, critic_lr) for part in shared.parts]
+            critic_steps, failure = _optimizer_steps(group, Worker.update_critic, arguments)
         if failure is not None:
             return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
-        critic = _sum_steps(found, critic_lr) if found else None
-    if not is_warmed_up:
-        return Update(critic=critic, logprobs_before=before)
+        critic = _sum_steps(critic_steps, critic_lr) if critic_steps else None
+        if state.step < config.critic.warmup_steps:
+            return Update(critic=critic, logprobs_before=before)
+    lr = lr_at(state.step, optim=config.optim, total_steps=total_steps)
     with clock.phase("update_actor"):
-        of_policy = [(part, shared.mini_batches, lr, state.kl_coef, added) for part in shared.parts]
-        taken, failure = _optimizer_steps(group, Worker.update_policy, of_policy)
-    num_applied = sum(by_rank[0].applied for by_rank in taken)
+        arguments = [(part, shared.mini_batches, lr, state.kl_coef, added) for part in shared.parts]
+        policy_steps, failure = _optimizer_steps(group, Worker.update_policy, arguments)
+    share_skipped = 1.0 - sum(by_rank[0].applied for by_rank in policy_steps) / num_steps
     if failure is not None:
-        return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=failure)
-    if not taken:
+        return Update(share_skipped=share_skipped, logprobs_before=before, failure=failure)
+    if not policy_steps:
         return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
     lora = config.model.lora
     if num_steps == 1 and before is None and (lora is None or lora.dropout == 0):
-        # of several updates only the first one's pass is made with the weights that they all begin with
-        logprobs = [update.logprobs for update in taken[0] if update.logprobs is not None]
-        before = scatter_tokens(logprobs, batch.packed.cu_seqlens, shared.sequences)
+        # Of several updates only the first one's forward pass has the initial weights.
+        logprobs = [update.logprobs for update in policy_steps[0] if update.logprobs is not None]
+        before = scatter_tokens(logprobs, shared.batch.packed.cu_seqlens, shared.sequences)
     return Update(
-        policy=_sum_steps(taken, lr),
+        policy=_sum_steps(policy_steps, lr),
         critic=critic,
         kl_coef=state.kl_coef,
         entropy_coef=config.algo.entropy_coef + added,
-        share_skipped=1.0 - num_applied / num_steps,
+        share_skipped=share_skipped,
         logprobs_before=before,
     )
 
 
-def _sum_steps(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> OptimizerSteps[S]:
-    """`taken`: of each optimizer step the result of each rank."""
-    stats = functools.reduce(operator.add, (update.stats for by_rank in taken for update in by_rank))
-    norms = [by_rank[0].grad_norm for by_rank in taken]
-    return OptimizerSteps(stats, len(taken), sum(norms) / len(norms), max(norms), lr)
+def _sum_steps(steps: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> OptimizerSteps[S]:
+    stats = functools.reduce(operator.add, (update.stats for by_rank in steps for update in by_rank))
+    norms = [by_rank[0].grad_norm for by_rank in steps]
+    return OptimizerSteps(stats, len(steps), sum(norms) / len(norms), max(norms), lr)
 
 
 def _optimizer_steps(
     group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], arguments: Sequence[tuple[Any, ...]]
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
-    """An optimizer step on each mini-batch: the results of the ranks in each, and the error of the first that was not
-    finite, after which none is taken."""
-    found = group.begin(verb, arguments).result()
-    return list(zip(*(each.steps for each in found), strict=True)), found[0].failure
+    """Return the ranks' results of each optimizer step, and the error of the first non-finite one."""
+    by_rank = group.begin(verb, arguments).result()
+    return list(zip(*(each.steps for each in by_rank), strict=True)), by_rank[0].failure

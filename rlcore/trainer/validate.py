@@ -1,8 +1,6 @@
-"""A model judged on held-out problems: sampled and greedy answers with the weights in use.
-
-The random numbers of an answer depend on the seed of the run and the problem alone, so two checkpoints are compared on
-the same draws. What is random in an environment is part of the problem: `data.seed` fixes it.
-"""
+"""Evaluation on held-out problems: sampled and greedy responses with the current weights. Random numbers depend on the
+run's seed and the problem alone, so checkpoints are compared on the same draws. Random environments are part of the
+problem: `data.seed` determines them."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +14,7 @@ from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.types import Prompt
 
 OnScored = Callable[[Sequence[ScoredResponse], bool], None]
-"""Takes scored answers, and whether they are the greedy ones."""
+"""Receives scored responses, and whether they are greedy."""
 
 
 def validate(
@@ -27,36 +25,31 @@ def validate(
     step: int,
     policy_version: int,
     suite: str = "",
-    on_scored: OnScored = lambda answers, greedy: None,
+    on_scored: OnScored = lambda responses, greedy: None,
 ) -> ValidationResult:
-    """Answers to all `prompts` and their scores, which `keep` is given. `suite`: the fingerprint of theirs, if any."""
+    """Sample and score responses to all `prompts`. `suite`: the fingerprint of their suite, if any."""
     config, settings = sampler.config, sampler.config.validation
-
-    def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Response]:
-        requests = make_requests(
-            prompts,
-            num_samples,
-            run_seed=config.seed,
-            stream=VALIDATION_STREAM,
-            step=0,
-            episode_seed=config.data.seed,
-        )
-        found = sampler.sample(requests, sampling, policy_version=policy_version)
-        on_scored(found, greedy)
-        return response_results(found)
-
-    answers = answered(settings.samples_per_problem, settings.sampling)
-    greedy_answers = answered(1, SamplingConfig(temperature=0.0), greedy=True) if settings.greedy else []
-    texts = sampler.decode([prompt.token_ids for prompt in prompts])
     count = settings.samples_per_problem
+
+    def sample(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Response]:
+        requests = make_requests(
+            prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0, episode_seed=config.data.seed
+        )
+        scored = sampler.sample(requests, sampling, policy_version=policy_version)
+        on_scored(scored, greedy)
+        return response_results(scored)
+
+    responses = sample(count, settings.sampling)
+    greedy_responses = sample(1, SamplingConfig(temperature=0.0), greedy=True) if settings.greedy else []
+    texts = sampler.decode([prompt.token_ids for prompt in prompts])
     problems = tuple(
         ProblemResult(
             prompt_id=prompt.prompt_id,
             difficulty=prompt.difficulty,
             prompt_text=texts[index],
             ground_truth_json=prompt.ground_truth_json,
-            greedy=greedy_answers[index] if greedy_answers else None,
-            samples=tuple(answers[index * count : (index + 1) * count]),
+            greedy=greedy_responses[index] if greedy_responses else None,
+            samples=tuple(responses[index * count : (index + 1) * count]),
             data_source=prompt.data_source,
         )
         for index, prompt in enumerate(prompts)
@@ -73,8 +66,8 @@ def validate(
     )
 
 
-def response_results(answers: Sequence[ScoredResponse]) -> list[Response]:
-    """The answers as results keep them."""
+def response_results(responses: Sequence[ScoredResponse]) -> list[Response]:
+    """Convert scored responses for storage."""
     return [
         Response(
             text=text,
@@ -86,5 +79,5 @@ def response_results(answers: Sequence[ScoredResponse]) -> list[Response]:
             said=score.said,
             failure=score.failure,
         )
-        for rollout, score, text in answers
+        for rollout, score, text in responses
     ]

@@ -1,1 +1,1 @@
-"""What one rank does: generate, score log-probabilities, update, save."""
+"""Workers: models and engine of one rank, and groups of ranks."""

@@ -1,4 +1,4 @@
-"""The policy on one rank: log-probabilities, updates, weights; and the frozen one that the KL term measures from."""
+"""The policy on one rank (log-probabilities, updates, weights) and the frozen reference of the KL term."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,52 +24,56 @@ from rlcore.models.parallel import full_state, reshard
 from rlcore.models.policy import CausalPolicy, round_weights
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Placement
-from rlcore.workers.passes import MicroBatch, MicroBatchRunner, Parts, restore_order, sum_statistics, to_device
-from rlcore.workers.trained_model import ModelUpdate, TrainedModel
+from rlcore.workers.trained_model import (
+    MicroBatch,
+    MicroBatchRunner,
+    ModelUpdate,
+    Parts,
+    TrainedModel,
+    restore_order,
+    sum_statistics,
+    to_device,
+)
 
 
 class Actor(TrainedModel[CausalPolicy]):
     """The trained policy."""
 
-    def __init__(self, config: RunConfig, model_directory: str, place: Placement, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: RunConfig, model_directory: str, placement: Placement, mesh: DeviceMesh | None) -> None:
         lora = config.model.lora
-        policy = load_policy(model_directory, model=config.model, device=place.device)
+        policy = load_policy(model_directory, model=config.model, device=placement.device)
         if lora is not None:
             policy = add_adapters(policy, lora, seed=config.seed)
         self._has_dropout = lora is not None and lora.dropout > 0
         self._dropout_seed = config.seed
         passes = ("the policy's update", "the policy's log-probabilities")
-        super().__init__(config, policy, config.optim, place, mesh, passes)
-        offloads = lora is not None and lora.offload
-        self.base = OffloadedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
-        self._offloads_base = offloads
-        self._places: set[int] = set()
+        super().__init__(config, policy, config.optim, placement, mesh, passes)
+        self._offloads_base = lora is not None and lora.offload
+        self.base = OffloadedWeights(tensor for _, tensor in frozen_tensors(self.model) if self._offloads_base)
+        self._addresses: set[int] = set()
 
     def offload_base(self) -> None:
-        """With `model.lora.offload`, keep the frozen base on the host alone; no pass may come before `base.bring`."""
+        """Offload the frozen base (`model.lora.offload`); `base.reload` must precede any pass."""
         reshard(self.model)
         self.base.offload()
         if not self._offloads_base:
             return
-        stays = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        resident = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for state in self.optimizer.state.values():
-            stays += [tensor for tensor in state.values() if tensor.device.type == self._place.device.type]
-        if self._places != {
-            local_tensor(tensor).data_ptr() for tensor in stays
-        }:  # at first, and when moments have come
-            compact(stays)
-        self._places = {local_tensor(tensor).data_ptr() for tensor in stays}
+            resident += [tensor for tensor in state.values() if tensor.device.type == self._placement.device.type]
+        if self._addresses != {local_tensor(tensor).data_ptr() for tensor in resident}:  # first call, or new moments
+            compact(resident)
+        self._addresses = {local_tensor(tensor).data_ptr() for tensor in resident}
 
     @torch.no_grad()
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """As `policy_logprobs`. Without the adapters' dropout, and without `adapters` as the policy was before
-        training."""
+        """Compute `policy_logprobs` without dropout; without `adapters` those of the initial policy."""
         with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
-                    self.model, batch, parts, self._config, self._place.device, with_entropy=with_entropy
+                    self.model, batch, parts, self._config, self._placement.device, with_entropy=with_entropy
                 ),
                 batch,
                 num_micro,
@@ -79,8 +83,7 @@ class Actor(TrainedModel[CausalPolicy]):
         return self.model.eval_mode() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
-        """Make the adapters' dropout in the updates from here on depend on the run's seed, the place in the run and the
-        cut into micro-batches alone."""
+        """Seed dropout of the next updates by the run's seed and the place in the run."""
         words = (self._config.seed, *place_in_run)
         self._dropout_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
 
@@ -95,21 +98,18 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's share of a mini-batch. `with_logprobs`: those before it are wanted.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; the weights are as before.
-        """
+        """Take one optimizer step on this rank's part of a mini-batch. `with_logprobs`: return those before it. Raises
+        NonFiniteError if the loss or the gradient is not finite; weights are unchanged."""
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
-            if self._has_dropout:  # here, so that a pass that is done again draws as one that was cut so at first
+            if self._has_dropout:  # here, so that a repeated pass draws as if split so from the start
                 torch.manual_seed(self._dropout_seed)
 
             def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
-                loss, statistics, found = self._objective(micro, denominator, kl_coef, entropy_added)
+                loss, statistics, micro_logprobs = self._objective(micro, denominator, kl_coef, entropy_added)
                 if with_logprobs:
-                    logprobs.append(found)
+                    logprobs.append(micro_logprobs)
                 return loss, statistics
 
             statistics = self.accumulate(batch, parts, objective)
@@ -122,7 +122,7 @@ class Actor(TrainedModel[CausalPolicy]):
             where = f"the loss of prompts number {rows} of the step is not finite"
             return (
                 f"; {where if rows else 'every loss here is finite'}. A lower optim.lr or algo.clip_high often helps; "
-                "a loss of your own may divide by zero."
+                "a custom loss may divide by zero."
             )
 
         grad_norm = self.clip(summed, f"the policy's loss is {float(summed.pg_loss)}", why)
@@ -138,17 +138,17 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Prompts (counted within the step) with an answer whose loss is not finite, on any rank."""
-        found: set[int] = set()
+        """Return prompts (numbered within the step) with a non-finite loss on any rank."""
+        groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
-            micro = to_device(batch, [index], self._place.device)
+            micro = to_device(batch, [index], self._placement.device)
             loss, _, _ = self._objective(micro, denominator, kl_coef, entropy_added)
             if not torch.isfinite(loss):
-                found.add(int(batch.packed.group_ids[index]))
-        of_ranks = [found] * self._world_size
+                groups.add(int(batch.packed.group_ids[index]))
+        by_rank = [groups] * self._world_size
         if self._world_size > 1:
-            dist.all_gather_object(of_ranks, found)
-        return sorted(set().union(*of_ranks))
+            dist.all_gather_object(by_rank, groups)
+        return sorted(set().union(*by_rank))
 
     def _objective(
         self, micro: MicroBatch[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
@@ -174,12 +174,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """One optimizer step on the negative log-likelihood of this rank's share of the answer tokens, which are
-        `num_tokens` over all ranks.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; the weights are as before.
-        """
+        """Take one optimizer step on the negative log-likelihood, summed and divided by all ranks' `num_tokens`. Raises
+        NonFiniteError if the loss or the gradient is not finite; weights are unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
             return self._likelihood(micro, num_tokens)
@@ -192,12 +188,11 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Sums over the answer tokens of a batch, without gradient. A warm start has no adapters."""
+        """Sum over the response tokens of a batch, without gradient."""
 
         def work(parts: Parts) -> SupervisedStatistics:
-            return sum_statistics(
-                [self._likelihood(to_device(batch, part, self._place.device), 1)[1] for part in parts]
-            )
+            micros = (to_device(batch, part, self._placement.device) for part in parts)
+            return sum_statistics([self._likelihood(micro, 1)[1] for micro in micros])
 
         return self.forward_pass.run(work, batch, num_micro)
 
@@ -206,18 +201,19 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """All weights under their transformers names, gathered one by one; every rank must iterate. `dtype`: of the
-        engine that takes them, in which matrices of several ranks are sent; adapters are merged before."""
+        """Yield all weights under transformers' names; a collective. `dtype`: type in which matrices are sent."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
-def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **how: Any) -> TokenLogprobs:
-    """The policy's pass over a micro-batch; `how`: see `CausalPolicy.forward`."""
-    on, host = micro.device, micro.host
+def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
+    """Run the policy on a micro-batch. `options`: see `CausalPolicy.forward`."""
+    device, host = micro.device, micro.host
     cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
     shared = shared_prompts(host) if policy.share_prompts else None
-    found: TokenLogprobs = policy(on.token_ids, on.position_ids, cu_seqlens, on.target_ids, loss_mask, shared, **how)
-    return found
+    output: TokenLogprobs = policy(
+        device.token_ids, device.position_ids, cu_seqlens, device.target_ids, loss_mask, shared, **options
+    )
+    return output
 
 
 def policy_logprobs(
@@ -229,11 +225,9 @@ def policy_logprobs(
     *,
     with_entropy: bool = False,
 ) -> Float[Tensor, "T ..."]:
-    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU, Float[T].
-
-    `parts`: the sequences of each micro-batch. `with_entropy`: Float[T, 2], the policy's entropy beside it.
-    """
-    found = []
+    """Return the log-probability of each response token, 0 elsewhere, on the CPU: Float[T], or [T, 2] with the entropy.
+    `parts`: sequences of each micro-batch."""
+    values = []
     for part in parts:
         output = token_logprobs(
             policy,
@@ -241,40 +235,34 @@ def policy_logprobs(
             temperature=config.rollout.sampling.temperature,
             entropy="value" if with_entropy else "none",
         )
-        found.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
-    return restore_order(found, batch.cu_seqlens, parts)
+        values.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
+    return restore_order(values, batch.cu_seqlens, parts)
 
 
 class Reference:
-    """The policy as it was before training; in the compute type, without gradient or optimizer.
+    """The policy before training, frozen, in the compute type. It is not sharded, since one pass a step would gather it
+    each time. With `algo.kl.offload` it is in host memory between passes. A policy with adapters needs no separate
+    reference (`Actor.logprobs`)."""
 
-    Every rank holds it whole: it is needed by one pass a step, and a sharded copy would be gathered for it each time.
-    With `algo.kl.offload` it waits in the host's memory between its passes. Where the policy has adapters there is
-    none: it is the policy without them (`Actor.logprobs`).
-    """
-
-    def __init__(self, config: RunConfig, model_directory: str, place: Placement) -> None:
+    def __init__(self, config: RunConfig, model_directory: str, placement: Placement) -> None:
         self._config = config
-        self._place = place
-        # Loaded where it computes: there its kernels are chosen and its layers compiled, as the policy's are.
-        policy = load_policy(model_directory, model=config.model, device=place.device)
-        self._policy = round_weights(policy, place.dtype).eval().requires_grad_(False)
+        self._placement = placement
+        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
+        policy = load_policy(model_directory, model=config.model, device=placement.device)
+        self._policy = round_weights(policy, placement.dtype).eval().requires_grad_(False)
         self._weights = OffloadedWeights(self._policy.parameters() if config.algo.kl.offload else ())
         self._weights.offload()
-        # Not sharded: a rank that does this pass again keeps nobody waiting.
         self.forward_pass = MicroBatchRunner(
-            "the reference's log-probabilities",
-            recover=lambda: None,
-            share_prompts=config.model.share_prompts,
+            "the reference's log-probabilities", recover=lambda: None, share_prompts=config.model.share_prompts
         )
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Log-probability of each answer token, 0 elsewhere; on the CPU."""
+        """Return the log-probability of each response token, 0 elsewhere; on the CPU."""
         self._weights.reload()
         try:
             return self.forward_pass.run(
-                lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._place.device),
+                lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._placement.device),
                 batch,
                 num_micro,
             )

@@ -1,9 +1,8 @@
-"""The canary: after a hand-over the engine answers a probe, and the trainer computes the same log-probabilities.
+"""The canary: after a weight sync, engine and trainer compute log-probabilities of the same probe.
 
-A tensor that did not arrive shows in its digest (`WeightSyncResult`), whatever the noise. An engine that holds every tensor
-and computes with others all the same (a packed copy, a graph that reads another address) raises no error: its
-log-probabilities are from another policy than the one that is trained. Rounding moves them too, by how much is the
-model's own affair, so the first right hand-over says what is usual.
+A missing tensor shows in its digest (`WeightSyncResult`). An engine may also hold all tensors and compute with others,
+such as a packed copy or a graph that reads another address. Then its log-probabilities are those of another policy.
+Rounding changes them too, by an amount that depends on the model, so the first correct sync sets the bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,68 +22,65 @@ from rlcore.types import PackedBatch, Prompt, Score
 
 NUM_PROMPTS = 4
 """Prompts of a probe."""
-# More answers rather than longer ones: a step of the engine takes as long for 16 answers as for 8.
-_ANSWERS_PER_PROMPT = 4
-_ANSWER_TOKENS = 8
+# More responses instead of longer ones, since an engine step takes as long for 16 as for 8.
+_RESPONSES_PER_PROMPT = 4
+_RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Mean absolute difference of log-probabilities at a first hand-over that is still rounding. A tensor that vLLM drew at
-random, as it does all before the first hand-over, shows 1 to 10."""
+"""Upper bounds of rounding: mean absolute difference of log-probabilities at the first sync. Tensors that vLLM
+initialized randomly show differences of 1 to 10."""
 NOISE_FACTOR = 4.0
-"""How many times the first hand-over's difference a later one's may be."""
+"""Factor by which a later difference may exceed the first one."""
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Bound of a model that rounds by less at its first hand-over; training may bring it to where it rounds more."""
+"""Smallest bound, since training may increase the rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """A hand-over whose tensors are right. `difference`: mean |engine's - trainer's| log-probability of the probe.
-    `warning`: why it is doubtful all the same; empty where it is not."""
+    """A weight sync with correct tensors. `difference`: mean |engine's - trainer's| log-probability of the probe.
+    `warning`: why it is doubtful, or ''."""
 
     difference: float
     warning: str = ""
 
 
 class Canary:
-    """Judges hand-overs, and remembers what the first one taught."""
+    """Checks weight syncs against a bound from the first one."""
 
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
-        self._given = config.rollout.canary_bound
+        self._configured = config.rollout.canary_bound
         self._dtype = dtype if dtype in FIRST_BOUNDS else torch.bfloat16
         self._noise: float | None = None
-        self._in_another_form: frozenset[str] = frozenset()
+        self._transformed: frozenset[str] = frozenset()
 
     @property
     def bound(self) -> float:
-        """Difference above which the next hand-over is doubtful."""
-        if self._given is not None:
-            return self._given
+        """Difference above which the next weight sync is doubtful."""
+        if self._configured is not None:
+            return self._configured
         if self._noise is None:
             return FIRST_BOUNDS[self._dtype]
         return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
-        """`observed` by all ranks, so that the verdict is the same on each: what was taken, and the difference.
-
-        Raises:
-            EngineError: a tensor is not the one that was sent, or may not be: it cannot be compared, and the
-                log-probabilities differ. Or one of those is no number.
-        """
+        """Check a sync. `observed`: result and difference of each rank, so that all ranks decide alike. Raises
+        EngineError if a tensor or a log-probability differs too much, or is not finite."""
         bound, difference = self.bound, max(one for _, one in observed)
-        differing = list(dict.fromkeys(name for taken, _ in observed for name in taken.differing))
-        uncompared = list(dict.fromkeys(name for taken, _ in observed for name in taken.uncompared))
+        differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
+        uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
         if self._noise is None and difference <= bound:
-            # Before it vLLM's weights are random: a model that answers right with them has taken them over.
-            self._in_another_form = frozenset(differing)
-        uncompared += [name for name in differing if name in self._in_another_form]
-        differing = [name for name in differing if name not in self._in_another_form]
+            # vLLM's initial weights are random, so correct log-probabilities prove that these tensors arrived.
+            self._transformed = frozenset(differing)
+        uncompared += [name for name in differing if name in self._transformed]
+        differing = [name for name in differing if name not in self._transformed]
         text = (
-            f"weight hand-over {version}: on a probe the engine's log-probabilities differ from the trainer's by "
+            f"weight sync {version}: on a probe the engine's log-probabilities differ from the trainer's by "
             f"{difference:.3g} on average (rollout.canary_bound: {self._origin(bound)})"
         )
         if differing or (uncompared and difference > bound) or not np.isfinite(difference):
             raise EngineError(
-                f"{text}: it does not answer with the trained weights. {_format_names('Tensors that differ', differing)}"
+                f"{text}: it does not compute with the trained weights. "
+                f"{_format_names('Tensors that differ', differing)}"
                 f"{_format_names('Tensors that cannot be compared', uncompared)}"
                 "Nothing was sampled from them. Use rollout=hf, or another version of vLLM."
             )
@@ -100,16 +96,16 @@ class Canary:
         )
 
     def _origin(self, bound: float) -> str:
-        if self._given is not None or self._noise is None:
+        if self._configured is not None or self._noise is None:
             return f"{bound:g}"
-        return f"{bound:.3g}, from the first hand-over's {self._noise:.3g}"
+        return f"{bound:.3g}, from the first sync's {self._noise:.3g}"
 
 
 def _format_names(what: str, names: Sequence[str]) -> str:
-    """The first names in words.
+    """Format the first names.
 
-    >>> _format_names("Tensors", "abcd"), _format_names("Tensors", "abcde"), _format_names("Tensors", "")  # doctest: -ELLIPSIS
-    ('Tensors (4): a, b, c, d. ', 'Tensors (5): a, b, c, d, .... ', '')
+    >>> _format_names("Tensors", "abcde"), _format_names("Tensors", "")  # doctest: -ELLIPSIS
+    ('Tensors (5): a, b, c, d, .... ', '')
     """
     if not names:
         return ""
@@ -122,17 +118,15 @@ def probe_difference(
     prompts: Sequence[Prompt],
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
-    """Mean |engine's - trainer's| log-probability over the answers' tokens; infinite where one is not finite.
-
-    The engine answers at the temperature of training, always by the same seeds. `logprobs`: the trainer's pass, in as
-    many micro-batches on every rank, however long the answers are.
-    """
-    assert prompts, "a worker is given the prompts of its probe before a hand-over to vLLM"
-    requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_ANSWERS_PER_PROMPT)]
+    """Return the mean |engine's - trainer's| log-probability over response tokens; inf if it is not finite. The engine
+    samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass, in equally many
+    micro-batches on each rank."""
+    assert prompts, "set_probe must precede a weight sync to vLLM"
+    requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)
-    rollouts = engine.generate(requests, sampling, min(_ANSWER_TOKENS, config.rollout.max_response_tokens))
+    rollouts = engine.generate(requests, sampling, min(_RESPONSE_TOKENS, config.rollout.max_response_tokens))
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
-    tokens = _ANSWERS_PER_PROMPT * sum(len(prompt.token_ids) + _ANSWER_TOKENS for prompt in prompts)
+    tokens = _RESPONSES_PER_PROMPT * sum(len(prompt.token_ids) + _RESPONSE_TOKENS for prompt in prompts)
     num_micro = -(-tokens // config.trainer.max_tokens_per_micro_batch)
     difference = (batch.behavior_logprobs - logprobs(batch, num_micro))[batch.loss_mask].abs().mean().item()
     return difference if np.isfinite(difference) else float("inf")

@@ -1,9 +1,6 @@
-"""Where a rank computes, how the ranks find each other, and how their memory allocators are configured.
-
-glibc gives large blocks back to the system as soon as they are free, and every page of the next one is cleared and
-mapped anew: for the activations of a small model a fifth of a training step's time. torch cuts a GPU's memory into
-segments of fixed size, and micro-batches of unlike lengths leave remainders in them that nothing fits.
-"""
+"""Device and compute type of a rank, rendezvous of ranks, and configuration of memory allocators. glibc returns large
+freed blocks to the system, and mapping and clearing their pages again took a fifth of a small model's training step.
+torch's GPU segments have fixed sizes, so micro-batches of different lengths fragment them."""
 
 import ctypes
 import os
@@ -33,11 +30,11 @@ class Placement:
 
 
 def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
-    """Device and compute type by the settings and what is here.
+    """Return device and compute type by the settings and the hardware.
 
     Raises:
-        ConfigError: CUDA asked for and absent.
-        ModelError: the GPU's architecture is not in this torch build.
+        ConfigError: CUDA is requested but not available.
+        ModelError: this torch build does not support the GPU.
     """
     wanted = runtime.device
     if wanted == "auto":
@@ -53,12 +50,8 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
     return Placement(device, compute_dtype(model, device))
 
 
-# First torch release, and its CUDA, whose wheels hold code for GPUs of this major capability.
-_FIRST_WHEEL = {12: ("2.7", "12.8"), 10: ("2.7", "12.8"), 9: ("2.1", "11.8"), 8: ("1.8", "11.1")}
-
-
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
-    """Why a torch wheel with code for the architectures `held` cannot run a GPU; None where it can.
+    """Return why a torch wheel with code for `architectures` cannot run a GPU, or None.
 
     >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
     True
@@ -66,26 +59,22 @@ def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Seque
     if not architectures or has_code_for(capability, architectures):
         return None
     major, minor = capability
-    torch_version, cuda = _FIRST_WHEEL.get(major, _FIRST_WHEEL[max(_FIRST_WHEEL)])
-    wanted = f"torch {torch_version} or newer built for CUDA {cuda} or newer"
-    if major < min(_FIRST_WHEEL):
-        wanted = "an older torch, or one built for an older CUDA"
     return (
-        f"{name} has compute capability {major}.{minor} (sm_{major}{minor}), but torch {version} holds code for "
-        f"{', '.join(architectures)} only. Install {wanted}, whose "
+        f"{name} has compute capability {major}.{minor} (sm_{major}{minor}), but torch {version} supports "
+        f"{', '.join(architectures)} only. Install a torch build for another CUDA version, whose "
         f"torch.cuda.get_arch_list() names sm_{major}{minor}."
     )
 
 
 def free_address(host: str = LOOPBACK) -> str:
-    """`tcp://` address for the ranks' rendezvous, with a free port of this machine's address `host`."""
+    """Return a `tcp://` address for the rendezvous, with a free port of `host`."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
-    """Whether something holds on every rank: the same answer on each. A collective where there are several."""
+    """Return whether a condition holds on all ranks. A collective if there are several."""
     if world_size == 1:
         return holds
     flag = torch.tensor(float(holds), device=device)
@@ -94,7 +83,7 @@ def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) ->
 
 
 def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.device) -> None:
-    """Form the process group: gloo on CPU, NCCL on GPU. Ranks that meet on loopback listen nowhere else."""
+    """Create the process group: gloo on CPU, NCCL on GPU. A rendezvous on loopback listens on loopback only."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     address = urlparse(rendezvous)
     if address.hostname != LOOPBACK or address.port is None:
@@ -114,13 +103,13 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 
 def _loopback_interface() -> str | None:
-    """Name of the network interface that has the loopback address: lo on Linux."""
+    """Return the network interface of the loopback address (lo on Linux)."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
-"""Freed memory at the heap's end that is kept, and the size from which a block has a mapping of its own."""
+"""Freed memory kept at the heap's end, and the block size from which malloc maps separate pages."""
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -128,10 +117,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def raise_malloc_thresholds() -> bool:
-    """Raise glibc's malloc thresholds for this process; return whether this was done.
-
-    Skipped where the environment configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc.
-    """
+    """Raise glibc's malloc thresholds for this process; return whether this succeeded. Skipped if the environment
+    configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc."""
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -141,11 +128,9 @@ def raise_malloc_thresholds() -> bool:
 
 
 def enable_expandable_segments() -> bool:
-    """Turn on torch's expandable segments for GPU memory in this process; return whether this was done.
-
-    Skipped where the environment configures torch's allocator, and once CUDA is in use, since torch reads the variable
-    before. vLLM reads it too: it must turn the segments off around the memory that it maps by itself.
-    """
+    """Enable torch's expandable segments for GPU memory in this process; return whether this succeeded. Skipped if the
+    environment configures torch's allocator, or once CUDA is in use. vLLM reads the variable too, and disables the
+    segments for memory that it maps itself."""
     if torch.cuda.is_initialized() or any(name in os.environ for name in _TORCH_VARIABLES):
         return False
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE_SEGMENTS

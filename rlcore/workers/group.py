@@ -1,4 +1,4 @@
-"""A group of workers, wherever they live: every rank is called, every rank must answer."""
+"""A group of workers: each call reaches all ranks, and all must return."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,53 +12,49 @@ R = TypeVar("R")
 
 @runtime_checkable
 class Pending(Protocol[R]):
-    """A call that every rank has begun."""
+    """A call that all ranks have started."""
 
     def result(self) -> list[R]:
-        """Wait for the answers, by rank."""
+        """Wait for the results, by rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[R]):
-    """A call that has been answered."""
+    """A call with results."""
 
     results: list[R]
 
     def result(self) -> list[R]:
-        """The answers, by rank."""
+        """Return the results, by rank."""
         return self.results
 
 
 @runtime_checkable
 class WorkerGroup(Protocol):
-    """All ranks of a run. A verb is a method of `Worker`, named by the method itself.
-
-    All or nothing: if one rank fails or is lost, the call raises and the group is of no use any more.
-    """
+    """All ranks of a run. A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises, and
+    the group is unusable."""
 
     world_size: int
-    """Number of ranks."""
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on every rank with the same arguments; answers by rank."""
+        """Call the verb on each rank with the same arguments; return results by rank."""
         ...
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
-        """Call the verb on rank i with `arguments[i]`. Ranks in processes of their own work meanwhile; a worker in this
-        process has answered before."""
+        """Call the verb on rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
         ...
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Send rank i `values[i]` ahead. What is returned stands for it among the arguments of `begin`."""
+        """Send `values[i]` to rank i in advance; return handles for the arguments of `begin`."""
         ...
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a verb that yields on rank i with `arguments[i]`; `take(rank, item)` here for each item as it comes."""
+        """Call a generator verb on rank i with `arguments[i]`; call `take(rank, item)` here for each item."""
         ...
 
     def close(self) -> None:
-        """End all workers. Safe to call twice."""
+        """End all workers. May be called twice."""
         ...

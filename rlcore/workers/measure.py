@@ -1,4 +1,4 @@
-"""What is measured on a rank: the most GPU memory in use, passes that ran out of it, and torch's profile."""
+"""Measurements on a rank: peak GPU memory, out-of-memory retries, and torch's profile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlcore.rollout.vllm import engine_pool_bytes
-from rlcore.workers.passes import OomRetry
+from rlcore.workers.trained_model import OomRetry
 
 BYTES_PER_GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """Largest use of the GPU's memory since the start, GB of 1e9 bytes; 0 on a CPU. What a sleeping engine has released
-    does not count. `num_redone`: passes since the start that ran out of memory and were repeated with smaller
-    micro-batches; `shortages`: those since the last report."""
+    """Peak GPU memory since the start, in GB of 1e9 bytes; 0 on a CPU. Memory released by a sleeping engine is
+    excluded. `num_retries`: repeated passes since the start. `shortages`: those since the last report."""
 
     allocated_gb: float
     reserved_gb: float
@@ -27,14 +26,14 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of torch's tensors, and of the device memory that torch has reserved for them."""
+    """Bytes of torch's tensors, and bytes that torch has reserved."""
 
     allocated: int
     reserved: int
 
 
 def gpu_peak() -> Bytes:
-    """Largest counts of torch's current GPU since the last call; 0 on a CPU."""
+    """Return the peak of torch's current GPU since the last call; 0 on a CPU."""
     if not torch.cuda.is_initialized():
         return Bytes(0, 0)
     found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
@@ -43,48 +42,46 @@ def gpu_peak() -> Bytes:
 
 
 class MemoryMeter:
-    """Peak of memory in use, without the memory that is unmapped while the engine sleeps.
-
-    torch counts vLLM's weights and cache as allocated also while vLLM sleeps and their memory is unmapped: the peak of
-    an update would include them, though activations lie in their place.
+    """Peak memory without the memory that is unmapped while the engine sleeps. torch counts vLLM's weights and cache as
+    allocated even while they are unmapped.
 
     Args:
-        peak: returns the largest counts since its last call.
-        away: returns the bytes that are counted and unmapped while the engine sleeps.
+        peak: returns the peak since its last call.
+        unmapped: returns the bytes that are counted but unmapped while the engine sleeps.
     """
 
-    def __init__(self, peak: Callable[[], Bytes] = gpu_peak, away: Callable[[], int] = engine_pool_bytes) -> None:
+    def __init__(self, peak: Callable[[], Bytes] = gpu_peak, unmapped: Callable[[], int] = engine_pool_bytes) -> None:
         self._peak = peak
-        self._away = away
+        self._unmapped = unmapped
         self._is_asleep = False
-        self._most = Bytes(0, 0)
+        self._max = Bytes(0, 0)
 
     def set_engine_asleep(self, is_asleep: bool) -> None:
-        """Call when the engine has gone to sleep, and before it wakes; as often as wanted."""
+        """Record that the engine sleeps, or that it is about to wake."""
         if is_asleep != self._is_asleep:
             self.peak()
             self._is_asleep = is_asleep
 
     def peak(self) -> Bytes:
-        """The largest counts so far."""
-        found, away = self._peak(), self._away() if self._is_asleep else 0
-        self._most = Bytes(
-            max(self._most.allocated, found.allocated - away), max(self._most.reserved, found.reserved - away)
+        """Return the peak so far."""
+        found, unmapped = self._peak(), self._unmapped() if self._is_asleep else 0
+        self._max = Bytes(
+            max(self._max.allocated, found.allocated - unmapped), max(self._max.reserved, found.reserved - unmapped)
         )
-        return self._most
+        return self._max
 
 
 BYTES_PER_MB = 1_000_000
 
 
 class RankProfiler:
-    """Records all operators of this process, and the kernels of its GPU, from `start` to `stop`."""
+    """Records the operators of this process, and the kernels of its GPU, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Begin to record; what was being recorded is dropped."""
+        """Start to record; discard an unfinished recording."""
         if self._profile is not None:
             self._profile.stop()
         activities = [ProfilerActivity.CPU]
@@ -94,18 +91,17 @@ class RankProfiler:
         self._profile.start()
 
     def stop(self, file: Path, max_mb: float) -> float:
-        """End it and write `file` (`*.json.gz`) whole or not at all. Its size in MB of 1e6 bytes; one that is larger
-        than `max_mb` is not kept."""
+        """Write `file` (`*.json.gz`) atomically, unless it exceeds `max_mb`; return its size in MB of 1e6 bytes."""
         assert self._profile is not None, "start comes first"
         running, self._profile = self._profile, None
         running.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.part.gz")  # by its ending torch packs it
+        partial = file.with_name(f".{file.name}.part.gz")  # torch compresses by the suffix
         try:
-            running.export_chrome_trace(str(beside))
-            size_mb = beside.stat().st_size / BYTES_PER_MB
+            running.export_chrome_trace(str(partial))
+            size_mb = partial.stat().st_size / BYTES_PER_MB
             if size_mb <= max_mb:
-                beside.replace(file)
+                partial.replace(file)
         finally:
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         return size_mb

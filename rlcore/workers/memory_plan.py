@@ -1,8 +1,6 @@
-"""Bytes of GPU memory that each phase of a step holds on one rank, and settings by which a run fits its GPU. No torch.
-
-Weights, gradients and moments are exact; activations follow the tensors that autograd keeps in a Llama layer, plain or
-compiled, times one measured factor. All measured constants stand here, at the top:
-"""
+"""GPU memory of each phase of a step on one rank, and settings that make a run fit. Imports no torch. Weights,
+gradients and moments are exact. Activations count the tensors that autograd keeps in a Llama layer, plain or compiled,
+times a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -23,54 +21,53 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
 
 CONTEXT_BYTES = 1_000_000_000
-"""What a CUDA context, its libraries and NCCL take beside all tensors."""
+"""A CUDA context, its libraries and NCCL."""
 ENGINE_ASLEEP_BYTES = 600_000_000
-"""What vLLM keeps at sleep levels 1 and 2."""
+"""Memory of vLLM at sleep levels 1 and 2."""
 ACTIVATION_FACTOR = 1.05
-"""Measured over counted activations: 14,744 packed tokens of Llama-3.2-1B in bfloat16 held 26.2 GB where the count says
-25.9 GB. Compiled layers (`model.compile`): 24,711 tokens held 29.7 to 31.2 GB (the step of
-`benchmarks/baselines/NVIDIA_H200.json`) where their own count says 30.4."""
+"""Measured over counted activations: 14,744 packed tokens of Llama-3.2-1B in bfloat16 took 26.2 GB, counted 25.9 GB.
+Compiled layers (`model.compile`): 24,711 tokens took 29.7 to 31.2 GB (the step of
+`benchmarks/baselines/NVIDIA_H200.json`), counted 30.4 GB."""
 HEAD_TEMPORARIES_BYTES = 3 * 134_217_728
-"""Temporaries of the chunked head beside its logits (`rlcore.models.head`); compiled it has none."""
+"""Temporaries of the chunked head (`rlcore.models.head`) in addition to its logits; none if compiled."""
 PREFETCHED_LAYERS = 2
-"""Layers whose gathered weights exist at one time under FSDP2: the one at work and the one fetched ahead."""
+"""Layers with gathered weights under FSDP2: the current and the prefetched one."""
 SAMPLING_BYTES = 24
-"""Of a token of the vocabulary in the hf engine's draw: logits and log-probabilities in float32, probabilities and
-their running sum in float64."""
+"""Bytes per vocabulary token in the hf engine's sampling. Logits and log-probabilities are float32; probabilities and
+their running sum are float64."""
 FULL, MOMENTS = 4, 8
-"""Bytes of a float32 master weight or gradient, and of its two moments in AdamW."""
+"""Bytes of a float32 weight or gradient, and of its two AdamW moments."""
 NF4 = 0.5 + 4 / 64
-"""Bytes of a weight in 4 bits, with a float32 scale for each block of 64."""
+"""Bytes of a 4-bit weight, with a float32 scale per block of 64."""
 
 TOKENS_STEP = 1_024
 """Token budgets are multiples of it."""
 MAX_MICRO_BATCH_TOKENS = 65_536
 """Larger micro-batches gain nothing."""
 ENOUGH_TOKENS = 16_384
-"""A token budget that is not worth more memory: the engine stays awake where this much is left beside it."""
+"""Token budget with which the engine stays awake: a larger one is not worth its memory."""
 SHORT_PASS_TOKENS = 8_192
-"""Tokens of vLLM's largest pass where its cache has no room for all answers: what a larger one keeps for itself the
-cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768."""
+"""Largest vLLM pass if its cache cannot hold all responses, since a pass reserves memory of the cache. A 7B model in 24
+GB took 17.9 s for 512 responses with it and with 2,048 tokens, and 77 s with 32,768."""
 FREE_SHARE = 0.08
-"""Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
-tensors on an H200 with room to spare), and what the plan gets wrong."""
+"""Share of the device left free by chosen settings, for fragmentation (7 to 9% on an H200) and planning errors."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
 
 FROZEN_BASE = "policy: frozen base"
-GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, HAND_OVER = (
+GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, WEIGHT_SYNC = (
     "generation",
     "log-probabilities",
     "policy update",
     "critic update",
-    "hand-over",
+    "weight sync",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a rank computes on. `itemsize`: bytes of the compute type. `total_bytes` None: not known."""
+    """Device of a rank. `itemsize`: bytes of the compute type. `total_bytes`: None if unknown."""
 
     name: str
     itemsize: int
@@ -79,8 +76,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by phase and part. `floor_bytes`: the largest phase with one longest answer in each micro-batch, below
-    which nothing can be cut finer."""
+    """Bytes by phase and part. `floor_bytes`: the largest phase with one sequence per micro-batch."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -88,7 +84,7 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that holds most."""
+        """The phase with most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -98,45 +94,44 @@ class MemoryPlan:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Bytes of the device that tensors may take; None where they are not known."""
+        """Bytes of the device for tensors; None if unknown."""
         total = self.device.total_bytes
         return None if total is None else max(0, total - CONTEXT_BYTES)
 
     @property
     def fits(self) -> bool:
-        """Whether the planned peak is no more than the device has, as far as that is known."""
+        """Return whether the planned peak fits, if the device's size is known."""
         return self.usable_bytes is None or self.peak_bytes <= self.usable_bytes
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether even the finest cut holds more than the device has."""
+        """Return whether even the smallest micro-batches do not fit."""
         return self.usable_bytes is not None and self.floor_bytes > self.usable_bytes
 
 
 def max_sequence_tokens(config: RunConfig) -> int:
-    """Tokens of the longest prompt and answer together."""
+    """Return the token limit of prompt and response together."""
     return config.filter.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Most tokens of one forward and backward: the budget, one longest answer at least, and no more than there are."""
+    """Return the maximum tokens of a micro-batch: the budget, at least one sequence, at most the rank's tokens."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
 
 
 def is_compiled(config: RunConfig, itemsize: int) -> bool:
-    """Whether layers and head run compiled: with a flash kernel alone (`rlcore.models.load`), and float32 has none."""
+    """Return whether layers and head run compiled, which needs a flash kernel, so not in float32."""
     return config.model.compile and config.model.attention != "sdpa" and itemsize < FULL
 
 
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
-    """What autograd keeps of one layer, bytes a token, counted tensor by tensor (before `ACTIVATION_FACTOR`).
+    """Return what autograd keeps of one layer, in bytes per token, before `ACTIVATION_FACTOR`.
 
-    Two norms (float32 input, normed), input of the projections, rotated query and key, value, attention's output and
-    its float32 normalizer, input of the feed-forward layer, gate, its activation, up, and their product. Compiled: in
-    place of the norms' four tensors their two inputs in the compute type and two float32 scales, and no activation of
-    the gate; the backward computes the rest again.
+    Two norms (float32 input, output), input of the projections, rotated query and key, value, attention's output and
+    float32 normalizer, input of the feed-forward layer, gate, its activation, up, and their product. Compiled: two norm
+    inputs in the compute type and two float32 scales instead of the norms' four tensors, and no gate activation.
     """
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
@@ -146,7 +141,8 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
 
 
 def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool, compiled: bool = False) -> int:
-    """What a forward keeps for its backward, bytes a token; with `recompute` the inputs of all layers and one layer."""
+    """Return what a forward pass keeps for backward, in bytes per token. With `recompute` these are the inputs of all
+    layers and one layer."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     kept = shape.layers * itemsize * shape.hidden + layer if recompute else shape.layers * layer
@@ -154,7 +150,7 @@ def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool
 
 
 def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Most that a forward without gradient holds, bytes a token: one layer's feed-forward part beside its input."""
+    """Return the peak of a forward pass without gradient, in bytes per token: a feed-forward part and its input."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
@@ -167,21 +163,21 @@ def head_bytes(
     gradient: Literal["none", "hidden", "all"],
     compiled: bool = False,
 ) -> int:
-    """The chunked head: one chunk of float32 logits; with a gradient its own chunk of the logits' gradient, and where
-    that is the weight's too, two float32 matrices as large, the sum over chunks and the product that is added to it."""
+    """Return the memory of the chunked head. It has one chunk of float32 logits. With a gradient it adds the logits'
+    gradient. For the weight's gradient it adds two float32 matrices: the sum over chunks and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
-    beside = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
+    temporaries = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
     hidden = tokens * shape.hidden * itemsize
     if gradient == "none":
-        return logits + beside + hidden
-    own = rows * shape.vocab * itemsize if compiled else 0  # uncompiled it takes the logits' memory
-    return logits + beside + own + 2 * hidden + (2 * FULL * shape.embedding if gradient == "all" else 0)
+        return logits + temporaries + hidden
+    own = rows * shape.vocab * itemsize if compiled else 0  # uncompiled it is in the logits' memory
+    return logits + temporaries + own + 2 * hidden + (2 * FULL * shape.embedding if gradient == "all" else 0)
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """The awake engine: vLLM with room for every answer, within its share of the device; the hf engine's weights and
-    cache, and what is larger, all prompts in one pass or a token drawn for each answer (`rlcore.rollout.hf`)."""
+    """Return the awake engine's memory. vLLM: room for all responses within its share of the device. hf
+    (`rlcore.rollout.hf`): weights, cache, and the larger of one pass over all prompts and sampling."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -201,21 +197,21 @@ def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     )
 
 
-def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: int) -> int:
-    """Keys and values of so many answers, each at its longest; of the heads of one rank."""
+def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
+    """Return keys and values of so many responses of maximum length, for the heads of one rank."""
     heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
     per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
-    return answers * max_sequence_tokens(config) * per_token
+    return responses * max_sequence_tokens(config) * per_token
 
 
-def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: int) -> int:
-    """vLLM with room for so many answers at their longest: one rank's part of its engine."""
+def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
+    """Return one rank's part of vLLM with room for so many responses of maximum length."""
     weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
-    return weights + cache_bytes(config, shape, itemsize, answers) + ENGINE_FIXED_BYTES
+    return weights + cache_bytes(config, shape, itemsize, responses) + ENGINE_FIXED_BYTES
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Every phase of a step on one rank; `tokens` of the largest micro-batch, where they are known."""
+    """Plan all phases of a step on one rank. `tokens`: of the largest micro-batch, if known."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -224,8 +220,8 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
-    """The policy or the critic on one rank. `parameters`: that are trained. `gathered`, `whole`: bytes of the
-    weights that FSDP2 holds in the compute type during a pass, and of all that it can gather."""
+    """Policy or critic on one rank. `parameters`: trained ones. `gathered`: bytes of weights that FSDP2 gathers
+    in the compute type. `whole`: bytes of all that it can gather."""
 
     name: str
     shape: ModelShape
@@ -235,12 +231,11 @@ class _TrainedModel:
     whole: int
 
     def gradients(self, ranks: int) -> dict[str, int]:
-        """Float32 gradients; they go with the optimizer's step."""
+        """Return float32 gradients, which exist until the optimizer's step."""
         return {f"{self.name}: gradients": FULL * self.parameters // ranks}
 
 
 def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_TrainedModel]:
-    """The policy, and the critic where there is one."""
     lora, in_4_bits = config.model.lora, _layer_weights_in_4_bits(config, shape)
     gathered = itemsize * (shape.root_parameters + PREFETCHED_LAYERS * (shape.layer_parameters - in_4_bits))
     if in_4_bits:  # not gathered, but dequantized one by one
@@ -250,21 +245,21 @@ def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list
     policy = _TrainedModel("policy", shape, parameters, config.optim.offload, gathered, whole)
     if config.critic is None:
         return [policy]
-    own = critic_shape(config, shape)
-    gathered = itemsize * (own.embedding + PREFETCHED_LAYERS * own.layer_parameters)
-    parameters, offloads = own.critic_parameters, config.critic.optim.offload
-    return [policy, _TrainedModel("critic", own, parameters, offloads, gathered, itemsize * parameters)]
+    critic = critic_shape(config, shape)
+    gathered = itemsize * (critic.embedding + PREFETCHED_LAYERS * critic.layer_parameters)
+    parameters, offloads = critic.critic_parameters, config.critic.optim.offload
+    return [policy, _TrainedModel("critic", critic, parameters, offloads, gathered, itemsize * parameters)]
 
 
 def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
-    """What is on the device in every phase."""
+    """Return the tensors that are on the device in every phase."""
     ranks, held = config.runtime.num_workers, {}
     for model in _trained_models(config, shape, itemsize):
         held[f"{model.name}: float32 weights"] = FULL * model.parameters // ranks
         if not model.offloads:
             held[f"{model.name}: moments"] = MOMENTS * model.parameters // ranks
     if config.model.lora is not None:
-        in_4_bits = shape.layers * _layer_weights_in_4_bits(config, shape)  # every rank holds all of them
+        in_4_bits = shape.layers * _layer_weights_in_4_bits(config, shape)  # all on each rank
         held[FROZEN_BASE] = round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
     if _has_reference(config) and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
@@ -278,21 +273,21 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
     offloads_base = lora is not None and lora.offload
-    beside_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
+    with_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
     head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
-    is_brought_back = _has_reference(config) and config.algo.kl.offload
+    is_reloaded = _has_reference(config) and config.algo.kl.offload
     layer = tokens * forward_activation_bytes(shape, itemsize)
     whole = FULL * shape.embedding
-    if lora is not None:  # or a merged matrix, its float32 sum and what that is made of
+    if lora is not None:  # or a merged matrix, its float32 sum and its terms
         whole = max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
     phases = {
-        GENERATION: {**beside_engine, **awake},
+        GENERATION: {**with_engine, **awake},
         PASSES: {
             **held,
             **asleep,
-            **({"reference, brought back": itemsize * shape.policy_parameters} if is_brought_back else {}),
+            **({"reference, brought back": itemsize * shape.policy_parameters} if is_reloaded else {}),
             "gathered weights": models[0].gathered,
-            # Without gradients the layers' tensors are gone when the head begins.
+            # Without gradients the layers' tensors are freed before the head.
             "the head, or a layer": max(layer, head(gradient="none")),
         },
     }
@@ -308,17 +303,17 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         phases[f"{each.name} update"] = update
     phases[POLICY_UPDATE]["head"] = head(gradient="all" if lora is None else "hidden")
     engine = awake if config.rollout.engine == "vllm" else asleep
-    phases[HAND_OVER] = {**beside_engine, **engine, "one whole tensor": whole}
+    phases[WEIGHT_SYNC] = {**with_engine, **engine, "one whole tensor": whole}
     return phases
 
 
 def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
-    """Weights of a layer that are in 4 bits: all of its matrices, or none."""
+    """Return the 4-bit weights of a layer: all matrices, or none."""
     return shape.layer_weights if config.model.lora is not None and config.model.lora.base == "nf4" else 0
 
 
 def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """What the engine keeps while training runs."""
+    """Return the engine's memory during training."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "hf":
@@ -328,40 +323,34 @@ def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
 
 
 def _has_reference(config: RunConfig) -> bool:
-    """Whether the reference is a model of its own, and not the policy without its adapters."""
     return config.algo.kl.where != "off" and config.model.lora is None
 
 
 def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """What autograd keeps for adapters beside what it keeps of the layers, bytes a token: the input of each B."""
+    """Return what autograd keeps for adapters, in bytes per token: the input of each B."""
     lora = config.model.lora
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
 
 
 def detect_device(config: RunConfig) -> Device:
-    """The GPU that a rank of this host computes on; without one, a GPU of unknown size in the type it would use."""
+    """Return the GPU of this host's ranks; without one, a GPU of unknown size and the type that it would use."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """The settings to run with and their plan. With `runtime.fit_memory=auto` and a known device the engine's share,
-    its largest pass and its sleep level, the token budget, the places of the reference and of the optimizers' moments,
-    and recomputation are chosen.
-    """
+    """Return the settings to run with, and their plan. With `runtime.fit_memory=auto` and a known device this chooses
+    the engine's memory share, largest pass and sleep level, the token budget, offloading, and recomputation."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
-    """Refuse a run that cannot fit, unless `runtime.fit_memory` is off.
-
-    Raises:
-        ConfigError: not even one longest answer in a micro-batch fits; says how many bytes are missing and what to set.
-    """
+    """Reject a run that cannot fit, unless `runtime.fit_memory` is off. Raises ConfigError if not even one sequence per
+    micro-batch fits."""
     if not plan.cannot_fit or config.runtime.fit_memory == "off":
         return
     assert plan.usable_bytes is not None, "without a device nothing is refused"
@@ -370,7 +359,7 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
     largest = ", ".join([plan.peak_phase, *(f"{name} {size / GB:.1f} GB" for name, size in parts)])
     raise ConfigError(
         f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
-        f"one longest answer in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
+        f"one longest sequence in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
         f"missing, most of it in: {largest}). {suggestion(config)} "
         + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
         + "runtime.fit_memory=off tries it anyway."
@@ -378,11 +367,8 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """The settings to start a run's workers with. On a GPU the plan is reported, and kept in `run_dir` for the report.
-
-    Raises:
-        ConfigError: the run cannot fit.
-    """
+    """Return the settings for a run's workers. On a GPU the plan is reported and written to `run_dir`. Raises
+    ConfigError if the run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -390,59 +376,47 @@ def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, obj
     require_fit(new, plan)
     chosen = chosen_settings(config, new)
     notes = (f"The phase that holds most is {plan.peak_phase}.", *([f"Chosen: {chosen}"] if chosen else []))
-    kept: dict[str, JsonValue] = {"parts": dict(plan.phases[plan.peak_phase]), "notes": list(notes)}
-    kept |= {"capacity_bytes": device.total_bytes, "device": device.name}
-    write_json_atomically(run_dir / "memory_plan.json", kept)
-    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{excess_text(plan)}"
-    report({"event": "note", "text": f"{told}; chosen: {chosen}" if chosen else told})
+    document: dict[str, JsonValue] = {"parts": dict(plan.phases[plan.peak_phase]), "notes": list(notes)}
+    document |= {"capacity_bytes": device.total_bytes, "device": device.name}
+    write_json_atomically(run_dir / "memory_plan.json", document)
+    text = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{excess_text(plan)}"
+    report({"event": "note", "text": f"{text}; chosen: {chosen}" if chosen else text})
     return new
 
 
 def excess_text(plan: MemoryPlan) -> str:
-    """What to say of a plan that exceeds its device, and need not fail; '' where it fits."""
+    """Return the warning for a plan that exceeds its device but may still run, or ''."""
     if plan.fits:
         return ""
     assert plan.usable_bytes is not None, "without a device everything fits"
     return (
-        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is cut finer and "
-        "done again; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
+        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is repeated "
+        "with smaller micro-batches; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
     )
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
-    """What `fitted` chose, as overrides; '' where it left all as it was."""
+    """Return what `fit_settings` changed, as overrides, or ''."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
 
 
 def suggestion(config: RunConfig) -> str:
-    """What would lower the peak, of what is not set yet."""
-    found = []
-    lora = config.model.lora
-    if lora is not None and not lora.offload and config.rollout.engine == "vllm":
-        found.append("model.lora.offload=true rollout.sleep_level=1")
-    elif config.rollout.engine == "vllm" and config.rollout.sleep_level == 0:
-        found.append("rollout.sleep_level=2")
-    if _has_reference(config) and not config.algo.kl.offload:
-        found.append("algo.kl.offload=true")
-    if not (config.optim.offload and (config.critic is None or config.critic.optim.offload)):
-        found.append("optim.offload=true" + ("" if config.critic is None else " critic.optim.offload=true"))
-    if not config.model.gradient_checkpointing:
-        found.append("model.gradient_checkpointing=true")
+    """Return settings that would lower the peak and are not set yet."""
+    *_, (smallest, _) = variants(config)
+    found = [setting for setting in chosen_settings(config, smallest).split() if not setting.endswith("=false")]
     if config.rollout.engine == "vllm":
         found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
     elif config.rollout.engine == "hf":
         found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
-    if lora is None:
-        fewer = "LoRA (model.lora.rank=32) "
-    else:
+    lora, fewer = config.model.lora, "LoRA (model.lora.rank=32) "
+    if lora is not None:
         fewer = "" if lora.base == "nf4" else "a base in 4 bits (model.lora.base=nf4) "
-    found.append(f"more workers (runtime.num_workers), {fewer}or a smaller model")
-    return f"Set {', '.join(found)}."
+    return f"Set {', '.join(found)}, more workers (runtime.num_workers), {fewer}or a smaller model."
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """The first variant in which a budget of several answers fits; the last one with a budget of one."""
+    """Return the first variant in which several sequences per micro-batch fit, else the last with one."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -452,9 +426,9 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """From the fastest to the one that needs least memory, with the token budget below which the next one is better:
-    nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
-    reference, or the base under adapters, offloaded; the optimizers' moments as well; layers recomputed as well."""
+    """Yield settings from the fastest to those with least memory, each with its minimum token budget. First no
+    offloading or recomputation with an awake, then a sleeping engine. Then the reference, or the base under adapters,
+    is offloaded, then the optimizers' moments, and at last layers are recomputed."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -474,26 +448,26 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """The engine gets what every answer at its longest would take, as far as it is free beside what is always held; if
-    that is less, its passes are short."""
+    """Set the engine's share to the need of all responses at maximum length, as far as memory is free. If that is less,
+    vLLM's passes are short."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
-    parts = plan_memory(config, shape, device).phases[HAND_OVER]
+    parts = plan_memory(config, shape, device).phases[WEIGHT_SYNC]
     others = sum(size for name, size in parts.items() if name != "engine")
     free = available_bytes(device) - others
     wanted = full_engine_bytes(config, shape, device.itemsize, config.concurrent_responses)
     share = min(wanted, free) / device.total_bytes
-    down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
-    given = config.rollout.max_batched_tokens
-    if free < wanted and given is not None:  # left to vLLM it is no larger
+    down = math.floor(1_000 * share) / 1_000  # rounded up, no token budget would fit
+    max_batched = config.rollout.max_batched_tokens
+    if free < wanted and max_batched is not None:  # vLLM's default is no larger
         short = max(SHORT_PASS_TOKENS, config.rollout.max_num_seqs)
-        config = with_values(config, {"rollout.max_batched_tokens": min(given, short)})
+        config = with_values(config, {"rollout.max_batched_tokens": min(max_batched, short)})
     return with_values(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 
 def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
-    """The largest token budget whose plan fits; None where `least` tokens do not."""
+    """Set the largest token budget whose plan fits; None if `least` tokens do not."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= available_bytes(device):
@@ -502,13 +476,13 @@ def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, l
 
 
 def available_bytes(device: Device) -> int:
-    """Bytes of a device that chosen settings may take."""
+    """Return the bytes of a device that chosen settings may use."""
     assert device.total_bytes is not None
     return device.total_bytes - CONTEXT_BYTES - round(FREE_SHARE * device.total_bytes)
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:
-    """The settings with other values by dotted key; nothing is validated again."""
+    """Return the settings with other values by dotted key, without validation."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         section = section.model_copy(

@@ -1,9 +1,16 @@
-"""What the policy and the critic share on one rank: a trained model, its optimizer and its two kinds of passes."""
+"""Micro-batched passes and optimizer steps of a model on one rank: the common part of policy and critic. A pass that
+runs out of memory is repeated with smaller micro-batches. Results do not depend on the split, except with
+`model.lora.dropout`, whose masks are drawn in the order of the micro-batches."""
 
+import functools
+import gc
+import logging
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -12,26 +19,181 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import Statistics
-from rlcore.batching.pack import select_train
+from rlcore.batching.balance import micro_batches
+from rlcore.batching.pack import scatter_tokens, select, select_train
 from rlcore.config import OptimConfig, RunConfig
-from rlcore.errors import NonFiniteError
+from rlcore.errors import DeviceMemoryError, NonFiniteError, RankMemoryError
+from rlcore.models import memory
+from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import gather, reset_after_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
-from rlcore.models.shape import shape_from_config
-from rlcore.types import TrainBatch
+from rlcore.models.shape import ModelShape, shape_from_config
+from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Placement, holds_on_all_ranks
-from rlcore.workers.passes import Batch, MicroBatch, MicroBatchRunner, Parts, sum_statistics, to_device
 
+Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
+R = TypeVar("R")
+Parts: TypeAlias = Sequence[Sequence[int]]
+"""Sequences of each micro-batch, by index in the rank's batch."""
+
+GROW_AFTER = 100
+"""Consecutive successful passes before the micro-batches grow again; doubled each time."""
+REMEDY = (
+    "Lower trainer.max_tokens_per_micro_batch, model.head_chunk_tokens or rollout.memory_share, set "
+    "model.gradient_checkpointing=true, or shorten filter.max_prompt_tokens and rollout.max_response_tokens."
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Generic[Batch]):
+    """Some sequences of a batch, on the host and the device. Bounds and masks are read from `host`, since reading them
+    from the device would block. Models take them as numpy arrays, since FSDP moves tensor arguments to the device."""
+
+    host: Batch
+    device: Batch
+
+
+def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> MicroBatch[Batch]:
+    """Select sequences and copy them asynchronously to the device."""
+    host = select_train(batch, sequences) if isinstance(batch, TrainBatch) else select(batch, sequences)
+    return MicroBatch(host, _send(host, device))
+
+
+def _send(batch: Batch, device: torch.device) -> Batch:
+    changes: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = memory.to_device(value, device)
+        elif value is not None:
+            changes[field.name] = _send(value, device)
+    return replace(batch, **changes)
+
+
+def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
+    """Return per-token values of micro-batches in batch order, on the CPU, with one synchronization."""
+    values = torch.cat([part.detach().float() for part in parts]).cpu()
+    return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
+
+
+def sum_statistics(statistics: Sequence[S]) -> S:
+    """Sum over micro-batches, on the CPU: the only synchronization of an update."""
+    summed = functools.reduce(operator.add, statistics)
+    return type(summed).unstack(summed.stack().cpu())
+
+
+@dataclass(frozen=True, slots=True)
+class OomRetry:
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: multiple of
+    the token budget's number of micro-batches from then on. `refusal`: the allocator's message."""
+
+    name: str
+    num_micro: int
+    num_again: int
+    factor: int
+    refusal: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ran out of memory in {self.num_micro} micro-batches and is repeated in {self.num_again}: "
+            f"{self.refusal}"
+        )
+
+
+class MicroBatchRunner:
+    """Runs one kind of pass in as many micro-batches as its memory requires.
+
+    A pass has `factor` times the micro-batches of the token budget. The factor starts at 1, doubles when memory runs
+    out, and halves after many successful passes. With several ranks the others wait in collectives, so the pass ends
+    with an error, and the retry starts with twice the factor, which then stays (`Worker.split_micro_batches`).
+
+    Args:
+        name: of the pass, for messages.
+        recover: resets the model after a failed pass.
+        num_ranks: ranks that take part in the pass.
+        shape: of the model, to balance cost over these ranks; None: balance tokens.
+        share_prompts: `model.share_prompts`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        recover: Callable[[], None],
+        num_ranks: int = 1,
+        shape: ModelShape | None = None,
+        share_prompts: bool = False,
+    ) -> None:
+        self._name = name
+        self._recover = recover
+        self.num_ranks, self._shape = num_ranks, shape
+        self._share_prompts = share_prompts
+        self._num_successes = 0
+        self._grow_after = GROW_AFTER
+        self.factor = 1
+        self.num_failures = 0
+        self._retries: list[OomRetry] = []
+
+    def pop_retries(self) -> list[OomRetry]:
+        """Return the retries since the last call."""
+        retries, self._retries = self._retries, []
+        return retries
+
+    def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
+        """Run `work(sequences of each micro-batch)`, with more micro-batches after running out of memory.
+
+        Raises:
+            DeviceMemoryError: memory ran out with one sequence per micro-batch.
+            RankMemoryError: memory ran out on one of several ranks.
+        """
+        while True:
+            number = min(num_micro * self.factor, batch.num_sequences)
+            parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)
+            outcome = catch_out_of_memory(partial(work, parts))
+            if not isinstance(outcome, OutOfMemory):
+                self._record_success()
+                return outcome
+            self._record_failure(outcome.message, len(parts), batch.num_sequences)
+            gc.collect()
+            self._recover()
+            release_cached_memory()
+
+    def _record_success(self) -> None:
+        self._num_successes += 1
+        if self.num_ranks == 1 and self.factor > 1 and self._num_successes >= self._grow_after:
+            self.factor //= 2
+            self._num_successes = 0
+            self._grow_after *= 2
+            log.info("%s: tries %d times the micro-batches of the token budget", self._name, self.factor)
+
+    def _record_failure(self, message: str, number: int, num_sequences: int) -> None:
+        self._num_successes = 0
+        self.num_failures += 1
+        if number >= num_sequences:
+            raise DeviceMemoryError(
+                f"{self._name} ran out of memory with one sequence in each micro-batch ({message}). {REMEDY}"
+            )
+        if self.num_ranks > 1:
+            raise RankMemoryError(
+                f"{self._name} ran out of memory in {number} micro-batches on one of {self.num_ranks} ranks "
+                f"({message}). The steps since the last checkpoint are repeated with twice as many, with the same "
+                "numbers. To save that time, lower trainer.max_tokens_per_micro_batch or set runtime.fit_memory=auto."
+            )
+        self.factor *= 2
+        retry = OomRetry(self._name, number, min(number * 2, num_sequences), self.factor, message)
+        self._retries.append(retry)
+        log.warning("%s", retry)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
-    """Result of one optimizer step on one rank; the statistics are those before it. `applied`: false where the settings
-    refuse a gradient so large. `logprobs` Float[T]: before the only step on the policy's loss, in the order of the
-    batch."""
+    """Result of one optimizer step on one rank, with the statistics before it. `applied`: False if the settings skip a
+    gradient of this norm. `logprobs` Float[T]: before a step's only update of the policy, in batch order."""
 
     stats: S
     grad_norm: float
@@ -41,8 +203,7 @@ class ModelUpdate(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """What a rank does in one optimizer step: neighbouring sequences of its batch, in how many micro-batches. The
-    denominator counts the sequences of all ranks."""
+    """A rank's part of one optimizer step. The denominator counts the sequences of all ranks."""
 
     sequences: range
     num_micro: int
@@ -51,7 +212,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """Optimizer steps in turn, up to the first that was not finite, and its error; as many on all ranks."""
+    """Consecutive optimizer steps up to the first non-finite one, and its error; equally many on all ranks."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -60,7 +221,7 @@ class ModelUpdates(Generic[S]):
 def run_mini_batches(
     step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
 ) -> ModelUpdates[S]:
-    """`step(batch, num_micro, denominator)` on each mini-batch."""
+    """Call `step(batch, num_micro, denominator)` on each mini-batch."""
     steps: list[ModelUpdate[S]] = []
     for each in mini_batches:
         try:
@@ -71,23 +232,23 @@ def run_mini_batches(
 
 
 class TrainedModel(Generic[Model]):
-    """Float32 master weights (sharded where there is a mesh), their optimizer, and a budget for each kind of pass.
-    `passes`: names of the update and of the forward pass, for messages."""
+    """Float32 master weights (sharded with a mesh), their optimizer, and a runner for each kind of pass. `passes`:
+    names of the update and the forward pass, for messages."""
 
     def __init__(
         self,
         config: RunConfig,
         model: Model,
         optim: OptimConfig,
-        place: Placement,
+        placement: Placement,
         mesh: DeviceMesh | None,
         passes: tuple[str, str],
     ) -> None:
         world_size = 1 if mesh is None else mesh.size()
         self._gathers_once = config.model.zero_stage == 1 and world_size > 1
-        self._config, self._optim, self._place, self._world_size = config, optim, place, world_size
-        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
-        self.optimizer = build_optimizer(self.model, optim, device=place.device)
+        self._config, self._optim, self._placement, self._world_size = config, optim, placement, world_size
+        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=placement.dtype)
+        self.optimizer = build_optimizer(self.model, optim, device=placement.device)
         shape = shape_from_config(self.model.decoder.config.to_dict()) if world_size > 1 else None
         self.update_pass, self.forward_pass = (
             MicroBatchRunner(
@@ -97,7 +258,7 @@ class TrainedModel(Generic[Model]):
         )
 
     def release_gradients(self) -> None:
-        """Free the gradients' memory, which the update of another model may need."""
+        """Free the gradients' memory."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _recover(self) -> None:
@@ -105,37 +266,34 @@ class TrainedModel(Generic[Model]):
         self.release_gradients()
 
     def accumulate(self, batch: Batch, parts: Parts, objective: Callable[[MicroBatch[Batch]], tuple[Tensor, S]]) -> S:
-        """Gradient of a mini-batch, from zero; the sum of its statistics, on the CPU."""
+        """Compute the gradient of a mini-batch, from zero; return its summed statistics, on the CPU."""
         self.release_gradients()
         statistics: list[S] = []
         try:
             for number, part in enumerate(parts, start=1):
                 if self._gathers_once:
                     gather(self.model, once=True, is_last=number == len(parts))
-                loss, found = objective(to_device(batch, part, self._place.device))
-                # FSDP averages gradients over ranks; the denominator counts all ranks already, so undo the average.
+                loss, part_statistics = objective(to_device(batch, part, self._placement.device))
+                # FSDP averages gradients over ranks, but the denominator counts all ranks: undo the average.
                 (loss * self._world_size).backward()
-                statistics.append(found)
+                statistics.append(part_statistics)
         finally:
             if self._gathers_once:
                 gather(self.model, once=False)
         return sum_statistics(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
-        """Clip the gradient; its norm before. `loss`: the loss in words; `why`: called for what else an error says.
-
-        Raises:
-            NonFiniteError: the norm or a statistic is not finite on some rank; the gradients are gone.
-        """
+        """Clip the gradient; return its norm before. `loss`: text for errors. `why`: called for the rest of an error.
+        Raises NonFiniteError if the norm or a statistic is not finite on some rank; gradients are released."""
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
-        if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._place.device):
+        if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._placement.device):
             self.release_gradients()
             raise NonFiniteError(f"{loss} and its gradient norm {norm}: no step was taken{why()}")
         return norm
 
     def step(self, lr: float) -> None:
-        """Take one optimizer step with the gradient that was accumulated."""
+        """Take one optimizer step with the accumulated gradient."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -107,7 +107,7 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
         with session_of(run, breaks) as session, pytest.raises(UnscoredError) as caught:
             session.train(4)
         assert str(caught.value).startswith(
-            f"step 3: has no figures, for 32 answers have no score; tests.helpers.harmful:fails_while_broken {failed}: "
+            f"step 3: has no metrics, for 32 responses have no score; tests.helpers.harmful:fails_while_broken {failed}: "
             f"step 2 is saved. Where the scorer's code has to change, go on by --fork {run.layout.run_dir.name}@2 and "
         )
         assert verified_steps(run) == [2]
@@ -119,7 +119,7 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
     broken.touch()
     with (
         session_of(run) as session,
-        pytest.raises(UnscoredError, match="validation after: has no figures, for 96 answ"),
+        pytest.raises(UnscoredError, match="validation after: has no metrics, for 96 resp"),
     ):
         session.validate("last", "after")
     assert not (run.layout.validation / "after.json").exists()

@@ -99,7 +99,7 @@ def test_verdicts_are_trained_on_and_a_step_without_any_is_an_error(
                 assert 0 <= step["reward/judge/mean"] <= 1
                 assert "actor/grad_norm" in step
             else:
-                with pytest.raises(UnscoredError, match="step 1: has no figures, for 2 answers have no score"):
+                with pytest.raises(UnscoredError, match="step 1: has no metrics, for 2 responses have no score"):
                     train(run, group, 1)
         finally:
             group.close()

@@ -1,8 +1,8 @@
-"""What test_cuda.py runs in a process of its own: the live shape checks of the tests cannot be compiled.
+"""Program for test_cuda.py, since the tests' live shape checks cannot be compiled.
 
 python -m tests.models.compiled MODEL           compiled layers and head against plain ones, many shapes
 python -m tests.models.compiled MODEL MEETING   the same under FSDP2 with one rank
-The last of the shapes have prompts with several answers, which the compiled model computes once and the plain one not.
+The last shapes have prompts with several responses, which only the compiled model shares.
 """
 
 import sys

@@ -9,7 +9,7 @@ Rows = Sequence[Sequence[float]]
 def token_logprob_and_entropy(
     hidden: Sequence[float], weight: Rows, target: int, temperature: float
 ) -> tuple[float, float]:
-    """Log-probability of `target` and entropy of softmax(weight hidden / temperature), by the definitions."""
+    """Return log-probability of `target` and entropy of softmax(weight hidden / temperature)."""
     logits = [sum(h * w for h, w in zip(hidden, row, strict=True)) / temperature for row in weight]
     norm = math.fsum(math.exp(z) for z in logits)
     probs = [math.exp(z) / norm for z in logits]
@@ -17,7 +17,7 @@ def token_logprob_and_entropy(
 
 
 def causal_attention(query: Rows, key: Rows, value: Rows, scale: float, window: int | None) -> list[list[float]]:
-    """One head of one sequence: a weighted mean of the values seen so far (at most `window` of them)."""
+    """Compute one head of one sequence: a weighted mean of the last `window` values."""
     out = []
     for at, q in enumerate(query):
         first = 0 if window is None else max(0, at - window + 1)

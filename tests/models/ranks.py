@@ -1,4 +1,4 @@
-"""What each rank of the gloo tests runs, and what one process alone runs for comparison.
+"""Program of each gloo rank, and of the single process for comparison.
 
 python -m tests.models.ranks RANK WORLD_SIZE MODELS OUT     one rank of WORLD_SIZE
 """
@@ -41,7 +41,7 @@ MODEL_OF = {
     "lora-float32-base": "qwen2-tied",  # that computes in bfloat16
 }
 ROUNDED = ("bfloat16", "lora-bfloat16", "lora-float32-base")
-# Micro-batches of each rank; one process alone takes them all.
+# Micro-batches of each rank; a single process takes all of them.
 SPLIT = {
     2: (((5, 0), (3, 6)), ((2, 1, 7), (4,))),
     4: (((5,), (0,)), ((3,), (6,)), ((2,), (1,)), ((7,), (4,))),
@@ -77,13 +77,13 @@ def loss_of(model: CausalPolicy | ValueModel, micro: Batch) -> Tensor:
 def run_case(
     case: str, models: Path, micro_batches: tuple[tuple[int, ...], ...], mesh: DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """Two optimizer steps: losses, gradient norms, first gradients and last weights, whole."""
+    """Take two optimizer steps; return losses, gradient norms, first gradients and last weights."""
     model = build(case, models)
     world_size = 1
     if mesh is not None:
         world_size = mesh.size()
         model = shard(model, mesh=mesh, dtype=torch.bfloat16 if case in ROUNDED else torch.float32)
-    # Adam divides by the gradient's own size: a small eps would blow the rounding of a tiny gradient up to a full step.
+    # Adam divides by the gradient's size: a small eps would amplify rounding of tiny gradients to a full step.
     optimizer = build_optimizer(model, OptimConfig(lr=0.01, eps=0.1), device=CPU)
     whole = make_batch(LENGTHS, seed=4)
     found: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ def run_case(
 
 
 def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
-    """A sharded base gives up its memory, is read from the host meanwhile, and is back as it was."""
+    """Offload a sharded base, read it from the host, and reload it."""
     policy = shard(build(case, models), mesh=mesh, dtype=torch.float32)
     assert isinstance(policy, CausalPolicy)
     micro = make_batch(LENGTHS, seed=4)
@@ -128,7 +128,7 @@ def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
 
 
 def gather_in_buckets(policy: CausalPolicy) -> None:
-    """The same bits as tensor by tensor, however many a collective takes; and fewer collectives."""
+    """Compare bits with single gathers, and count collectives."""
     alone = {name: gather_parameter(parameter) for name, parameter in policy.model.named_parameters()}
     send, counts = dist.all_gather, []
     for size in (1, 20_000, parallel.BUCKET_BYTES):
@@ -147,7 +147,7 @@ def gather_in_buckets(policy: CausalPolicy) -> None:
     found = dict(full_state(policy, dtype=torch.bfloat16))
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.float32}
     for name, tensor in alone.items():
-        assert torch.equal(found[name], tensor.bfloat16() if tensor.ndim > 1 else tensor), "sent as it would be cast"
+        assert torch.equal(found[name], tensor.bfloat16() if tensor.ndim > 1 else tensor), "sent like a cast"
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def main() -> None:
     parameters = list(policy.parameters())
     assert all(isinstance(p, DTensor) for p in parameters)
     held = sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters)
-    assert held < 1.2 / world_size, "each has its part"
+    assert held < 1.2 / world_size, "each rank has its part"
     save_file({name: tensor.contiguous() for name, tensor in full_state(policy)}, out / f"state-{rank}.safetensors")
     gather_in_buckets(policy)
     wait_on_the_host("lora", models, mesh)
@@ -175,5 +175,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A thread of gloo's that is still at work when the interpreter goes down ends the process by std::terminate.
+    # A running gloo thread would end the process by std::terminate at interpreter shutdown.
     os._exit(0)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError
-from rlcore.models.attention import build_layout, choose_attention, flash_package, packed_attention
+from rlcore.models.attention import choose_attention, flash_package, packed_attention
+from rlcore.models.layout import build_layout
 from tests.models.naive import causal_attention
 from tests.models.tiny import CPU, attend, cumulated
 
@@ -25,7 +26,7 @@ def heads(num_tokens: int, num_heads: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", [(5, 1, 3, 5, 2), (4,), MANY_LENGTHS], ids=["few", "one", "many"])
-def test_values_equal_the_naive_twin_head_by_head(lengths: tuple[int, ...], window: int | None) -> None:
+def test_attention_matches_naive_twin_per_head(lengths: tuple[int, ...], window: int | None) -> None:
     num_tokens = sum(lengths)
     query, key, value = heads(num_tokens, 4, 0), heads(num_tokens, 2, 1), heads(num_tokens, 2, 2)
     layout = build_layout(cumulated(lengths), backend="sdpa", device=CPU)
@@ -39,7 +40,7 @@ def test_values_equal_the_naive_twin_head_by_head(lengths: tuple[int, ...], wind
             torch.testing.assert_close(out[part, head], expected, rtol=0, atol=1e-6)
 
 
-def test_padding_inside_a_group_changes_no_value_and_no_gradient() -> None:
+def test_group_padding_changes_no_value_or_gradient() -> None:
     num_tokens = sum(MANY_LENGTHS)
     qkv = [heads(num_tokens, 2, seed) for seed in range(3)]
     weights = torch.randn(num_tokens, 2, 4, generator=torch.Generator().manual_seed(9))
@@ -61,9 +62,7 @@ def test_padding_inside_a_group_changes_no_value_and_no_gradient() -> None:
 
 @given(seed=st.integers(0, 1_000), num_sequences=st.integers(1, 200), longest=st.sampled_from([3, 90, 2_000]))
 @settings(max_examples=60, deadline=None)
-def test_every_layout_is_a_permutation_in_groups_of_whole_sequences(
-    seed: int, num_sequences: int, longest: int
-) -> None:
+def test_layout_permutes_whole_sequences(seed: int, num_sequences: int, longest: int) -> None:
     lengths = random.Random(seed).choices(range(longest + 1), k=num_sequences)
     layout = build_layout(cumulated(lengths), backend="sdpa", device=CPU)
     num_tokens = sum(lengths)
@@ -78,13 +77,13 @@ def test_every_layout_is_a_permutation_in_groups_of_whole_sequences(
             assert group.slots.max() < group.num_sequences * group.length
             assert group.num_sequences * group.length <= 1.125 * (group.stop - group.start)
     assert len(layout.groups) <= 80
-    # A token keeps its distance from its neighbour: sequences are moved whole.
+    # Neighbouring tokens stay neighbours: sequences move whole.
     bounds = cumulated(lengths).tolist()
     for first, last in pairwise(bounds):
         assert (layout.computed_index[first:last].diff() == 1).all()
 
 
-def test_flash_layouts_keep_the_order_and_round_the_longest_length_up() -> None:
+def test_flash_layout_keeps_order_and_rounds_max_length() -> None:
     layout = build_layout(cumulated((5, 300, 2)), backend="varlen", device=CPU)
     assert layout.token_order.tolist() == list(range(307))
     assert layout.cu_seqlens.tolist() == [0, 5, 305, 307]
@@ -93,7 +92,7 @@ def test_flash_layouts_keep_the_order_and_round_the_longest_length_up() -> None:
     assert layout.groups == ()
 
 
-def test_choice_on_a_cpu_is_sdpa_and_says_why() -> None:
+def test_choose_attention_on_cpu_is_sdpa() -> None:
     choice = choose_attention("auto", CPU, torch.float32, 32)
     assert choice.name == "sdpa"
     assert "flash_attn: needs CUDA" in choice.reason
@@ -102,7 +101,7 @@ def test_choice_on_a_cpu_is_sdpa_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("requested", ["flash_attn", "varlen"])
-def test_an_unavailable_backend_is_refused_with_its_key(requested: str) -> None:
+def test_unavailable_attention_raises(requested: str) -> None:
     with pytest.raises(ModelError, match=rf"model\.attention: .*'{requested}'.*needs CUDA.*model\.attention=auto"):
         choose_attention(requested, CPU, torch.bfloat16, 64)
 
@@ -112,13 +111,10 @@ def test_an_unavailable_backend_is_refused_with_its_key(requested: str) -> None:
     [
         (("flash_attn/cute",), {9: "flash_attn.cute", 10: "flash_attn.cute"}),
         (("flash_attn", "flash_attn/cute"), {8: "flash_attn", 9: "flash_attn", 10: "flash_attn"}),
-        (
-            ("flash_attn/cute", "flash_attn_interface"),
-            {9: "flash_attn_interface", 10: "flash_attn.cute"},
-        ),
+        (("flash_attn/cute", "flash_attn_interface"), {9: "flash_attn_interface", 10: "flash_attn.cute"}),
     ],
 )
-def test_which_flash_attn_serves_a_gpu(
+def test_flash_package_by_capability(
     installed: tuple[str, ...], chosen: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(dict.fromkeys(installed, "def flash_attn_varlen_func(): ...\n"), tmp_path, monkeypatch)
@@ -126,27 +122,30 @@ def test_which_flash_attn_serves_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "told"),
+    ("installed", "capability", "problems"),
     [
-        ({}, 9, "no flash-attn package"),
-        ({"flash_attn/cute": "def flash_attn_varlen_func(): ...\n"}, 8, "no flash-attn package"),
-        ({"flash_attn/cute": "import no_such_compiler\n"}, 9, "flash_attn.cute: No module named 'no_such_compiler'"),
-        ({"flash_attn_interface": "import gone\n"}, 9, "flash_attn_interface: No module named 'gone'"),
-        ({"flash_attn": "raise RuntimeError('built for CUDA 11')\n"}, 8, "flash_attn: built for CUDA 11"),
-        ({"flash_attn": ""}, 8, "flash_attn: module 'flash_attn' has no attribute 'flash_attn_varlen_func'"),
+        ({}, 9, ["flash_attn_interface: No module", "flash_attn: No module", "flash_attn.cute: No module"]),
+        (
+            {"flash_attn/cute": "def flash_attn_varlen_func(): ...\n"},
+            8,
+            ["flash_attn: module 'flash_attn' has no attribute"],
+        ),
+        ({"flash_attn/cute": "import no_such_compiler\n"}, 9, ["flash_attn.cute: No module named 'no_such_compiler'"]),
+        ({"flash_attn_interface": "import gone\n"}, 9, ["flash_attn_interface: No module named 'gone'"]),
+        ({"flash_attn": "raise RuntimeError('built for CUDA 11')\n"}, 8, ["flash_attn: built for CUDA 11"]),
     ],
 )
-def test_a_flash_attn_that_is_there_in_part_is_told(
-    installed: dict[str, str], capability: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_flash_package_reports_broken_installations(
+    installed: dict[str, str], capability: int, problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(installed, tmp_path, monkeypatch)
     with pytest.raises(ImportError) as caught:
         flash_package(capability)
-    assert str(caught.value) == told
+    assert all(problem in str(caught.value) for problem in problems)
 
 
 def install(packages: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages by their folders and what is in them; those of other tests are forgotten."""
+    """Write packages by folder and content; unload those of other tests."""
     for name, text in packages.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "__init__.py").write_text(text)
@@ -156,13 +155,13 @@ def install(packages: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
-def test_what_the_packed_attention_does_not_compute_is_refused(option: dict[str, object]) -> None:
+def test_unsupported_attention_options_raise(option: dict[str, object]) -> None:
     layout = build_layout(torch.tensor([0, 3]), backend="sdpa", device=CPU)
     with pytest.raises(ModelError, match=r"model\.path"):
         attend([heads(3, 2, seed) for seed in range(3)], layout, **option)
 
 
-def test_a_call_without_layout_and_mask_is_refused() -> None:
+def test_attention_without_layout_and_mask_raises() -> None:
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(ModelError, match=r"CausalPolicy\.forward or CausalPolicy\.decode"):
         packed_attention(nn.Identity(), x, x, x, None)

@@ -37,7 +37,7 @@ def test_values_equal_the_naive_twin(chunk_tokens: int, temperature: float) -> N
 
 @pytest.mark.parametrize("mode", ["none", "value", "grad"])
 @pytest.mark.parametrize("block_elements", [1, 40, 1 << 20])
-def test_gradients_equal_finite_differences_of_the_naive_twin(
+def test_head_gradients_match_finite_differences(
     mode: EntropyMode, block_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "_CPU_BLOCK_ELEMENTS", block_elements)
@@ -74,9 +74,7 @@ def test_gradients_equal_finite_differences_of_the_naive_twin(
 
 @pytest.mark.parametrize("mode", ["none", "value", "grad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_expressions_for_the_compiler_equal_the_blocks(
-    mode: EntropyMode, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_head_equals_blocks(mode: EntropyMode, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_compiled", lambda function: function)  # a compiled run is in test_cuda.py
     found = []
     for compiled in (False, True):
@@ -91,7 +89,7 @@ def test_the_expressions_for_the_compiler_equal_the_blocks(
         torch.testing.assert_close(fused, blocks, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
-def test_either_input_may_be_frozen() -> None:
+def test_head_supports_frozen_inputs() -> None:
     hidden, weight, targets = make_inputs()
     options = {"temperature": 1.0, "chunk_tokens": 4, "entropy": "none"}
     token_logprobs_and_entropy(hidden, weight, targets, **options).logprobs.sum().backward()
@@ -106,7 +104,7 @@ def test_either_input_may_be_frozen() -> None:
     assert hidden.grad is None
 
 
-def test_large_logits_do_not_overflow() -> None:
+def test_head_handles_large_logits() -> None:
     hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     out = token_logprobs_and_entropy(
@@ -118,7 +116,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert hidden.grad.isfinite().all()
 
 
-def test_half_precision_inputs_give_float32_results_and_gradients_summed_in_float32() -> None:
+def test_head_accumulates_bfloat16_in_float32() -> None:
     num_tokens = 2_000
     hidden = torch.ones(num_tokens, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(5, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -126,19 +124,19 @@ def test_half_precision_inputs_give_float32_results_and_gradients_summed_in_floa
     out = token_logprobs_and_entropy(hidden, weight, targets, temperature=1.0, chunk_tokens=2, entropy="value")
     assert out.logprobs.dtype == out.entropy.dtype == torch.float32
     out.logprobs.sum().backward()
-    # 0.8 a token on the target's row. A sum in bfloat16 stands still at 512, where its steps are larger than a chunk.
+    # 0.8 a token on the target's row. A bfloat16 sum stops at 512, where its step exceeds a chunk.
     assert weight.grad[:, 0].tolist() == pytest.approx([1600.0, *[-400.0] * 4], rel=0.01)
 
 
-def test_temperature_zero_is_refused() -> None:
+def test_head_temperature_zero_raises() -> None:
     with pytest.raises(ValueError, match="temperature: must be above 0"):
         token_logprobs_and_entropy(*make_inputs(), temperature=0.0, chunk_tokens=4, entropy="none")
 
 
-def test_peak_memory_at_a_vocabulary_of_150_thousand() -> None:
-    """Resident memory of real processes; a sixteenth of the benchmark's tokens, in chunks of a sixteenth."""
+def test_head_peak_memory_at_large_vocabulary() -> None:
+    """Measure resident memory of real processes, at a sixteenth of the benchmark's size."""
     sizes = ["--tokens=512", "--chunk-tokens=128", "--hidden=16"]
-    # Without the entropy the full version holds least, so this is the harder comparison.
+    # Without the entropy the full version needs least memory, so this is the stricter comparison.
     command = [sys.executable, "benchmarks/head_memory.py", *sizes, "--loss=logprob"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr

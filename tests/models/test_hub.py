@@ -1,4 +1,4 @@
-"""A hub that is away is asked once, not once a file; a model that cannot be had is told before anything is made."""
+"""An unreachable hub is contacted once, and an unavailable model raises early."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Reach = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
+def clear_cache() -> Iterator[None]:
     is_hub_reachable.cache_clear()
     yield
     is_hub_reachable.cache_clear()
@@ -31,7 +31,7 @@ def asked_anew() -> Iterator[None]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """Bound and not listened at, so that nobody else takes it."""
+    """A bound port without a listener, so that no other process takes it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -42,26 +42,26 @@ def reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reach:
     return partial(use_hub, monkeypatch, tmp_path)
 
 
-def test_the_hub_answers_or_does_not(reach: Reach, closed_port: int) -> None:
+def test_is_hub_reachable(reach: Reach, closed_port: int) -> None:
     reach(closed_port)
     assert not is_hub_reachable()
     is_hub_reachable.cache_clear()
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
-        thread = Thread(target=server.handle_request)  # one answer
+        thread = Thread(target=server.handle_request)  # one response
         thread.start()
         reach(server.server_port)
         assert is_hub_reachable()
         thread.join()
-        assert is_hub_reachable()  # not asked again: nobody would answer
+        assert is_hub_reachable()  # cached: no process would respond
 
 
-def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+def test_missing_model_raises(tmp_path: Path) -> None:
     require_reachable("model.path", str(tmp_path))
-    with pytest.raises(ModelError, match=r"^critic\.path: nobody/nothing is no directory here.*hf download nobody/no"):
-        require_reachable("critic.path", "nobody/nothing")  # the tests are told to stay offline
+    with pytest.raises(ModelError, match=r"^critic\.path: no/model is not a directory here.*hf download no/mod"):
+        require_reachable("critic.path", "no/model")  # tests are offline
 
 
-def test_a_model_that_the_hub_does_not_give(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_hub_model_raises(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {COMMIT: {"config.json": b"{}"}}
     models = {
         "somebody/open": Repository(files, {"main": COMMIT}),
@@ -74,18 +74,18 @@ def test_a_model_that_the_hub_does_not_give(reach: Reach, monkeypatch: pytest.Mo
         for name, words in (
             (
                 "somebody/gated",
-                rf"to selected users alone\. Ask for access on {hub.endpoint}/somebody/gated, then log in",
+                rf"the model is gated\. Request access on {hub.endpoint}/somebody/gated, then log in",
             ),
             ("somebody/empty", r"the hub has no such model \(.*EntryNotFoundError\)"),
-            ("nobody/nothing", r"the hub has no such model \(RepositoryNotFoundError\)\. Check the name"),
+            ("no/model", r"the hub has no such model \(RepositoryNotFoundError\)\. Check the name"),
         ):
-            with pytest.raises(ModelError, match=rf"^model\.path: {name} is no directory here.*{words}"):
+            with pytest.raises(ModelError, match=rf"^model\.path: {name} is not a directory here.*{words}"):
                 require_reachable("model.path", name)
         monkeypatch.setenv("HF_TOKEN", "secret")
         require_reachable("model.path", "somebody/gated")
 
 
-def test_a_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
+def test_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
     written = write_model("qwen2-tied", tmp_path / "written")
     files = {file.name: file.read_bytes() for file in written.iterdir()}
 
@@ -106,7 +106,7 @@ def test_a_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
         assert torch.equal(again[name], wanted), name
 
 
-def test_a_closed_port_is_no_ray_cluster(closed_port: int) -> None:
+def test_closed_port_is_not_a_ray_cluster(closed_port: int) -> None:
     for address in (f"127.0.0.1:{closed_port}", f"ray://127.0.0.1:{closed_port}"):
         assert f"got {address}, where nothing answers" in (unreachable(address) or "")
     with socket.socket() as listening:

@@ -1,4 +1,4 @@
-"""Loading: what is refused and how it is told, and that a local path never asks the network."""
+"""Errors of loading, and local paths without network access."""
 
 import json
 import logging
@@ -28,8 +28,6 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any attempt to connect fails the test at its source."""
-
     def refuse(self: socket.socket, address: object) -> None:
         pytest.fail(f"connected to {address}")
 
@@ -50,7 +48,7 @@ def edit_config(directory: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_local_directory_loads_in_float32_for_training(
+def test_load_policy_in_float32_training_mode(
     directory: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).save_pretrained(directory)
@@ -63,7 +61,7 @@ def test_a_local_directory_loads_in_float32_for_training(
     assert "Loading weights" not in capfd.readouterr().err
 
 
-def test_a_path_with_a_user_directory_is_followed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_policy_expands_home(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(directory.parent))
     batch = make_batch((4, 3))
     found, expected = (
@@ -74,11 +72,11 @@ def test_a_path_with_a_user_directory_is_followed(directory: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("path", ["./missing", "/missing/model", "a/b/c", "plain-name"])
-def test_a_missing_path_is_refused_at_once(path: str) -> None:
+def test_missing_path_raises(path: str) -> None:
     refused(path, "neither", "Check the spelling")
 
 
-def test_an_unknown_hub_id_is_refused_when_offline() -> None:
+def test_unknown_hub_id_offline_raises() -> None:
     refused(NO_SUCH, "hub", "Check the path")
 
 
@@ -111,33 +109,33 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_or_foreign_model_is_refused_and_never_run(directory: Path, damage: str) -> None:
+def test_damaged_model_raises(directory: Path, damage: str) -> None:
     do, fragments = DAMAGE[damage]
     do(directory)
     refused(directory, *fragments)
 
 
-def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+def test_file_instead_of_directory_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", "must be a model directory")
 
 
-def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+def test_directory_without_config_raises(tmp_path: Path) -> None:
     refused(tmp_path, "config.json")
 
 
-def test_an_architecture_of_another_build_is_refused(tmp_path: Path) -> None:
+def test_architecture_without_layers_raises(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=16, bos_token_id=0, eos_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     refused(tmp_path, "GPT2Model", "Llama or Qwen")
 
 
-def test_attention_that_cannot_run_is_refused_before_training(directory: Path) -> None:
+def test_load_policy_with_unavailable_attention_raises(directory: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.attention: .*'varlen'"):
         load_policy(directory, model=ModelConfig(attention="varlen"), device=CPU)
 
 
-def test_dropout_of_the_config_is_turned_off(directory: Path) -> None:
+def test_config_dropout_is_disabled(directory: Path) -> None:
     edit_config(directory, attention_dropout=0.5)
     batch = make_batch((4, 3))
     policy = policy_of(directory)
@@ -145,7 +143,7 @@ def test_dropout_of_the_config_is_turned_off(directory: Path) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_missing_tokenizer_is_refused(directory: Path) -> None:
+def test_missing_tokenizer_raises(directory: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path: .*tokenizer_config\.json"):
         load_tokenizer(directory)
 
@@ -165,7 +163,7 @@ def test_end_of_text_ids_come_from_generation_config_then_config(directory: Path
         end_of_text_ids(directory)
 
 
-def test_the_value_model_loads_from_a_policy_directory(directory: Path) -> None:
+def test_load_value_model_from_policy_directory(directory: Path) -> None:
     value_model = load_value_model(directory, model=ModelConfig(gradient_checkpointing=True), device=CPU)
     assert {p.dtype for p in value_model.parameters()} == {torch.float32}
     assert not any("lm_head" in name for name, _ in value_model.named_parameters())
@@ -182,18 +180,18 @@ def save(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
-def test_an_architecture_outside_the_tested_ones_loads_where_packing_changes_nothing(tmp_path: Path) -> None:
+def test_untested_architecture_loads_if_packing_is_exact(tmp_path: Path) -> None:
     config = OlmoConfig(**TINY, **ATTENTION, initializer_range=0.3)
     assert config.model_type not in TESTED
     assert load_policy(save(config, tmp_path), model=ModelConfig(), device=CPU).training
 
 
-def test_an_architecture_that_carries_state_over_packed_sequences_is_refused(tmp_path: Path) -> None:
+def test_stateful_architecture_raises(tmp_path: Path) -> None:
     config = LfmConfig(**TINY, **ATTENTION, layer_types=["conv", "full_attention"], initializer_range=0.3)
     refused(save(config, tmp_path), "packed sequences as on each alone")
 
 
-def test_an_architecture_that_caps_attention_scores_is_refused(tmp_path: Path) -> None:
+def test_capped_attention_scores_raise(tmp_path: Path) -> None:
     config = Gemma2Config(**TINY, **ATTENTION, head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=1.0)
     with pytest.raises(ModelError, match=r"model\.path: .*caps attention scores"):
         load_policy(save(config, tmp_path), model=ModelConfig(), device=CPU)

@@ -1,4 +1,4 @@
-"""LoRA adapters: the same function at the start, the merged weights after, and PEFT's reading of them."""
+"""LoRA adapters: initialization, merged weights, and compatibility with PEFT."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, tw
 LORA = LoraConfig(rank=4, alpha=10.0)
 
 
-def adapted(directory: Path, lora: LoraConfig = LORA, seed: int = 0, **settings: Any):
+def load_adapted(directory: Path, lora: LoraConfig = LORA, seed: int = 0, **settings: Any):
     return add_adapters(policy_of(directory, lora=lora, **settings), lora, seed=seed)
 
 
@@ -29,9 +29,9 @@ def logprobs(policy: Any, batch: Batch) -> Tensor:
     return policy(*batch.inputs, temperature=1.0, entropy="none").logprobs
 
 
-def trained(directory: Path, lora: LoraConfig = LORA, **settings: Any):
-    """A policy whose adapters have taken three steps."""
-    policy = adapted(directory, lora, gradient_checkpointing=True, **settings)
+def train_adapters(directory: Path, lora: LoraConfig = LORA, **settings: Any):
+    """Return a policy whose adapters have taken three steps."""
+    policy = load_adapted(directory, lora, gradient_checkpointing=True, **settings)
     optimizer = build_optimizer(policy, OptimConfig(lr=0.02), device=CPU)
     batch = make_batch((5, 3, 9))
     for _ in range(3):
@@ -41,7 +41,7 @@ def trained(directory: Path, lora: LoraConfig = LORA, **settings: Any):
     return policy
 
 
-def test_adapters_start_as_nothing_and_train_alone(tmp_path: Path) -> None:
+def test_adapters_start_at_zero_and_train_alone(tmp_path: Path) -> None:
     directory = write_model("llama-gqa-untied", tmp_path)
     batch = make_batch((5, 3, 9))
     plain = policy_of(directory)
@@ -57,9 +57,9 @@ def test_adapters_start_as_nothing_and_train_alone(tmp_path: Path) -> None:
     assert len(with_gradient) == 2 * 2 * len(LORA.target_modules)  # A and B, two layers
 
 
-def test_full_state_is_the_merged_model_under_plain_names(tmp_path: Path) -> None:
+def test_full_state_merges_adapters(tmp_path: Path) -> None:
     directory = write_model("llama-gqa-untied", tmp_path)
-    policy = trained(directory)
+    policy = train_adapters(directory)
     merged = policy_of(directory)
     own = dict(merged.model.named_parameters())
     state = dict(full_state(policy))
@@ -76,7 +76,7 @@ def test_full_state_is_the_merged_model_under_plain_names(tmp_path: Path) -> Non
     assert (before - expected).abs().max() > 0.1
 
 
-def test_the_seed_alone_decides_the_adapters(tmp_path: Path) -> None:
+def test_seed_determines_adapters(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
     torch.manual_seed(3)
     untouched = torch.rand(1)
@@ -88,25 +88,24 @@ def test_the_seed_alone_decides_the_adapters(tmp_path: Path) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
-def test_an_unknown_target_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
+def test_unknown_lora_target_raises(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     wrong = LoraConfig(target_modules=("q_proj", "query"))
     with pytest.raises(ModelError, match=r"model\.lora\.target_modules: .*got query\. It has .*q_proj"):
         add_adapters(policy, wrong, seed=0)
 
 
-def test_the_head_gets_no_adapter_since_its_product_would_leave_it_out(tmp_path: Path) -> None:
+def test_lora_on_head_raises(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     with pytest.raises(ModelError, match=r"linear layers of the decoder, got lm_head"):
         add_adapters(policy, LoraConfig(target_modules=("q_proj", "lm_head")), seed=0)
 
 
 @pytest.mark.parametrize(("rslora", "base"), [(False, "native"), (True, "native"), (False, "nf4")])
-def test_gradients_are_those_through_merged_weights(tmp_path: Path, rslora: bool, base: str) -> None:
-    """The twin: transformers' own model, one sequence after another, with W + s B A in the place of each W; in 4 bits W
-    is the nearest levels."""
+def test_lora_gradients_match_merged_twin(tmp_path: Path, rslora: bool, base: str) -> None:
+    """Twin: transformers' model, one sequence at a time, with W + s B A instead of W (in 4 bits the nearest levels)."""
     directory = write_model("llama-gqa-untied", tmp_path)
-    policy = trained(directory, LORA.model_copy(update={"rslora": rslora, "base": base}))
+    policy = train_adapters(directory, LORA.model_copy(update={"rslora": rslora, "base": base}))
     batch, plain = make_batch((5, 3, 9), seed=3), plain_model(directory)
     if base == "nf4":
         for module in plain.model.layers.modules():
@@ -137,12 +136,12 @@ def test_gradients_are_those_through_merged_weights(tmp_path: Path, rslora: bool
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_peft_reads_the_adapters_and_computes_the_same(tmp_path: Path, rslora: bool) -> None:
+def test_peft_computes_the_same(tmp_path: Path, rslora: bool) -> None:
     import peft  # it imports bitsandbytes, which takes seconds
 
     directory = write_model("qwen2-tied", tmp_path / "base")
     lora = LORA.model_copy(update={"rslora": rslora, "target_modules": ("q_proj", "down_proj")})
-    policy, batch = trained(directory, lora), make_batch((5, 3, 9))
+    policy, batch = train_adapters(directory, lora), make_batch((5, 3, 9))
     write_peft(dict(adapter_state(policy)), lora, str(directory), tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -154,41 +153,41 @@ def test_peft_reads_the_adapters_and_computes_the_same(tmp_path: Path, rslora: b
     assert (unlike - found).abs().max() > 0.1
 
 
-def test_without_adapters_it_is_the_policy_before_training(tmp_path: Path) -> None:
+def test_without_adapters_is_initial_policy(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
-    policy, batch = trained(directory), make_batch((5, 3, 9))
+    policy, batch = train_adapters(directory), make_batch((5, 3, 9))
     with without_adapters(policy):
         assert torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
     assert not torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
 
 
-def test_base_in_the_compute_type_and_adapters_in_float32(tmp_path: Path) -> None:
+def test_lora_base_and_adapter_types(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
-    policy = trained(directory, dtype="bfloat16")
+    policy = train_adapters(directory, dtype="bfloat16")
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in policy.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    exact = adapted(directory)
+    exact = load_adapted(directory)
     first = [module.lora_A.weight for module in exact.modules() if isinstance(module, AdaptedLinear)]
-    again = adapted(directory, dtype="bfloat16")
+    again = load_adapted(directory, dtype="bfloat16")
     other = [module.lora_A.weight for module in again.modules() if isinstance(module, AdaptedLinear)]
-    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))  # drawn whatever the base's type
+    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))  # independent of the base's type
     for name, tensor in full_state(policy):
         assert tensor.dtype == torch.bfloat16, name
     layer = next(module for module in policy.modules() if isinstance(module, AdaptedLinear))
     low, high = layer.lora_A.weight.double(), layer.lora_B.weight.double()
     exact = layer.base_layer.weight.double() + layer.scaling * high @ low
     merged = layer.merged(Tensor.detach).double()
-    assert ((merged - exact).abs() <= 2**-7 * exact.abs()).all()  # one of the two next to it, rounded once
+    assert ((merged - exact).abs() <= 2**-7 * exact.abs()).all()  # one of the two neighbours, rounded once
 
 
-def test_dither_keeps_changes_below_half_a_step() -> None:
-    """Of each weight as a share of them: twin by numpy's float32 of the two bfloat16 numbers around a value."""
+def test_stochastic_round_keeps_small_changes() -> None:
+    """Twin: numpy's float32 of the two bfloat16 numbers around a value."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(2_000, 3_000, generator=generator).bfloat16().float()  # more than the noise has numbers
-    assert torch.equal(stochastic_round(weight.clone(), torch.bfloat16).float(), weight), "what has not changed stays"
+    weight = torch.randn(2_000, 3_000, generator=generator).bfloat16().float()  # larger than the noise table
+    assert torch.equal(stochastic_round(weight.clone(), torch.bfloat16).float(), weight), "unchanged weights stay equal"
     change = 0.15 * 2**-8 * weight.abs()
     exact = weight + change
-    assert (exact.bfloat16().float() == weight).float().mean() > 0.9, "to the nearest, most of it is lost"
+    assert (exact.bfloat16().float() == weight).float().mean() > 0.9, "rounding to nearest loses most changes"
     found = stochastic_round(exact.clone(), torch.bfloat16)
     assert torch.equal(stochastic_round(exact.clone(), torch.bfloat16), found)
     low = (exact.numpy().view(np.int32) & ~0xFFFF).view(np.float32)  # towards 0
@@ -201,14 +200,14 @@ def test_dither_keeps_changes_below_half_a_step() -> None:
     assert torch.equal(stochastic_round(exact.clone(), torch.float32), exact)
 
 
-def test_the_digest_of_a_base_is_that_of_its_values_alone(tmp_path: Path) -> None:
+def test_base_digest_depends_on_values_alone(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path / "a")
-    digest = adapted(directory).base_digest
+    digest = load_adapted(directory).base_digest
     assert len(digest) == 16
-    assert adapted(directory, LoraConfig(rank=2), seed=7).base_digest == digest
-    assert adapted(directory, dtype="bfloat16").base_digest != digest
-    assert adapted(write_model("qwen2-tied", tmp_path / "b", seed=1)).base_digest != digest
-    in_4_bits = adapted(directory, LORA.model_copy(update={"base": "nf4"}))
+    assert load_adapted(directory, LoraConfig(rank=2), seed=7).base_digest == digest
+    assert load_adapted(directory, dtype="bfloat16").base_digest != digest
+    assert load_adapted(write_model("qwen2-tied", tmp_path / "b", seed=1)).base_digest != digest
+    in_4_bits = load_adapted(directory, LORA.model_copy(update={"base": "nf4"}))
     assert in_4_bits.base_digest != digest
     before = base_digest(in_4_bits.model)
     in_4_bits.layers[1].mlp.up_proj.base_layer.packed[7] ^= 1

@@ -8,7 +8,7 @@ from rlcore.models.memory import digest
 
 
 def by_hand(tensor: torch.Tensor) -> int:
-    """In Python's integers, over chunks of the real size."""
+    """Use Python integers and chunks of the real size."""
     flat = tensor.flatten()
     words = flat.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).tolist()
     factors = memory._digest_factors(tensor.device).tolist()
@@ -20,17 +20,17 @@ def by_hand(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_sum_over_all_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_sum_over_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_CHUNK", 16)
     memory._digest_factors.cache_clear()
     tensor = torch.randn(7, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
     tensor[0, 0], tensor[1, 1] = 0.0, -0.0
     assert digest(tensor).item() == by_hand(tensor)
-    assert digest(tensor.t().contiguous().t()).item() == by_hand(tensor), "the layout in memory does not count"
+    assert digest(tensor.t().contiguous().t()).item() == by_hand(tensor), "independent of the memory layout"
     memory._digest_factors.cache_clear()
 
 
-def test_one_bit_anywhere_changes_it_and_the_sign_of_zero_does_not() -> None:
+def test_digest_changes_with_one_bit_not_zero_sign() -> None:
     tensor = torch.randn(50, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
     right = digest(tensor).item()
     for row, column in ((0, 0), (0, 39), (25, 7), (49, 39)):

@@ -1,4 +1,4 @@
-"""Linear layers in 4 bits: the format, the product and its gradient, and what is kept for it."""
+"""4-bit linear layers: format, product, gradient and saved tensors."""
 
 import sys
 from pathlib import Path
@@ -17,15 +17,15 @@ from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import CPU
 
 
-def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
+def random_layer(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
     torch.manual_seed(rows)
     return nn.Linear(columns, rows, bias=bias, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(48, 32), (5, 96), (3, 7)], ids=str)
-def test_each_weight_is_the_nearest_level_of_its_block(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    layer = drawn(*shape, dtype)
+def test_nf4_picks_nearest_levels(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer = random_layer(*shape, dtype)
     with torch.no_grad():
         layer.weight[0] = 0
         layer.weight[-1, 2] = -9
@@ -37,9 +37,9 @@ def test_each_weight_is_the_nearest_level_of_its_block(shape: tuple[int, int], d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
-    """Adapters are used by others over a base that it quantized."""
-    weight = drawn(96, 160, dtype).weight.detach()
+def test_nf4_format_is_bitsandbytes(dtype: torch.dtype) -> None:
+    """Others use adapters with a base that bitsandbytes quantized."""
+    weight = random_layer(96, 160, dtype).weight.detach()
     weight[0, :64] = 0
     packed, scales = quantize_weight(weight)
     codes, largest = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
@@ -50,7 +50,7 @@ def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nf4_product_and_gradient_match_the_rounded_weight(compiled: bool) -> None:
-    layer = drawn(48, 32, bias=True)
+    layer = random_layer(48, 32, bias=True)
     own = Nf4Linear(layer, CPU)
 
     def product(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_nf4_product_and_gradient_match_the_rounded_weight(compiled: bool) -> No
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda t: t):
-        # This backend divides a graph as the default one does, and needs no C compiler.
+        # This backend splits a graph as the default one does, without a C compiler.
         output = (torch.compile(product, backend="aot_eager_decomp_partition", fullgraph=True) if compiled else own)(x)
     assert torch.equal(output, layer(x))
     (found,) = torch.autograd.grad(output.square().sum(), x)
@@ -71,10 +71,10 @@ def test_nf4_product_and_gradient_match_the_rounded_weight(compiled: bool) -> No
     assert max(kept) < 48 * 32  # the weight
 
 
-def test_without_the_package_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Before a start, and where a worker lacks what the command's machine has."""
+def test_nf4_without_package_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Check before the start and in a worker."""
     config = RunConfig(model=ModelConfig(path="m", lora=LoraConfig(base="nf4")), paths=PathsConfig(root=str(tmp_path)))
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say that there is none
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's marker of a missing module
     for refused in (lambda: require_machine(config), lambda: load_policy("m", model=config.model, device=CPU)):
         with pytest.raises(ModelError, match=r"model\.lora\.base: nf4 needs the package bitsandbytes.*-e '\.\[nf4\]'"):
             refused()

@@ -1,4 +1,4 @@
-"""Decay groups, one AdamW step by hand, and the global norm."""
+"""AdamW by hand, gradient clipping, and offloaded moments."""
 
 import math
 from pathlib import Path
@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from rlcore.config.algo import OptimConfig
-from rlcore.models.optim import build_optimizer, clip_grad_norm
+from rlcore.checkpoint.shards import load_shards
+from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
+from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm, split_by_moments
+from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
 from tests.models.tiny import CPU, policy_of, write_model
 
 
-def test_matrices_decay_and_norms_and_biases_do_not(tmp_path: Path) -> None:
+def test_weight_decay_skips_norms_and_biases(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     optimizer = build_optimizer(policy, OptimConfig(weight_decay=0.1), device=CPU)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -22,7 +24,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(tmp_path: Path) -> None:
         assert decay[id(parameter)] == (0.0 if plain else 0.1), name
 
 
-def test_a_step_equals_adamw_by_hand() -> None:
+def test_step_matches_adamw_by_hand() -> None:
     layer = nn.Linear(1, 1)
     optim = OptimConfig(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.5)
     start = {name: p.item() for name, p in layer.named_parameters()}
@@ -42,7 +44,7 @@ def test_a_step_equals_adamw_by_hand() -> None:
         assert parameter.item() == pytest.approx(start[name], abs=1e-6)
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_optimizer_skips_frozen_parameters() -> None:
     layer = nn.Linear(3, 2)
     layer.weight.requires_grad_(False)
     optimizer = build_optimizer(layer, OptimConfig(), device=CPU)
@@ -50,7 +52,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("max_norm", "scale"), [(100.0, 1.0), (1.0, 1 / 13)])
-def test_clipping_scales_to_the_global_norm_and_returns_the_norm_before(max_norm: float, scale: float) -> None:
+def test_clip_grad_norm_scales_to_global_norm(max_norm: float, scale: float) -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     norm = clip_grad_norm([a, b], max_norm)
@@ -59,7 +61,84 @@ def test_clipping_scales_to_the_global_norm_and_returns_the_norm_before(max_norm
     torch.testing.assert_close(b.grad, torch.tensor([12.0]) * scale)
 
 
-def test_the_norm_of_a_gradient_that_is_not_finite_says_so() -> None:
+def test_clip_grad_norm_of_infinite_gradient() -> None:
     a = nn.Parameter(torch.zeros(2))
     a.grad = torch.tensor([1.0, float("inf")])
     assert not clip_grad_norm([a], 1.0).isfinite()
+
+
+OPTIM = OptimConfig(lr=3e-3, weight_decay=0.1)
+
+
+def build(*, offloaded: bool, seed: int = 3) -> tuple[SmallModel, torch.optim.AdamW]:
+    model = SmallModel(seed)
+    return model, build_optimizer(model, OPTIM.model_copy(update={"offload": offloaded}), device=CPU)
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state[key] for state in optimizer.state.values() for key in MOMENTS]
+
+
+@pytest.mark.parametrize("limit", [1, 5_000, OFFLOAD_PIECE_BYTES], ids=["one by one", "several", "together"])
+def test_offloaded_steps_are_bit_identical(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadedAdamW, "piece_bytes", limit)
+    (model, optimizer), (other, plain) = build(offloaded=True), build(offloaded=False)
+    assert isinstance(optimizer, OffloadedAdamW)
+    assert not isinstance(plain, OffloadedAdamW)
+    train(model, optimizer, 3)
+    train(other, plain, 3)
+    assert_same(state_of(model, optimizer), state_of(other, plain))
+
+
+def test_offloaded_moments_return_to_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadedAdamW, "piece_bytes", 5_000)
+    model, optimizer = build(offloaded=True)
+    train(model, optimizer, 1)
+    home = [(moment.data_ptr(), moment.clone()) for moment in moments_of(optimizer)]
+    seen: list[int] = []
+
+    def look(stepped: torch.optim.Optimizer, *rest: object) -> None:
+        own = {address for address, _ in home}
+        seen.append(sum(moment.data_ptr() not in own for moment in moments_of(stepped)))
+
+    optimizer.register_step_pre_hook(look)
+    train(model, optimizer, 1)
+    after = moments_of(optimizer)
+    assert [moment.data_ptr() for moment in after] == [address for address, _ in home]
+    assert not any(torch.equal(moment, before) for moment, (_, before) in zip(after, home, strict=True))
+    assert max(seen) >= 2, "no piece was stepped on the device"
+    assert max(seen) < len(after), "all moments were on the device together"
+
+
+def test_offloaded_step_keeps_gradients() -> None:
+    model, optimizer = build(offloaded=True)
+    model(torch.arange(6)[None]).backward()
+    head = model.value_head.weight
+    before, head.grad = head.detach().clone(), None
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    optimizer.step()
+    assert {name: p.grad for name, p in model.named_parameters()} == gradients
+    assert torch.equal(head, before)
+    assert head not in optimizer.state or not optimizer.state[head]
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_checkpoint_is_independent_of_offloading(first: bool, second: bool, tmp_path: Path) -> None:
+    model, optimizer = build(offloaded=first)
+    train(model, optimizer, 2)
+    save_shards(tmp_path / "saved", model=model, optimizer=optimizer)
+    fresh, its_optimizer = build(offloaded=second, seed=9)
+    used, its_used_optimizer = build(offloaded=second, seed=9)
+    train(used, its_used_optimizer, 1)
+    for one, own in ((fresh, its_optimizer), (used, its_used_optimizer)):
+        load_shards(tmp_path / "saved", model=one, optimizer=own)
+    train(model, optimizer, 2)
+    for one, own in ((fresh, its_optimizer), (used, its_used_optimizer)):
+        train(one, own, 2)
+        assert_same(state_of(one, own), state_of(model, optimizer))
+
+
+def test_plan_and_optimizer_share_piece_size() -> None:
+    assert OffloadedAdamW.piece_bytes == OFFLOAD_PIECE_BYTES
+    one = nn.Parameter(torch.zeros(10))
+    assert [len(piece) for piece in split_by_moments([one] * 5, 160)] == [2, 2, 1]

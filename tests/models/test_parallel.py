@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.lengthy) for n in (4, 8))], ids=str)
 def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where so many processes, run once for all tests here, left what they found."""
+    """Return the results of so many processes, run once for all tests."""
     out = tmp_path_factory.mktemp("ranks")
     run_side_by_side(
         *(
@@ -39,8 +39,8 @@ def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest
     return out
 
 
-def of_all(ranks: Path, name: str) -> list[dict[str, Tensor]]:
-    """What each rank has saved under a name."""
+def load_all(ranks: Path, name: str) -> list[dict[str, Tensor]]:
+    """Load each rank's file of this name."""
     return [load_file(file) for file in sorted(ranks.glob(f"{name}-[0-9].safetensors"))]
 
 
@@ -54,22 +54,22 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ROUNDED])
-def test_ranks_equal_one(case: str, models: Path, ranks: Path) -> None:
+def test_ranks_match_one_process(case: str, models: Path, ranks: Path) -> None:
     expected = run_case(case, models, EVERYTHING, None)
     assert len(expected) > 40
     assert_equal(load_file(ranks / f"{case}-0.safetensors"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_sees_the_same_whole(case: str, ranks: Path) -> None:
-    first, *others = of_all(ranks, case)
+def test_ranks_gather_equal_state(case: str, ranks: Path) -> None:
+    first, *others = load_all(ranks, case)
     assert len(others) in (1, 3, 7)
     for other in others:
         assert first.keys() == other.keys()
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_half_precision_compute_keeps_float32_master_weights_and_gradients(models: Path, ranks: Path) -> None:
+def test_bfloat16_compute_keeps_float32_master_weights(models: Path, ranks: Path) -> None:
     found = load_file(ranks / "bfloat16-0.safetensors")
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     expected = run_case("tied", models, EVERYTHING, None)
@@ -77,7 +77,7 @@ def test_half_precision_compute_keeps_float32_master_weights_and_gradients(model
     torch.testing.assert_close(found["loss.0"], expected["loss.0"], rtol=0.02, atol=0.5)
 
 
-def test_a_bfloat16_base_matches_float32(ranks: Path) -> None:
+def test_bfloat16_base_matches_float32(ranks: Path) -> None:
     found, expected = (load_file(ranks / f"{case}-0.safetensors") for case in ("lora-bfloat16", "lora-float32-base"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -87,8 +87,8 @@ def test_a_bfloat16_base_matches_float32(ranks: Path) -> None:
     assert {found[name].dtype for name in found if name.startswith("weight.")} == {torch.bfloat16}
 
 
-def test_full_state_of_a_sharded_policy_equals_its_model(models: Path, ranks: Path) -> None:
+def test_full_state_of_sharded_policy(models: Path, ranks: Path) -> None:
     expected = load_file(models / MODEL_OF["tied"] / "model.safetensors")
-    for state in of_all(ranks, "state"):
+    for state in load_all(ranks, "state"):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""The packed policy against transformers, one sequence after another."""
+"""Packed policy and value model against transformers, one sequence at a time."""
 
 from pathlib import Path
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from rlcore.config.model import ModelConfig
+from rlcore.models.load import load_value_model
 from rlcore.models.policy import round_weights
 from tests.models.tiny import (
     CONFIGS,
+    CPU,
     VOCAB,
     assert_close_gradients,
     gradients,
@@ -23,7 +26,7 @@ LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_packed_forward_and_gradient_equal_the_plain_model_on_each_sequence(kind: str, tmp_path: Path) -> None:
+def test_packed_policy_matches_separate_sequences(kind: str, tmp_path: Path) -> None:
     directory = write_model(kind, tmp_path)
     batch = make_batch(LENGTHS)
     reference = plain_model(directory)
@@ -38,7 +41,7 @@ def test_packed_forward_and_gradient_equal_the_plain_model_on_each_sequence(kind
         assert_close_gradients(gradients(policy.model), gradients(reference))
 
 
-def test_positions_outside_the_mask_are_exactly_zero_and_give_no_gradient(tmp_path: Path) -> None:
+def test_masked_positions_are_zero_without_gradient(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     batch = make_batch(LENGTHS)
     out = policy(*batch.inputs, temperature=1.0, entropy="value")
@@ -49,14 +52,14 @@ def test_positions_outside_the_mask_are_exactly_zero_and_give_no_gradient(tmp_pa
     assert all((p.grad == 0).all() for p in policy.parameters())
 
 
-def test_other_sequences_and_later_tokens_do_not_leak(tmp_path: Path) -> None:
+def test_other_tokens_do_not_leak(tmp_path: Path) -> None:
     policy = policy_of(write_model("llama-gqa-untied", tmp_path))
     batch = make_batch(LENGTHS)
     before = policy(*batch.inputs, temperature=1.0, entropy="value")
     garbage = batch.token_ids.clone()
     kept = batch.slices()[2]
     garbage[: kept.start] = 7
-    garbage[kept.start + 5 :] = 9  # all later sequences, and the kept one's own future
+    garbage[kept.start + 5 :] = 9  # all later sequences, and the future of this one
     after = policy(garbage, *batch.inputs[1:], temperature=1.0, entropy="value")
     seen = slice(kept.start, kept.start + 5)
     assert torch.equal(before.logprobs[seen], after.logprobs[seen])
@@ -75,7 +78,7 @@ def test_entropy_modes(tmp_path: Path) -> None:
     assert torch.equal(none.logprobs, grad.logprobs)
 
 
-def test_order_and_split_of_sequences_do_not_change_the_gradient(tmp_path: Path) -> None:
+def test_split_does_not_change_gradient(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen3-gqa", tmp_path))
     batch = make_batch(LENGTHS)
     found = []
@@ -90,7 +93,7 @@ def test_order_and_split_of_sequences_do_not_change_the_gradient(tmp_path: Path)
     assert_close_gradients(found[2], found[0], 1e-6)
 
 
-def test_the_same_call_gives_the_same_bits(tmp_path: Path) -> None:
+def test_policy_is_deterministic(tmp_path: Path) -> None:
     policy = policy_of(write_model("llama-gqa-untied", tmp_path), gradient_checkpointing=True)
     batch = make_batch(range(1, 80))
     runs = []
@@ -101,16 +104,16 @@ def test_the_same_call_gives_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_a_micro_batch_without_loss_tokens_still_takes_part_in_backward(tmp_path: Path) -> None:
+def test_micro_batch_without_loss_runs_backward(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     batch = make_batch((3, 4))
     out = policy(*batch.inputs[:-1], torch.zeros_like(batch.loss_mask), temperature=1.0, entropy="grad")
     (out.logprobs.sum() + out.entropy.sum()).backward()
-    assert all((p.grad == 0).all() for p in policy.parameters())  # a rank that skipped it would hang the others
+    assert all((p.grad == 0).all() for p in policy.parameters())  # skipping it would hang other ranks
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_decode_step_by_step_agrees_with_the_packed_forward(kind: str, tmp_path: Path) -> None:
+def test_decode_matches_packed_forward(kind: str, tmp_path: Path) -> None:
     policy = policy_of(write_model(kind, tmp_path), gradient_checkpointing=True)
     prompts, num_new = (4, 1, 6), 5
     batch = make_batch([n + num_new for n in prompts], seed=3)
@@ -140,14 +143,14 @@ def test_decode_step_by_step_agrees_with_the_packed_forward(kind: str, tmp_path:
             torch.testing.assert_close(decoded, out[n - 1 : n - 1 + num_new], rtol=0, atol=1e-5)
 
 
-def test_temperature_zero_counts_as_one_as_in_the_engines(tmp_path: Path) -> None:
+def test_policy_temperature_zero_counts_as_one(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     batch = make_batch((3, 4))
     greedy = policy(*batch.inputs, temperature=0.0, entropy="none")
     assert torch.equal(greedy.logprobs, policy(*batch.inputs, temperature=1.0, entropy="none").logprobs)
 
 
-def test_half_precision_compute_keeps_float32_weights_and_exact_rotary_tables(tmp_path: Path) -> None:
+def test_bfloat16_compute_keeps_float32_rotary_tables(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
     batch = make_batch(LENGTHS)
     exact = policy_of(directory)
@@ -167,9 +170,56 @@ def test_half_precision_compute_keeps_float32_weights_and_exact_rotary_tables(tm
     assert {p.grad.dtype for p in mixed.parameters() if p.grad is not None} == {torch.float32}
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # the compiler's own
-def test_compiling_makes_room_for_every_kind_of_pass(tmp_path: Path) -> None:
-    """torch's limit of 8 graphs left the update of a policy with adapters uncompiled beside critic and reference."""
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # of the compiler
+def test_compile_raises_recompile_limit(tmp_path: Path) -> None:
+    """torch's limit of 8 graphs left the update of adapters uncompiled with a critic and a reference."""
     torch._dynamo.config.recompile_limit = 8
     policy_of(write_model("qwen2-tied", tmp_path)).compile_layers()
     assert torch._dynamo.config.recompile_limit > 10
+
+
+VALUE_LENGTHS = (5, 3, 9, 1, 5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "llama-gqa-untied"])
+def test_value_model_matches_plain_trunk(kind: str, tmp_path: Path) -> None:
+    directory = write_model(kind, tmp_path)
+    batch = make_batch(VALUE_LENGTHS)
+    reference = plain_model(directory).model
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(1, 32, generator=generator, requires_grad=True)
+    expected = torch.cat(
+        [reference(batch.token_ids[part][None]).last_hidden_state[0] @ head[0] + 0.25 for part in batch.slices()]
+    )
+    (expected * batch.weights).sum().backward()
+    for checkpointing in (False, True):
+        settings = ModelConfig(gradient_checkpointing=checkpointing)
+        value_model = load_value_model(directory, model=settings, device=CPU)
+        with torch.no_grad():
+            value_model.value_head.weight.copy_(head)
+            value_model.value_head.bias.fill_(0.25)
+        values = value_model(*batch.inputs[:3])
+        assert values.shape == (sum(VALUE_LENGTHS),)
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+        (values * batch.weights).sum().backward()
+        assert_close_gradients(gradients(value_model.model), gradients(reference))
+        torch.testing.assert_close(value_model.value_head.weight.grad, head.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value_model.value_head.bias.grad, batch.weights.sum()[None])
+
+
+def test_initial_values_are_zero_and_head_learns(tmp_path: Path) -> None:
+    value_model = load_value_model(write_model("qwen2-tied", tmp_path), model=ModelConfig(), device=CPU)
+    batch = make_batch(VALUE_LENGTHS)
+    values = value_model(*batch.inputs[:3])
+    assert (values == 0).all()
+    (values - 1).square().sum().backward()
+    assert (value_model.value_head.weight.grad != 0).all()
+
+
+def test_bfloat16_trunk_keeps_float32_head(tmp_path: Path) -> None:
+    value_model = load_value_model(write_model("qwen2-tied", tmp_path), model=ModelConfig(dtype="bfloat16"), device=CPU)
+    torch.nn.init.normal_(value_model.value_head.weight, generator=torch.Generator().manual_seed(0))
+    batch = make_batch(VALUE_LENGTHS)
+    values = value_model(*batch.inputs[:3])
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())

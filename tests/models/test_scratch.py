@@ -1,4 +1,4 @@
-"""The model and tokenizer made from nothing."""
+"""The randomly initialized model and its tokenizer."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_siz
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    """Loaded from beside a model: its config must not change how text is cut."""
+    """The config of the model in the same directory must not change tokenization."""
     return load_tokenizer(build(tmp_path_factory.mktemp("model"), seed=1))
 
 
@@ -28,7 +28,7 @@ def build(directory: Path, seed: int) -> Path:
     )
 
 
-def test_one_token_for_each_integer_and_operator(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_scratch_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == 100 + 10 + 3
     assert all(len(tokenizer.encode(str(number))) == 1 for number in range(100))
     assert len(tokenizer.encode("19+7 - (3*4)/2 = 14 : 5 , 6 >")) == 18
@@ -38,7 +38,7 @@ def test_one_token_for_each_integer_and_operator(tokenizer: PreTrainedTokenizerB
 
 
 @given(st.lists(st.sampled_from(["0", "7", "42", "99", *"+-*/()=:>,"]), min_size=1))
-def test_text_with_single_spaces_round_trips(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> None:
+def test_scratch_tokenizer_round_trip(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> None:
     text = " ".join(words)
     ids = tokenizer.encode(text)
     assert len(ids) == len(words)
@@ -46,12 +46,12 @@ def test_text_with_single_spaces_round_trips(tokenizer: PreTrainedTokenizerBase,
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_chat_messages_become_their_contents(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_scratch_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [{"role": "system", "content": "1 +"}, {"role": "user", "content": "2 : 3 >"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "1 + 2 : 3 >"
 
 
-def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:
+def test_scratch_model_is_reproducible(tmp_path: Path) -> None:
     first, again, other = (build(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     names = sorted(file.name for file in first.iterdir())
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
@@ -61,7 +61,7 @@ def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:
         assert ((first / name).read_bytes() != (other / name).read_bytes()) == (name == "model.safetensors"), name
 
 
-def test_building_leaves_the_random_state_alone(tmp_path: Path) -> None:
+def test_scratch_model_keeps_random_state(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -69,7 +69,7 @@ def test_building_leaves_the_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_result_is_a_plain_transformers_directory(tmp_path: Path) -> None:
+def test_scratch_directory_loads_in_transformers(tmp_path: Path) -> None:
     directory = build(tmp_path, seed=1)
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert type(model).__name__ == "Qwen2ForCausalLM"
@@ -80,7 +80,7 @@ def test_the_result_is_a_plain_transformers_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cleans", [False, True])
-def test_answers_are_decoded_as_transformers_decodes_them(tmp_path: Path, cleans: bool) -> None:
+def test_decoder_matches_transformers(tmp_path: Path, cleans: bool) -> None:
     made = load_tokenizer(build_scratch_tokenizer(SMALL, tmp_path))
     made.clean_up_tokenization_spaces = cleans  # " ," becomes ","
     decode, answers = text_decoder(made), [tuple(made.encode("3 , 4 > 12 + 7")), (), (0, 1, 14, 1)]
@@ -88,4 +88,4 @@ def test_answers_are_decoded_as_transformers_decodes_them(tmp_path: Path, cleans
     assert decode(answers) == expected
     assert expected[0] == ("3, 4 > 12 + 7" if cleans else "3 , 4 > 12 + 7")
     assert decode([]) == []
-    assert ("by_tokenizers" in decode.__qualname__) != cleans, "the faster way is taken where it is right"
+    assert ("by_tokenizers" in decode.__qualname__) != cleans, "the faster decoder is used where it is exact"

@@ -1,6 +1,7 @@
-"""Counts of parameters against models that are really built."""
+"""Parameters and operations of model shapes against real models."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers import (
 
 from benchmarks.shapes import SHAPES
 from flows.plan.checks import check_before_plan
+from rlcore.batching.pack import shared_prompts
 from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import ModelError
@@ -32,6 +36,7 @@ from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import (
     ModelShape,
     has_experts,
+    peak_flops,
     require_embeddings,
     require_same_tokens,
     require_trainable,
@@ -39,6 +44,8 @@ from rlcore.models.shape import (
     token_counts,
 )
 from rlcore.models.tokenizer import build_scratch_tokenizer
+from tests.models.tiny import CONFIGS as TINY_CONFIGS
+from tests.models.tiny import answers, policy_of, write_model
 
 SIZES = {
     "hidden_size": 64,
@@ -62,7 +69,7 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_policy_has_as_many_parameters_as_its_config_says(name: str) -> None:
+def test_policy_parameters_by_config(name: str) -> None:
     config = CONFIGS[name]
     shape = ModelShape.of_config(json.loads(config.to_json_string(use_diff=False)))
     with torch.device("meta"):
@@ -71,7 +78,7 @@ def test_a_policy_has_as_many_parameters_as_its_config_says(name: str) -> None:
     assert shape.layer_parameters == num_parameters(model.model.layers[0])
 
 
-def test_policy_critic_and_adapters_of_a_model_from_nothing(tmp_path: Path) -> None:
+def test_scratch_parameters(tmp_path: Path) -> None:
     scratch = ScratchModel(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
     build_scratch_tokenizer(scratch, tmp_path)
     build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path)
@@ -89,14 +96,14 @@ def test_policy_critic_and_adapters_of_a_model_from_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"hidden_size": 3}', "[]"])
-def test_what_is_no_decoder_of_these_families_has_no_shape(tmp_path: Path, content: str | None) -> None:
+def test_other_configs_have_no_shape(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert shape_of(ModelConfig(path=str(tmp_path))) is None
-    assert shape_of(ModelConfig(path="nobody/nothing-here")) is None
+    assert shape_of(ModelConfig(path="no/model-here")) is None
 
 
-def test_a_mixture_of_experts_has_no_shape_that_would_count_one_expert(tmp_path: Path) -> None:
+def test_mixture_of_experts_has_no_shape(tmp_path: Path) -> None:
     dense = Qwen3Config(**SIZES).to_dict()
     config = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=160)
     with torch.device("meta"):
@@ -111,7 +118,7 @@ def test_a_mixture_of_experts_has_no_shape_that_would_count_one_expert(tmp_path:
     ("hub_id", "published_parameters"),
     [("Qwen/Qwen2.5-0.5B", 494_032_768), ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400)],
 )
-def test_a_published_shape_has_as_many_parameters_as_the_hub_says(hub_id: str, published_parameters: int) -> None:
+def test_published_shapes(hub_id: str, published_parameters: int) -> None:
     shape = shape_of(ModelConfig(path=hub_id))
     assert shape is not None
     assert shape.policy_parameters == published_parameters
@@ -125,15 +132,13 @@ def test_a_published_shape_has_as_many_parameters_as_the_hub_says(hub_id: str, p
     ("shape", "rope_theta", "rms_norm_eps"),
     [("llama3.2-1b", 500_000.0, 1e-5), ("qwen2.5-0.5b", 1_000_000.0, 1e-6), ("smollm2-135m", 100_000.0, 1e-5)],
 )
-def test_a_benchmarks_model_has_the_published_ones_positions_and_norms(
-    shape: str, rope_theta: float, rms_norm_eps: float
-) -> None:
+def test_benchmark_models_match_published_configs(shape: str, rope_theta: float, rms_norm_eps: float) -> None:
     config = AutoConfig.for_model(**SHAPES[shape])
     assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (rope_theta, rms_norm_eps)
 
 
-def test_what_is_on_this_machine_goes_before_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of that name is the model; what it lacks is not made up."""
+def test_local_config_precedes_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name is the model, without defaults for missing files."""
     folder = tmp_path / "Qwen" / "Qwen2.5-0.5B"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -156,22 +161,20 @@ def test_what_is_on_this_machine_goes_before_what_is_published(tmp_path: Path, m
     ],
     ids=["qwen3_moe", "mixtral", "qwen2_5_vl", "t5", "bitsandbytes"],
 )  # fmt: skip
-def test_what_cannot_be_trained_is_refused_by_its_config_alone(
-    tmp_path: Path, config: dict[str, Any], reason: str
-) -> None:
-    """By a check before a start, and by whoever loads it (a hub's model is not here before that)."""
+def test_untrainable_config_raises(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    """Check before the start and when loading."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    told = rf"{reason}, got {tmp_path}\. Trained are dense decoders of text: llama, mistral, qwen2, qwen3"
-    with pytest.raises(ModelError, match=rf"critic\.path: must .*{told}"):
+    message = rf"{reason}, got {tmp_path}\. Supported are dense text decoders: llama, mistral, qwen2, qwen3"
+    with pytest.raises(ModelError, match=rf"critic\.path: must .*{message}"):
         require_trainable("critic.path", str(tmp_path))
-    with pytest.raises(ModelError, match=rf"model\.path: must .*{told}"):
+    with pytest.raises(ModelError, match=rf"model\.path: must .*{message}"):
         load_policy(tmp_path, model=ModelConfig(), device=torch.device("cpu"))
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         check_before_plan(RunConfig(model=ModelConfig(path=str(tmp_path))))
 
 
-def test_a_critic_knows_every_token_of_the_policy_by_the_same_id(tmp_path: Path) -> None:
-    """Words, and pairs of a word and its score, as the library numbers them; what is added to them is not read."""
+def test_critic_requires_same_token_ids(tmp_path: Path) -> None:
+    """Cover both vocabulary formats; added tokens are not read."""
     models = {
         "policy": BPE({"a": 0, "b": 1}, []),
         "more": Unigram([("a", 0.0), ("b", 0.0), ("c", 0.0)]),
@@ -199,6 +202,75 @@ def test_a_critic_knows_every_token_of_the_policy_by_the_same_id(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_can_be_trained_is_not_refused(tmp_path: Path, name: str) -> None:
+def test_trainable_configs_pass(tmp_path: Path, name: str) -> None:
     CONFIGS[name].save_pretrained(tmp_path)
     require_trainable("model.path", str(tmp_path))
+
+
+def test_update_flops_by_hand() -> None:
+    config = Qwen2Config(vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    lengths = (3, 5, 1)
+    total = 0.0
+    for length in lengths:
+        for _ in range(2):
+            for rows, columns in ((8, 8), (4, 8), (4, 8), (8, 8), (12, 8), (12, 8), (8, 12)):
+                total += 3 * 2 * rows * columns * length
+            # Query times key, and weight times value, for all pairs, half of which are masked.
+            total += 3 * 2 * (2 * 4 * 2 * length * length) / 2
+        total += 3 * 2 * 7 * 8 * length
+    shape = ModelShape.of_config(config.to_dict())
+    assert shape.update_flops(lengths, num_targets=9) == total
+    assert shape.update_flops(lengths, num_targets=4) == total - 5 * 6 * 7 * 8
+    assert shape.verl_flops(lengths) == total + 6 * 7 * 8 * sum(lengths)
+
+
+def add_product(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared prompts"])
+@pytest.mark.parametrize(
+    "lora", [None, LoraConfig(rank=3), LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))],
+    ids=["dense", "adapters", "some adapters"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", list(TINY_CONFIGS))
+def test_update_flops_match_torch(kind: str, lora: LoraConfig | None, shares: bool, tmp_path: Path) -> None:
+    """Count all matrix products of forward and backward in torch's dispatcher. It also counts recomputed logits of the
+    head, and the masked half of attention."""
+    policy, batch = policy_of(write_model(kind, tmp_path)), answers([(9, (3, 5, 4)), (6, (7,)), (11, (2, 8))])
+    if lora is not None:
+        add_adapters(policy, lora, seed=1)
+    shared = shared_prompts(batch) if shares else None
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: add_product})
+    with counter, sdpa_kernel(SDPBackend.MATH):  # with separate products
+        found = policy(
+            batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), batch.target_ids, batch.loss_mask.numpy(),
+            shared, temperature=1.0, entropy="none",
+        )  # fmt: skip
+        found.logprobs.sum().backward()
+    counted = {str(name): number for name, number in counter.get_flop_counts()["Global"].items()}
+    in_attention = counted.pop("aten.bmm")
+    shape, lengths = ModelShape.of_config(policy.decoder.config.to_dict()), batch.sequence_lengths().tolist()
+    targets = int(batch.loss_mask.sum())
+    assert 0 < targets < batch.num_tokens
+    num_shared = 0 if shared is None else int(shared.sum())
+    assert bool(num_shared) == shares
+    attention = 6 * shape.layers * shape.query_width * sum(length**2 for length in lengths)
+    flops = shape.update_flops(lengths, num_targets=targets, num_shared=num_shared, lora=lora)
+    assert sum(counted.values()) == flops - attention + 2 * targets * shape.embedding
+    if lora is None or "k_proj" in lora.target_modules:  # else the first layer's keys and values need no gradient
+        assert in_attention == 2 * attention
+    else:
+        assert 1.5 * attention < in_attention < 2 * attention
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
+     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GB200", 2_500),
+     ("NVIDIA B200", 2_250), ("NVIDIA H200 NVL", 835)],
+)  # fmt: skip
+def test_peak_flops_by_device_name(name: str, tflops: float) -> None:
+    assert peak_flops(name) == 1e12 * tflops
+    assert peak_flops("Some other card") is peak_flops("NVIDIA RTX A1000 Laptop GPU") is None

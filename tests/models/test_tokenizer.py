@@ -1,4 +1,4 @@
-"""What of an answer's special tokens is text: the tags that scorers and tools read, and nothing else."""
+"""Only tags that scorers and tools read survive decoding."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.helpers.tagged_tokenizer import MARKERS, PLAIN, TAGS, tagged
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
-def test_tags_stay_and_role_markers_ends_and_padding_go(tmp_path: Path, byte_level: bool) -> None:
+def test_decoder_keeps_tags_only(tmp_path: Path, byte_level: bool) -> None:
     tokenizer = load_tokenizer(tagged(tmp_path, byte_level=byte_level))
     assert set(tokenizer.convert_ids_to_tokens(sorted(response_tags(tokenizer)))) == set(TAGS)
     parts = [*MARKERS, "a", *TAGS, "b", *PLAIN, "a", *MARKERS]
@@ -21,7 +21,7 @@ def test_tags_stay_and_role_markers_ends_and_padding_go(tmp_path: Path, byte_lev
     assert text_decoder(tokenizer, skip_special_tokens=False)([ids]) == [between.join(parts)]
 
 
-def test_without_such_tags_the_text_is_that_of_transformers(smollm2: Path) -> None:
+def test_decoder_without_tags_matches_transformers(smollm2: Path) -> None:
     tokenizer = load_tokenizer(smollm2)
     assert response_tags(tokenizer) == frozenset()
     ids = tokenizer.encode("<|im_start|>user\nIt 's <think>4</think> </s>.<|im_end|>\n")
@@ -29,7 +29,7 @@ def test_without_such_tags_the_text_is_that_of_transformers(smollm2: Path) -> No
     assert text_decoder(tokenizer, skip_special_tokens=False)([ids]) == [tokenizer.decode(ids)]
 
 
-def test_an_end_that_looks_like_a_tag_is_cut(tmp_path: Path) -> None:
+def test_end_token_like_tag_is_removed(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tagged(tmp_path, byte_level=True))
     tokenizer.eos_token = "</tool_call>"
     assert text_decoder(tokenizer)([tokenizer.encode("a<think></tool_call>")]) == ["a<think>"]

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from rlcore.batching.pack import pack, shared_prompts
 from rlcore.config.model import ModelConfig
-from rlcore.models.attention import PackedLayout, packed_attention
+from rlcore.models.attention import packed_attention
+from rlcore.models.layout import PackedLayout
 from rlcore.models.load import load_policy
 from rlcore.models.parallel import gather_parameter
 from rlcore.models.policy import CausalPolicy
@@ -43,7 +44,7 @@ CONFIGS = {
 
 
 def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
-    """A randomly initialised model of the kind, saved as transformers saves it."""
+    """Save a randomly initialized model with transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
@@ -56,7 +57,7 @@ def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
 
 
 def plain_model(directory: Path) -> PreTrainedModel:
-    """The same model as transformers alone computes it."""
+    """Load the model with transformers alone."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
 
 
@@ -66,7 +67,7 @@ def policy_of(directory: Path, **settings: object) -> CausalPolicy:
 
 @dataclass(frozen=True)
 class Batch:
-    """What `CausalPolicy.forward` takes, and weights that make a loss of its outputs."""
+    """Arguments of `CausalPolicy.forward`, and weights for a loss on its outputs."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -84,7 +85,7 @@ class Batch:
         return [slice(a, b) for a, b in pairwise(bounds)]
 
     def pick(self, sequences: Sequence[int]) -> "Batch":
-        """The micro-batch of some sequences."""
+        """Select sequences."""
         parts = [self.slices()[i] for i in sequences]
         flat = [torch.cat([t[p] for p in parts]) for t in (self.token_ids, self.position_ids)]
         rest = [torch.cat([t[p] for p in parts]) for t in (self.target_ids, self.loss_mask, self.weights)]
@@ -96,7 +97,7 @@ def cumulated(lengths: Sequence[int]) -> Tensor:
 
 
 def make_batch(lengths: Sequence[int], seed: int = 0) -> Batch:
-    """Random sequences of the lengths; about 60% of the tokens are in the loss."""
+    """Return random sequences; about 60% of the tokens have a loss."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     return Batch(
@@ -110,7 +111,7 @@ def make_batch(lengths: Sequence[int], seed: int = 0) -> Batch:
 
 
 def answers(groups: Sequence[tuple[int, Sequence[int]]], *, unscored: frozenset[int] = frozenset()) -> PackedBatch:
-    """Random answers to random prompts: `groups` has the tokens of each prompt and of each of its answers."""
+    """Return random responses to random prompts. `groups`: tokens of each prompt and of each of its responses."""
     drawn = np.random.default_rng(0)
 
     def ids(count: int) -> np.ndarray:
@@ -127,7 +128,7 @@ def answers(groups: Sequence[tuple[int, Sequence[int]]], *, unscored: frozenset[
 
 
 def twin(model: PreTrainedModel, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies one sequence after another, by full logits: the slow, obvious way."""
+    """Return log-probabilities and entropies from full logits, one sequence at a time."""
     logprobs, entropies = [], []
     for part in batch.slices():
         logits = model(batch.token_ids[part][None]).logits[0] / temperature
@@ -145,7 +146,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def assert_close_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Equal to `tolerance` of the largest entry of each gradient."""
+    """Compare gradients up to `tolerance` of their largest entry."""
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = gradient.abs().max()
@@ -154,7 +155,7 @@ def assert_close_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor
 
 
 def outcome(policy: CausalPolicy, batch: Batch | PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities and gradients of a batch, on the CPU; prompts are shared where the policy does that."""
+    """Return log-probabilities and gradients of a batch, on the CPU."""
     policy.zero_grad(set_to_none=True)
     shared = shared_prompts(batch) if policy.share_prompts and isinstance(batch, PackedBatch) else None
     inputs = [
@@ -171,7 +172,7 @@ def outcome(policy: CausalPolicy, batch: Batch | PackedBatch) -> tuple[Tensor, d
 
 
 def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Gradients in bfloat16 point the same way and have the same size."""
+    """Compare directions and norms of bfloat16 gradients."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.995, name
@@ -179,7 +180,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def attend(qkv: list[Tensor], layout: PackedLayout, **options: object) -> Tensor:
-    """Float[T, Hq, D] in the order of the batch."""
+    """Return Float[T, Hq, D] in batch order."""
     ordered = [x[layout.token_order].transpose(0, 1)[None] for x in qkv]
     out, _ = packed_attention(nn.Identity(), *ordered, None, packed_layout=layout, **options)
     return out[0][layout.computed_index]

@@ -171,7 +171,7 @@ def test_a_tensor_that_was_left_out_stops_the_run_by_its_name(canary: dict[str, 
 
 
 def test_a_training_run_stops_at_a_wrong_hand_over(canary: dict[str, Any]) -> None:
-    assert canary["training_stopped"].startswith("weight hand-over 1: ")
+    assert canary["training_stopped"].startswith("weight sync 1: ")
     assert "the head, tied to" in canary["training_stopped"]
 
 

@@ -15,7 +15,7 @@ from rlcore.storage.disk import checkpoint_bytes
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
-from rlcore.workers.passes import OomRetry
+from rlcore.workers.trained_model import OomRetry
 from tests.helpers.checkpoints import save
 from tests.run.conftest import Told
 
@@ -106,7 +106,7 @@ def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, tol
     shortages = [OomRetry("update", 2, 4, 2, "no room"), OomRetry("forward", 1, 8, 4000, "none")]
     RunEvents(record, "train").shortages(3, shortages, 1001)
     assert [event["max_tokens_per_micro_batch"] for event in told] == [500, 1]
-    assert told[0]["text"] == ("step 3: update ran out of memory in 2 micro-batches and is done again in 4: no room")
+    assert told[0]["text"] == ("step 3: update ran out of memory in 2 micro-batches and is repeated in 4: no room")
     assert (told[0]["event"], told[0]["step"], told[0]["factor"], told[0]["name"]) == ("out_of_memory", 3, 2, "update")
 
 

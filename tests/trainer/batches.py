@@ -1,4 +1,4 @@
-"""Batches, responses and updates written down by hand, for the tests of a step."""
+"""Hand-written batches, responses and updates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +17,8 @@ from rlcore.errors import NonFiniteError
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.estimate import Estimate
-from rlcore.trainer.experience import (
-    Experience,
-    ResponseSampler,
-    ScoredResponse,
-)
-from rlcore.trainer.update import (
-    OptimizerSteps,
-    Update,
-)
+from rlcore.trainer.experience import Experience, ResponseSampler, ScoredResponse
+from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.group import Completed
 from rlcore.workers.trained_model import ModelUpdate, ModelUpdates
@@ -35,7 +28,7 @@ PROMPTS = [Prompt(index, (5,) * (1 + index), "countdown", "{}") for index in ran
 
 
 class Written(ResponseSampler):
-    """Answers a prompt of id i with scores `totals[i]`, None for one that the scorer fails on, and `1 + i` tokens."""
+    """Returns responses of `1 + i` tokens to prompt i with scores `totals[i]` (None: the scorer failed)."""
 
     def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
         self.config = config
@@ -43,7 +36,7 @@ class Written(ResponseSampler):
         self.asked: list[list[SamplingRequest]] = []
         self.temperatures: list[float] = []
 
-    def answer(
+    def sample(
         self,
         requests: Sequence[SamplingRequest],
         sampling: SamplingConfig,
@@ -67,14 +60,14 @@ class Written(ResponseSampler):
 
 
 class InOrder(PromptStream[Prompt]):
-    """The prompts as they stand."""
+    """Prompts in their order."""
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.arange(len(self))
 
 
 LENGTHS = ((2, 3), (2, 1), (3, 3), (3, 2))
-"""Tokens of prompt and answer."""
+"""Tokens of prompt and response."""
 
 
 SCORES = (
@@ -88,7 +81,7 @@ SCORES = (
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
-def experience() -> Experience:
+def make_experience() -> Experience:
     rollouts = []
     for index, ((prompt, answer), end) in enumerate(zip(LENGTHS, ("length", "length", "stop", "length"), strict=True)):
         of = Prompt(index // 2, (5,) * prompt, "countdown", "{}")
@@ -100,28 +93,28 @@ def experience() -> Experience:
     )  # fmt: skip
 
 
-def packed_of(found: Experience) -> PackedBatch:
+def pack_experience(found: Experience) -> PackedBatch:
     return pack(found.rollouts, found.scores, found.group_ids)
 
 
-def estimated(packed: PackedBatch) -> Estimate:
-    """Advantages 0, 1, 2 ..., returns and values by places."""
+def make_estimate(packed: PackedBatch) -> Estimate:
+    """Return an estimate with advantages 0, 1, 2 ..."""
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     batch = TrainBatch(packed, None, None, None, places, None, places / 2)
     return Estimate(batch, packed.scores - 0.5, 2 * places, None, None, packed.loss_mask)
 
 
-def sums(kind: type[Statistics], **given: float) -> Any:
+def make_statistics(kind: type[Statistics], **given: float) -> Any:
     return kind(*(torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(kind)))
 
 
-POLICY = sums(
+POLICY = make_statistics(
     PolicyStatistics, num_tokens=4, pg_loss=3, entropy=6, kl_loss=9, ppo_kl=2, ref_kl=1, entropy_sum=10, num_clipped=3,
     num_clipped_lower=1,
 )  # fmt: skip
 
 
-VALUE = sums(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
+VALUE = make_statistics(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
 
 
 UPDATE = Update(
@@ -135,16 +128,16 @@ UPDATE = Update(
 def rank_updates(
     kind: type[Statistics], applied: list[bool], *, failed: bool = False, **more: Any
 ) -> ModelUpdates[Any]:
-    """What one rank answers: so many steps of 1 token each, with norms 1, 2 ..."""
+    """Return one rank's steps of 1 token each, with norms 1, 2 ..."""
     steps = [
-        ModelUpdate(sums(kind, num_tokens=1), float(number), is_applied, **more)
+        ModelUpdate(make_statistics(kind, num_tokens=1), float(number), is_applied, **more)
         for number, is_applied in enumerate(applied, start=1)
     ]
     return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)
 
 
 class Ranks:
-    """Two ranks whose answers to the updates are written down; remembers what they are asked."""
+    """Two ranks with fixed results of updates; records the calls."""
 
     world_size = 2
 
@@ -153,7 +146,7 @@ class Ranks:
         self.asked: list[tuple[Any, list[tuple[Any, ...]]]] = []
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError("an update asks ranks with arguments of their own")
+        raise AssertionError("updates have different arguments by rank")
 
     def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Completed[Any]:
         self.asked.append((verb, list(arguments)))
@@ -166,4 +159,4 @@ class Ranks:
         raise AssertionError("an update writes no answer")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

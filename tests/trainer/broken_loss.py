@@ -1,4 +1,4 @@
-"""A loss variant with a bug: the logarithm of an advantage that may be negative."""
+"""Losses with bugs, such as the logarithm of a negative advantage."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +18,7 @@ def log_of_advantage(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """Not a number wherever the advantage is negative."""
+    """Return NaN for negative advantages."""
     nothing = torch.zeros_like(mask)
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     loss = torch.where(mask, log_ratio * torch.log(advantages + 1.0), torch.zeros_like(log_ratio))
@@ -36,7 +36,7 @@ def only_at_the_old_policy(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """Not a number where the policy has moved by more than rounding: the second update of a step."""
+    """Return NaN once the policy has changed, from the second update of a step on."""
     nothing = torch.zeros_like(mask)
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     loss = log_ratio + torch.where(log_ratio.abs() > 1e-3, torch.nan, 0.0)

@@ -1,4 +1,4 @@
-"""A loss whose gradient explodes: the clipped one, a million times as steep."""
+"""A loss with an exploding gradient."""
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,7 +17,7 @@ def steep(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """`ppo_clip` of advantages a million times as large."""
+    """Compute `ppo_clip` with advantages multiplied by a million."""
     return ppo_clip(
         policy_logprobs, old_logprobs, advantages * 1e6, mask, sequence_ids, num_sequences, settings=settings
     )

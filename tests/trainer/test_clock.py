@@ -9,7 +9,7 @@ import pytest
 from rlcore.trainer.clock import PhaseClock
 
 
-def test_a_phase_runs_inside_what_enters_it_and_counts_where_it_fails() -> None:
+def test_phase_runs_inside_context_and_counts_failures() -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -29,7 +29,7 @@ def test_a_phase_runs_inside_what_enters_it_and_counts_where_it_fails() -> None:
     assert 0 < found["gen"] + found["adv"] <= found["step"]
 
 
-def test_a_phase_entered_twice_adds_up() -> None:
+def test_repeated_phases_add_up() -> None:
     before = time.perf_counter()
     clock = PhaseClock()
     with clock.phase("gen"):
@@ -37,5 +37,5 @@ def test_a_phase_entered_twice_adds_up() -> None:
     first = clock.seconds()["gen"]
     with clock.phase("gen"):
         again = clock.seconds()["gen"]
-    assert again == first, "what is under way is not counted yet"
+    assert again == first, "a running phase does not count yet"
     assert first < clock.seconds()["gen"] <= clock.seconds()["step"] <= time.perf_counter() - before

@@ -1,4 +1,4 @@
-"""Episodes: tokens appended and never tokenized again, no gradient to the environment's, and lost environments."""
+"""Episodes: token order, gradients, and lost environments."""
 
 import json
 import os
@@ -55,17 +55,17 @@ def group(run: SmallRun) -> LocalGroup:
     return group
 
 
-def of(run: SmallRun, environment: str, **episode: Any) -> SmallRun:
+def with_environment(run: SmallRun, environment: str, **episode: Any) -> SmallRun:
     config = run.config
     data = config.data.model_copy(update={"environment": f"{ODD}:{environment}"})
     changed = config.model_copy(update={"data": data, "episode": config.episode.model_copy(update=episode)})
     return replace(run, config=changed)
 
 
-def played(
+def play(
     run: SmallRun, group: LocalGroup, num_prompts: int = 8, unscored: list[tuple[int, str]] | None = None
 ) -> Found:
-    """`unscored`: gets what the episodes tell of those that were lost."""
+    """`unscored`: receives `Episodes.unscored`."""
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
     episodes = problems.episodes(run.inputs)
@@ -77,13 +77,13 @@ def played(
         return found
 
 
-def same(one: Found, other: Found) -> bool:
+def is_same(one: Found, other: Found) -> bool:
     tokens = [[(r.response_ids.tolist(), r.behavior_logprobs.tolist()) for r in found[0]] for found in (one, other)]
     return tokens[0] == tokens[1] and one[1:] == other[1:]
 
 
 @pytest.mark.parametrize("environment", ["Counting", "Greeting"])
-def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
+def test_episode_tokens_are_the_engines(
     run: SmallRun, group: LocalGroup, environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[tuple[SamplingRequest, Rollout]] = []
@@ -95,8 +95,8 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
             yield index, rollout
 
     monkeypatch.setattr(HfEngine, "stream", streaming)
-    rollouts, scores, texts = played(of(run, environment), group)
-    assert len({request.seed for request, _ in turns}) == len(turns), "each turn draws by a seed of its own"
+    rollouts, scores, texts = play(with_environment(run, environment), group)
+    assert len({request.seed for request, _ in turns}) == len(turns), "each turn has its own seed"
     by_seed = {request.seed: (request, rollout) for request, rollout in turns}
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, 8), 2, run_seed=1, stream=1, step=1)
@@ -116,13 +116,13 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
             ends.append(stop - 1 - len(rollout.prompt.token_ids))
             sampled[start:stop] = False
         assert not sampled.any(), "nothing else counts as sampled"
-        assert {place for place, _ in rollout.turn_rewards} <= set(ends), "a reward stands at its turn's last token"
+        assert {place for place, _ in rollout.turn_rewards} <= set(ends), "a reward is at its turn's last token"
         assert sum(reward for _, reward in rollout.turn_rewards) == pytest.approx(score.total)
         assert score.parts["turns"] == 4 or rollout.finish_reason == "length"
         assert text.count("[environment]") >= 1
-        assert text.count("[environment] reward ") == len(rollout.turn_rewards), "people read what each turn was paid"
+        assert text.count("[environment] reward ") == len(rollout.turn_rewards), "the text shows each turn's reward"
         own = [line for line in text.split("\n") if not line.startswith("[environment]")]
-        assert score.said == vote("\n".join(own)), "rewards and replies have no part in majority votes"
+        assert score.said == vote("\n".join(own)), "rewards and replies do not count in majority votes"
     packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
     logprobs = group.each(Worker.old_logprobs, packed, 1)[0]
     mask = packed.loss_mask
@@ -130,27 +130,27 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
     torch.testing.assert_close(packed.behavior_logprobs[mask], logprobs[mask], rtol=1e-5, atol=1e-5)
 
 
-def test_neither_the_number_of_processes_nor_a_killed_one_changes_an_episode(
+def test_episodes_are_independent_of_processes(
     run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[tuple[int, str]] = []
-    plain = played(of(run, "Counting", num_processes=1), group)
-    assert same(plain, played(of(run, "Counting", num_processes=3), group, unscored=lost))
+    plain = play(with_environment(run, "Counting", num_processes=1), group)
+    assert is_same(plain, play(with_environment(run, "Counting", num_processes=3), group, unscored=lost))
     assert lost == [(0, "")]
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
-    assert same(plain, played(of(run, "Noted", num_processes=3), group))
-    assert (tmp_path / "begun").read_text() == "!" * 16, "each begins once: its process keeps it while it is open"
+    assert is_same(plain, play(with_environment(run, "Noted", num_processes=3), group))
+    assert (tmp_path / "begun").read_text() == "!" * 16, "each environment is created once"
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
-    assert same(plain, played(of(run, "KilledOnce", num_processes=1), group))
+    assert is_same(plain, play(with_environment(run, "KilledOnce", num_processes=1), group))
     assert (tmp_path / "killed").exists()
 
 
-def test_an_environment_that_replies_otherwise_when_repeated_has_no_score(
+def test_nondeterministic_environment_has_no_score(
     run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     lost: list[tuple[int, str]] = []
-    _, scores, _ = played(of(run, "Fickle", num_processes=1), group, unscored=lost)
+    _, scores, _ = play(with_environment(run, "Fickle", num_processes=1), group, unscored=lost)
     failures = {score.failure.partition("'")[0] for score in scores if score.failure}
     assert failures == {"ValueError: a repeated turn got the reply "}
     ((number, why),) = lost
@@ -158,11 +158,11 @@ def test_an_environment_that_replies_otherwise_when_repeated_has_no_score(
     assert why in {score.failure for score in scores}
 
 
-def test_a_first_message_that_leaves_no_token_to_the_model_loses_its_episode(run: SmallRun, group: LocalGroup) -> None:
-    short = of(run, "Greeting", num_processes=1)
+def test_too_long_first_message_fails_episode(run: SmallRun, group: LocalGroup) -> None:
+    short = with_environment(run, "Greeting", num_processes=1)
     rollout = short.config.rollout.model_copy(update={"max_response_tokens": 1})
     short = replace(short, config=short.config.model_copy(update={"rollout": rollout}))
-    rollouts, scores, texts = played(short, group, 2)
+    rollouts, scores, texts = play(short, group, 2)
     failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
     assert [score.failure for score in scores] == [failure] * 4
     assert [(len(one.response_ids), one.finish_reason) for one in rollouts] == [(0, "length")] * 4
@@ -171,21 +171,19 @@ def test_a_first_message_that_leaves_no_token_to_the_model_loses_its_episode(run
 
 @pytest.fixture
 def sleep(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command line of the process that a hanging game leaves behind, unlike that of any other test's."""
+    """The unique command line of the process that a hanging game starts."""
     seconds = f"{3_600 + os.getpid()}.5"
     monkeypatch.setenv(SLEEP_S, seconds)
     return ["sleep", seconds]
 
 
-def test_lost_environments_cost_their_episodes_and_nothing_else(
-    run: SmallRun, group: LocalGroup, sleep: list[str]
-) -> None:
-    odd = of(run, "Odd", deadline_s=20.0)
+def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalGroup, sleep: list[str]) -> None:
+    odd = with_environment(run, "Odd", deadline_s=20.0)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    rollouts, scores, _ = played(odd, group, 48)
-    plain, plain_scores, _ = played(of(run, "Counting"), group, 48)
+    rollouts, scores, _ = play(odd, group, 48)
+    plain, plain_scores, _ = play(with_environment(run, "Counting"), group, 48)
     for rollout, score, whole, expected in zip(rollouts, scores, plain, plain_scores, strict=True):
-        game = rollout.prompt.token_ids and int(eval_game(rollout.prompt))
+        game = rollout.prompt.token_ids and int(game_of(rollout.prompt))
         if Odd.is_lost(game) and expected.parts["turns"] > 1:
             assert score.failure is not None
         else:
@@ -204,13 +202,13 @@ def test_lost_environments_cost_their_episodes_and_nothing_else(
     assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == sleep]
 
 
-def eval_game(prompt: Prompt) -> str:
+def game_of(prompt: Prompt) -> str:
     return prompt.ground_truth_json.strip('{}"game: ')
 
 
-def test_training_on_episodes_is_repeatable_and_counts_what_was_lost(run: SmallRun, sleep: list[str]) -> None:
+def test_training_on_episodes_is_reproducible(run: SmallRun, sleep: list[str]) -> None:
     def steps() -> Sequence[Metrics]:
-        odd = of(run, "Prompt")
+        odd = with_environment(run, "Prompt")
         workers = LocalGroup(odd.config, str(odd.model_directory))
         found = train(odd, workers, 2)
         workers.close()
@@ -223,7 +221,7 @@ def test_training_on_episodes_is_repeatable_and_counts_what_was_lost(run: SmallR
 
 
 @pytest.mark.multiprocess
-def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_the_same(tmp_path: Path) -> None:
+def test_run_killed_during_episode_ends_the_same(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.environment={ODD}:KillsTheRun")
     (tmp_path / "killed").touch()
     whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
@@ -238,11 +236,8 @@ def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_the_same(tmp_path
     assert steps_of(killed) == steps_of(whole)
 
 
-# ---------------------------------------------------------------------- the mask, by a naive twin
-
-
-def ragged(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
-    """Twelve answers with holes; `with_environment` False: the same without the tokens of the environment."""
+def ragged_rollouts(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
+    """Return twelve responses, optionally without the environment's tokens."""
     rng = np.random.default_rng(5)
     rollouts, values = [], []
     for index in range(12):
@@ -260,8 +255,8 @@ def ragged(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
     return rollouts, values
 
 
-def estimated(algo: AlgoConfig, with_environment: bool) -> Estimate:
-    rollouts, values = ragged(with_environment)
+def run_estimate(algo: AlgoConfig, with_environment: bool) -> Estimate:
+    rollouts, values = ragged_rollouts(with_environment)
     scores = [Score(float(index % 5), {}) for index in range(12)]
     packed = pack(rollouts, scores, [index // 4 for index in range(12)])
     flat = torch.zeros(3, packed.num_tokens)
@@ -273,10 +268,10 @@ def estimated(algo: AlgoConfig, with_environment: bool) -> Estimate:
 
 
 @pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "gae", "reinforce_pp"])
-def test_the_environments_tokens_have_no_advantage_and_change_none(method: str) -> None:
+def test_environment_tokens_have_no_advantage(method: str) -> None:
     gamma = 0.9 if method in ("gae", "reinforce_pp") else 1.0
     algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=gamma)
-    found, twin = estimated(algo, True), estimated(algo, False)
+    found, twin = run_estimate(algo, True), run_estimate(algo, False)
     mask = found.batch.packed.loss_mask
     assert (
         int(mask.sum()) == int(twin.batch.packed.loss_mask.sum()) < int((found.batch.packed.sequence_lengths()).sum())
@@ -287,8 +282,8 @@ def test_the_environments_tokens_have_no_advantage_and_change_none(method: str) 
 
 
 @pytest.mark.parametrize("method", ["gae", "reinforce_pp"])
-def test_a_turns_reward_is_returned_to_what_was_written_until_then_by_a_naive_twin(method: str) -> None:
-    rollouts, gamma = ragged(True)[0], 0.9
+def test_turn_rewards_match_naive_twin(method: str) -> None:
+    rollouts, gamma = ragged_rollouts(True)[0], 0.9
     for index, rollout in enumerate(rollouts):
         ends = [place for place in range(len(rollout.response_ids) - 1) if rollout.is_sampled[place]][:2]
         rollouts[index] = replace(rollout, turn_rewards=tuple((place, 1.5 - place) for place in ends))
@@ -316,9 +311,9 @@ def test_a_turns_reward_is_returned_to_what_was_written_until_then_by_a_naive_tw
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_the_gradient_at_the_environments_tokens_is_exactly_zero(aggregation: Any) -> None:
+def test_environment_tokens_have_no_gradient(aggregation: Any) -> None:
     algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss", estimator="low_var_kl"))
-    batch = estimated(algo.model_copy(update={"kl": KlConfig(where="off")}), True).batch
+    batch = run_estimate(algo.model_copy(update={"kl": KlConfig(where="off")}), True).batch
     packed, rng = batch.packed, np.random.default_rng(1)
     noise = [torch.from_numpy(rng.standard_normal(packed.num_tokens)).float() for _ in range(4)]
     logprobs, entropy = (-noise[0].abs()).requires_grad_(True), noise[1].requires_grad_(True)
@@ -332,9 +327,6 @@ def test_the_gradient_at_the_environments_tokens_is_exactly_zero(aggregation: An
         assert leaf.grad is not None
         assert not leaf.grad[~packed.loss_mask].any()
         assert leaf.grad[packed.loss_mask].all()
-
-
-# ---------------------------------------------------------------------- the tokens between two turns
 
 
 class Letters:
@@ -355,10 +347,10 @@ class Letters:
         return "".join(shown) + "<a>" * add_generation_prompt
 
 
-def test_turns_are_the_suffix_of_the_templates_rendering() -> None:
+def test_turn_tokens_are_template_suffix() -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
-    assert tokens.reply_tokens(ord("$"), "hi") == ("hi", [*map(ord, "\n<u>hi$\n<a>")]), "the turn has ended already"
-    assert tokens.reply_tokens(ord("x"), "hi") == ("hi", [*map(ord, "$\n<u>hi$\n<a>")]), "the turn was cut off"
+    assert tokens.reply_tokens(ord("$"), "hi") == ("hi", [*map(ord, "\n<u>hi$\n<a>")]), "the end token was sampled"
+    assert tokens.reply_tokens(ord("x"), "hi") == ("hi", [*map(ord, "$\n<u>hi$\n<a>")]), "the turn was truncated"
     assert tokens.reply_tokens(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
     prompt = [*map(ord, "<u>any$\n<a>")]
     assert tokens.first_message_tokens(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
@@ -368,13 +360,13 @@ def test_turns_are_the_suffix_of_the_templates_rendering() -> None:
     assert plain.reply_tokens(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])
 
 
-def test_a_template_that_drops_turns_is_refused() -> None:
+def test_template_that_drops_turns_raises() -> None:
     with pytest.raises(ConfigError, match="drops or changes earlier turns"):
         TurnTokens(Letters(keep=3), chat=True, max_reply_tokens=5)
 
 
 @pytest.mark.parametrize("limit", [4, 5, 6])
-def test_a_reply_that_leaves_no_token_to_the_model_ends_the_episode(limit: int) -> None:
+def test_reply_at_token_limit_ends_episode(limit: int) -> None:
     prompt = Prompt(0, (5, 6), "countdown", "{}")
     said = Episode("1", "", 100)
     episode = _OpenEpisode(SamplingRequest(prompt, 0, seed=1), prompt, limit, said, token_ids=[7, 8])
@@ -383,84 +375,69 @@ def test_a_reply_that_leaves_no_token_to_the_model_ends_the_episode(limit: int) 
     assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
 
 
-def begun(limit: int, **given: Any) -> _OpenEpisode:
+def open_episode(limit: int, **given: Any) -> _OpenEpisode:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
     return _OpenEpisode(SamplingRequest(prompt, 1, seed=7), prompt, limit, Episode("1", "", 100), **given)
 
 
-def wrote(*ids: int, end: Any = "stop") -> Rollout:
+def make_rollout(*ids: int, end: Any = "stop") -> Rollout:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
     return Rollout(prompt, 1, np.array(ids), -np.arange(1, len(ids) + 1, dtype=np.float32), end, 0)
-
-
-@pytest.mark.parametrize(("turn", "most", "tokens"), [(0, 0, 7), (1, 0, 7), (2, 4, 4), (1, 9, 7)])
-def test_a_turn_is_asked_for_after_all_tokens_so_far(turn: int, most: int, tokens: int) -> None:
-    asked = begun(10, token_ids=[7, 8, 9]).next_request(turn, most)
-    assert asked == SamplingRequest(
-        Prompt(3, (5, 6, 7, 8, 9), "countdown", "{}"), 1, turn_seed(7, turn), max_tokens=tokens
-    )
 
 
 @pytest.mark.parametrize(
     ("end", "limit", "is_open"), [("length", 2, False), ("length", 3, True), ("stop", 2, True), ("length", 1, False)]
 )
-def test_an_episode_ends_with_a_turn_that_is_cut_at_its_limit(end: str, limit: int, is_open: bool) -> None:
-    """One that is cut at the turn's own limit goes on."""
-    episode = begun(limit)
-    episode.add_response(wrote(7, 8, end=end), "text")
+def test_turn_at_token_limit_ends_episode(end: str, limit: int, is_open: bool) -> None:
+    """A turn at its own limit does not end the episode."""
+    episode = open_episode(limit)
+    episode.add_response(make_rollout(7, 8, end=end), "text")
     assert (episode.is_open, episode.finish_reason) == (is_open, "stop" if is_open else "length")
     assert (episode.token_ids, episode.logprobs, episode.is_sampled) == ([7, 8], [-1.0, -2.0], [True, True])
     assert (episode.record.texts, episode.lines) == (["text"], ["text"])
 
 
-def test_an_episode_is_the_sum_of_its_turns() -> None:
+def test_episode_sums_its_turns() -> None:
     def replied(reply: str, reward: float, **parts: float) -> Score:
         return Score(reward, parts, said=json.dumps([reply, False]))
 
-    episode = begun(20)
+    episode = open_episode(20)
     assert episode.add_reward(replied("", 0.25), last=False) == ""
-    episode.add_response(wrote(7, 8), "first")
-    assert episode.add_reward(replied("go on\n\nnow", 0.0, won=0.0), last=False) == "go on\n\nnow"
-    assert episode.add_reply("go on\n\nnow", [9])
-    episode.add_response(wrote(4), "second")
+    episode.add_response(make_rollout(7, 8), "first")
+    assert episode.add_reward(replied("next\n\nnow", 0.0, won=0.0), last=False) == "next\n\nnow"
+    assert episode.add_reply("next\n\nnow", [9])
+    episode.add_response(make_rollout(4), "second")
     assert episode.is_open
     assert episode.add_reward(replied("well done", 1.25, won=1.0), last=True) == "well done"
     assert not episode.is_open
-    assert episode.record.replies == ["", "go on\n\nnow", "well done"]
+    assert episode.record.replies == ["", "next\n\nnow", "well done"]
     assert episode.lines == [
-        "[environment] reward 0.25", "first", "[environment] go on", "[environment] ", "[environment] now", "second",
+        "[environment] reward 0.25", "first", "[environment] next", "[environment] ", "[environment] now", "second",
         "[environment] reward 1.25",
     ]  # fmt: skip
     rollout = episode.rollout(4)
     assert rollout.is_sampled is not None
     assert (rollout.response_ids.tolist(), rollout.is_sampled.tolist()) == ([7, 8, 9, 4], [True, True, False, True])
     assert rollout.behavior_logprobs.tolist() == [-1.0, -2.0, 0.0, -1.0]
-    assert rollout.turn_rewards == ((3, 1.25),), "what an environment pays before the first turn is nobody's token"
+    assert rollout.turn_rewards == ((3, 1.25),), "a reward before the first turn has no token"
     assert (rollout.policy_version, rollout.sample_index, rollout.finish_reason) == (4, 1, "stop")
     assert episode.score() == Score(1.5, {"won": 1.0, "turns": 2.0}, said=vote("first\nsecond"))
 
 
-def test_an_episode_that_is_paid_in_tenths_is_solved_at_the_tenth() -> None:
+def test_rewards_of_tenths_solve_episode() -> None:
     """Their sum is 0.9999999999999999."""
-    episode, solved = begun(20), []
+    episode, solved = open_episode(20), []
     for _ in range(10):
         episode.add_reward(Score(0.1, {}, said='["", false]'), last=False)
         solved.append(episode.score().solved)
     assert solved == [False] * 9 + [True]
 
 
-def test_a_turn_that_is_done_or_fails_ends_an_episode() -> None:
-    done = begun(20)
+def test_done_or_failed_turn_ends_episode() -> None:
+    done = open_episode(20)
     done.add_reward(Score(0.0, {}, said='["bye", true]'), last=False)
     assert not done.is_open
-    failed = begun(20, reward=2.0)
+    failed = open_episode(20, reward=2.0)
     assert failed.add_reward(Score(1.0, {}, failure="its process ended"), last=False) == ""
     assert (failed.is_open, failed.record.replies, failed.reward) == (False, [], 2.0)
     assert failed.score() == Score(0.0, {}, failure="its process ended")
-
-
-def test_a_reply_without_a_line_is_shown_as_an_empty_one() -> None:
-    episode = begun(20, token_ids=[7])
-    assert episode.add_reply("", [9])
-    assert episode.lines == ["[environment] "]
-    assert (episode.logprobs, episode.is_sampled) == ([0.0], [False])

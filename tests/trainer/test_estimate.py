@@ -1,4 +1,4 @@
-"""What an estimate leaves out of the update, and the parts of scores."""
+"""Advantages, masks and the KL in the reward."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.algos.aggregation import Denominator
+from rlcore.algos.objective import policy_objective
 from rlcore.algos.off_policy import importance_weights
 from rlcore.config.algo import AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
 from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
@@ -14,17 +16,19 @@ from rlcore.types import PackedBatch, Score
 from tests.models.tiny import answers
 
 
-def packed_of() -> PackedBatch:
-    """Two prompts with two answers each, of 3, 1, 2 and 2 tokens, with scores of their own."""
+def make_batch() -> PackedBatch:
+    """Return two prompts with two responses each, of 3, 1, 2 and 2 tokens."""
     packed = answers([(2, (3, 1)), (1, (2, 2))])
     return replace(packed, scores=torch.tensor([1.0, 0.0, 0.5, 2.0]))
 
 
-def found_by(packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any) -> Estimate:
+def run_estimate(
+    packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any
+) -> Estimate:
     return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, is_truncated=is_cut)
 
 
-def test_the_weighted_parts_stand_in_the_order_of_the_weights() -> None:
+def test_score_parts_by_weight_order() -> None:
     scores = [Score(1.5, {"b": 2.0, "a": 1.0, "c": 9.0}), Score(0.25, {"a": 3.0})]
     parts = ScoreParts.from_scores(scores, {"a": 0.5, "b": 0.75})
     assert (parts.values.tolist(), parts.weights.tolist()) == ([[1.0, 2.0], [3.0, 0.0]], [0.5, 0.75])
@@ -32,63 +36,65 @@ def test_the_weighted_parts_stand_in_the_order_of_the_weights() -> None:
     assert (whole.values.tolist(), whole.weights.tolist()) == ([[1.5], [0.25]], [1.0])
 
 
-def test_answers_cut_at_the_limit_count_in_their_group_and_not_in_the_update() -> None:
-    packed = packed_of()
+def test_truncated_responses_are_masked() -> None:
+    packed = make_batch()
     is_cut = torch.tensor([True, False, False, True])
-    plain = found_by(packed, ForwardResults(), advantage="dr_grpo")
+    plain = run_estimate(packed, ForwardResults(), advantage="dr_grpo")
     assert plain.masked_share is None
     assert plain.batch.packed.loss_mask is packed.loss_mask
-    found = found_by(packed, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True)
+    found = run_estimate(packed, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True)
     assert found.masked_share == pytest.approx(5 / 8)
     kept = packed.loss_mask & ~is_cut[packed.sequence_ids()]
     assert torch.equal(found.batch.packed.loss_mask, kept)
     assert torch.equal(found.batch.advantages, plain.batch.advantages)
     none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
-    assert found_by(none, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True).masked_share is None
+    assert run_estimate(none, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True).masked_share is None
 
 
-def test_answers_far_from_the_old_policy_are_left_out() -> None:
-    packed = packed_of()
+def test_rejected_responses_are_masked() -> None:
+    packed = make_batch()
     old = packed.behavior_logprobs.clone()
     old[packed.sequence_ids() == 2] -= 1.0
     rejection = RejectionConfig(level="sequence-mean", cap=2.0)
-    found = found_by(packed, ForwardResults(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
+    found = run_estimate(packed, ForwardResults(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
     assert found.masked_share == pytest.approx(2 / 8)
     assert torch.equal(found.batch.packed.loss_mask, packed.loss_mask & (packed.sequence_ids() != 2))
     assert torch.equal(found.response_mask, packed.loss_mask)
 
 
-def test_importance_weights_are_those_of_the_old_policy_and_1_without_them() -> None:
-    packed = packed_of()
+def test_importance_weights() -> None:
+    packed = make_batch()
     old = (packed.behavior_logprobs + math.log(1.5)) * packed.loss_mask
     importance = ImportanceConfig(mode="truncate")
-    found = found_by(packed, ForwardResults(old), advantage="dr_grpo", importance=importance)
+    found = run_estimate(packed, ForwardResults(old), advantage="dr_grpo", importance=importance)
     rows = (packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
     expected = importance_weights(old, packed.behavior_logprobs, *rows, settings=importance)
     assert torch.equal(found.batch.importance_weights, expected)
     assert set(expected.tolist()) == {0.0, 1.5}
-    plain = found_by(packed, ForwardResults(old), advantage="dr_grpo").batch.importance_weights
+    plain = run_estimate(packed, ForwardResults(old), advantage="dr_grpo").batch.importance_weights
     assert torch.equal(plain, packed.loss_mask.float())
 
 
-def test_a_kl_in_the_reward_lowers_rewards_and_is_told_as_its_mean() -> None:
-    packed = packed_of()
+def test_kl_in_reward() -> None:
+    packed = make_batch()
     old, ref = packed.loss_mask * -1.0, packed.loss_mask * -1.25
-    found = found_by(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1"))
+    found = run_estimate(
+        packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1")
+    )
     assert found.kl_in_reward == pytest.approx(0.25)
     tokens = torch.tensor([3.0, 1.0, 2.0, 2.0])
     torch.testing.assert_close(found.rewards, packed.scores - 0.5 * 0.25 * tokens)
-    assert found.batch.ref_logprobs is None, "the loss has no use for it"
+    assert found.batch.ref_logprobs is None, "the loss does not use it"
     assert found.batch.returns is None
-    in_loss = found_by(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
+    in_loss = run_estimate(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
     assert in_loss.batch.ref_logprobs is ref
     assert (in_loss.kl_in_reward, in_loss.rewards.tolist()) == (None, packed.scores.tolist())
 
 
-def test_values_and_returns_go_to_the_critic_alone() -> None:
-    packed = packed_of()
+def test_values_and_returns_of_gae() -> None:
+    packed = make_batch()
     values = torch.arange(packed.num_tokens, dtype=torch.float32) * packed.loss_mask
-    found = found_by(packed, ForwardResults(values=values), advantage="gae", gamma=1.0, lam=1.0)
+    found = run_estimate(packed, ForwardResults(values=values), advantage="gae", gamma=1.0, lam=1.0)
     assert found.batch.old_values is values
     assert found.batch.returns is found.returns
     of_answers = [found.returns[packed.loss_mask & (packed.sequence_ids() == i)].tolist() for i in range(4)]
@@ -97,3 +103,62 @@ def test_values_and_returns_go_to_the_critic_alone() -> None:
     advantages = found.batch.advantages[packed.loss_mask]
     assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-6), "they are whitened"
     assert float(advantages.std()) == pytest.approx(1.0, rel=1e-4)
+
+
+NUM_ANSWERS, GROUP, VOCABULARY = 256, 8, 16
+
+
+def divergence_after(num_steps: int, kl: KlConfig) -> tuple[float, float]:
+    """Return the exact KL(pi || ref) before and after GRPO steps on one-token responses with score 0."""
+    generator = torch.Generator().manual_seed(0)
+    ref = torch.log_softmax(torch.randn(VOCABULARY, generator=generator), 0)
+    logits = ref + 0.75 * torch.randn(VOCABULARY, generator=generator)
+    algo = AlgoConfig(advantage="dr_grpo", kl=kl)
+    seen = []
+    for _ in range(num_steps + 1):
+        policy = torch.log_softmax(logits.requires_grad_(), 0)
+        seen.append((policy.exp() * (policy - ref)).sum().item())
+        answers = torch.multinomial(policy.detach().exp(), NUM_ANSWERS, replacement=True, generator=generator)
+        (slope,) = torch.autograd.grad(batch_loss(policy[answers], ref[answers], algo), logits)
+        logits = logits.detach() - slope
+    return seen[0], seen[-1]
+
+
+def batch_loss(policy: torch.Tensor, ref: torch.Tensor, algo: AlgoConfig) -> torch.Tensor:
+    """Return the loss of one-token responses, with rewards and advantages as in a step."""
+    places, mask = torch.arange(NUM_ANSWERS), torch.ones(NUM_ANSWERS, dtype=torch.bool)
+    packed = PackedBatch(
+        token_ids=places,
+        position_ids=torch.zeros_like(places),
+        cu_seqlens=torch.arange(NUM_ANSWERS + 1),
+        target_ids=places,
+        loss_mask=mask,
+        behavior_logprobs=policy.detach(),
+        scores=torch.zeros(NUM_ANSWERS),
+        score_mask=mask,
+        group_ids=places // GROUP,
+    )
+    passes = ForwardResults(old_logprobs=policy.detach(), ref_logprobs=ref)
+    batch = estimate(packed, passes, None, algo=algo, kl_coef=1.0).batch
+    loss, _ = policy_objective(
+        policy,
+        torch.zeros(NUM_ANSWERS),
+        batch,
+        settings=algo,
+        denominator=Denominator(NUM_ANSWERS, NUM_ANSWERS, 1),
+        kl_coef=1.0,
+    )
+    return loss
+
+
+@pytest.mark.parametrize("where", ["reward", "loss"])
+def test_default_kl_brings_policy_to_reference(where: str) -> None:
+    before, after = divergence_after(100, KlConfig(where=where))
+    assert before > 0.15
+    assert after < 0.02
+
+
+@pytest.mark.parametrize(("where", "estimator"), [("reward", "low_var_kl"), ("reward", "k2"), ("loss", "k1")])
+def test_wrong_kl_estimator_does_not_hold_policy(where: str, estimator: str) -> None:
+    before, after = divergence_after(100, KlConfig(where=where, estimator=estimator))
+    assert after > 0.8 * before

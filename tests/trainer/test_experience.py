@@ -1,31 +1,50 @@
-"""From prompts to a step's answers, by an answerer whose scores and lengths are written down."""
+"""Scored responses to prompts, with fake and real engines."""
 
 import math
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rlcore.batching.loader import PassCounts, RowSampler
+from rlcore.batching.loader import PassCounts, PromptStream, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
-from rlcore.errors import UnscoredError
-from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed
+from rlcore.config.model import ScratchModel
+from rlcore.config.rollout import RewardConfig, SamplingConfig
+from rlcore.errors import EngineError, UnscoredError
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import load_tokenizer
+from rlcore.responses.table import response_table
+from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests, response_seed
+from rlcore.rollout.hf import HfEngine
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.problems import Problems
+from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import (
     ExperienceCollector,
+    ResponseSampler,
+    StreamScorer,
     all_unscored_error,
     count_solved,
 )
-from rlcore.trainer.generate import split_requests
+from rlcore.trainer.generate import generate, split_requests
+from rlcore.types import Rollout
+from rlcore.workers.worker import Worker
+from tests.helpers.tagged_tokenizer import tagged
+from tests.small_run import SmallRun, prepare, train
 from tests.trainer.batches import PROMPTS, InOrder, Written
 
 START = LoopState(4, 4, 0, 0, 0.0)
 
 
-def config_of(*overrides: str) -> RunConfig:
+def make_config(*overrides: str) -> RunConfig:
     return load_config(
         ["experiment=debug", "trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2",
          "warm_start.enabled=false", *overrides]
@@ -45,16 +64,16 @@ DYNAMIC = ("algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refi
         ([EQUAL] * 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [0, 1, 2], [3, 4, 5, 6, 7, 8]),
     ],
 )
-def test_groups_that_teach_nothing_are_replaced_as_often_as_allowed(
+def test_groups_without_signal_are_replaced(
     totals: list[Sequence[float | None]], rounds: list[list[int]], texts: list[int], dropped: list[int]
 ) -> None:
-    answerer = Written(config_of(*DYNAMIC), dict(enumerate(totals)))
+    answerer = Written(make_config(*DYNAMIC), dict(enumerate(totals)))
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [[request.prompt.prompt_id for request in asked[::2]] for asked in answerer.asked] == rounds
     seeds = [request.seed for asked in answerer.asked for request in asked]
     places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
     run_seed = answerer.config.seed
-    assert seeds == [response_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "of the fifth step"
+    assert seeds == [response_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "seeds of the fifth step"
     assert [text for text in found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
     assert [one.prompt.prompt_id for one in found.rollouts[::2]] == texts
     assert [score.total for score in found.scores] == [total or 0.0 for number in texts for total in totals[number]]
@@ -67,29 +86,29 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_allowed(
     assert (found.pass_counts, found.pass_metrics) == ("", {})
 
 
-def test_without_dynamic_sampling_every_group_is_kept() -> None:
-    answerer = Written(config_of(), dict(enumerate([EQUAL, LOST, TEACHES])))
+def test_all_groups_kept_without_dynamic_sampling() -> None:
+    answerer = Written(make_config(), dict(enumerate([EQUAL, LOST, TEACHES])))
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert found.texts == ("0.0", "0.1", "1.0", "1.1", "2.0", "2.1")
     assert (len(answerer.asked), found.num_prompts_drawn, found.num_groups_dropped) == (1, 3, 0)
 
 
-def test_a_step_without_any_score_says_how_many_answers_have_none_and_why() -> None:
-    answerer = Written(config_of(), dict.fromkeys(range(12), LOST))
+def test_all_unscored_error() -> None:
+    answerer = Written(make_config(), dict.fromkeys(range(12), LOST))
     with pytest.raises(UnscoredError) as caught:
         ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     scorer = answerer.config.data.scorer
-    told = f"step 5: has no figures, for 6 answers have no score; {scorer} failed, the last time: no scorer"
-    assert str(caught.value) == told
+    message = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
+    assert str(caught.value) == message
     assert str(all_unscored_error("x", "s", ["a"] * 1_234 + ["b"])) == (
-        "x: has no figures, for 1,235 answers have no score; s failed, the last time: b"
+        "x: has no metrics, for 1,235 responses have no score; s failed, the last time: b"
     )
 
 
-def test_the_baseline_of_remax_is_one_greedy_answer_to_each_prompt() -> None:
-    """Its sample has the number -1: here the last score of the prompt."""
+def test_remax_baseline_is_one_greedy_response() -> None:
+    """The greedy sample has index -1: the last score of the prompt."""
     totals: dict[int, Sequence[float | None]] = {0: (0.0, 0.25), 1: (1.0, None), 2: (0.5, 0.75)}
-    answerer = Written(config_of("algo=remax"), totals)
+    answerer = Written(make_config("algo=remax"), totals)
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert answerer.asked[1] == [SamplingRequest(prompt, -1, seed=0) for prompt in PROMPTS[:3]]
     assert answerer.temperatures == [1.0, 0.0]
@@ -99,9 +118,9 @@ def test_the_baseline_of_remax_is_one_greedy_answer_to_each_prompt() -> None:
     ]  # fmt: skip
 
 
-def test_the_penalty_of_long_answers_is_in_their_totals_and_a_part_of_its_own() -> None:
+def test_overlong_penalty_in_total_and_parts() -> None:
     words = ("algo.overlong.enabled=true", "algo.overlong.buffer_tokens=2", "rollout.max_response_tokens=3")
-    answerer = Written(config_of("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
+    answerer = Written(make_config("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [score.total for score in found.scores] == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
     assert [score.parts for score in found.scores[::2]] == [
@@ -110,16 +129,16 @@ def test_the_penalty_of_long_answers_is_in_their_totals_and_a_part_of_its_own() 
     assert found.greedy_scores == (1.0, 1.0, 0.5, 0.5, 0.0, 0.0)
 
 
-def test_every_group_counts_for_its_row_kept_or_not() -> None:
+def test_all_groups_count_in_pass_counts() -> None:
     settings = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)
     counted = RowSampler(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
-    answerer = Written(config_of(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
+    answerer = Written(make_config(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
 
     weighed: list[list[float]] = []
 
     class Unweighed(InOrder):
-        def weigh(self, weights: np.ndarray) -> None:
+        def set_weights(self, weights: np.ndarray) -> None:
             weighed.append(weights.tolist())
 
     found = ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())
@@ -133,10 +152,183 @@ def test_every_group_counts_for_its_row_kept_or_not() -> None:
     assert tally == {7: (1, 3), 0: (1, 1), 2: (2, 2)}
 
 
-def test_prompts_drawn_ahead_are_shared_out_with_their_answers_together() -> None:
+def test_split_requests_keeps_prompts_together() -> None:
     requests = [SamplingRequest(PROMPTS[number], sample, 0) for number in (5, 0, 1) for sample in range(2)]
     assert split_requests(requests, 1) == [[0, 1, 2, 3, 4, 5]]
     assert split_requests(requests, 2) == [[0, 1], [2, 3, 4, 5]]
     assert split_requests(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
     twice = [replace(request, seed=1) for request in requests[:2]]
     assert split_requests([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    # 32 responses a step, 8 concurrently
+    return prepare(tmp_path_factory.mktemp("artifacts"), "rollout.max_num_seqs=8", "reward.num_processes=1")
+
+
+@pytest.fixture(scope="module")
+def group(run: SmallRun) -> LocalGroup:
+    return LocalGroup(run.config, str(run.model_directory))
+
+
+def test_scoring_starts_during_generation(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    submitted: list[int] = []
+    begun = threading.Event()
+    write, submit = HfEngine._generate_batch, ScoringPool.submit
+
+    def writing(self: HfEngine, requests: Any, *args: Any) -> Any:
+        assert not written or begun.wait(60), "the first responses must not wait for the others"
+        written.append(len(requests))
+        return write(self, requests, *args)
+
+    def submitting(self: ScoringPool, responses: Sequence[str], truths: Sequence[str]) -> Any:
+        submitted.append(len(responses))
+        begun.set()
+        return submit(self, responses, truths)
+
+    monkeypatch.setattr(HfEngine, "_generate_batch", writing)
+    monkeypatch.setattr(ScoringPool, "submit", submitting)
+    train(run, group, 1)
+    assert written == submitted
+    assert len(written) == 4
+
+
+def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) -> None:
+    problems = Problems.read(run.config, run.inputs)
+    requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
+    group.each(Worker.sync_weights, 3)
+    sampling, limit = SamplingConfig(), run.config.rollout.max_response_tokens
+    plain = generate(group, requests, sampling, limit, policy_version=3)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        early = StreamScorer(scoring, problems.decode)
+        streamed = generate(group, requests, sampling, limit, policy_version=3, on_finished=early.submit)
+        scores, texts = early.collect()
+        assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
+        assert texts == problems.decode([r.response_ids for r in plain])
+        assert scores == scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
+        late_first = StreamScorer(scoring, problems.decode)
+        for pair in reversed(list(enumerate(plain))):
+            late_first.submit([pair])
+        assert late_first.collect() == (scores, texts), "in the order of the requests"
+
+
+def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -> None:
+    problems = Problems.read(run.config, run.inputs)
+    requests = make_requests(problems.stream.take(0, 2), 1, run_seed=1, stream=1, step=1)
+    group.each(Worker.sync_weights, 3)
+    scored: list[Any] = []
+    with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
+        generate(group, requests, SamplingConfig(), 4, policy_version=4, on_finished=scored.append)
+    assert scored == []
+
+
+@pytest.mark.parametrize("max_refills", [0, 2])
+def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path, max_refills: int) -> None:
+    """DAPO filters by score before the penalty. Without refills there is one round."""
+    overrides = ("algo=dapo", f"algo.dynamic_sampling.max_refills={max_refills}", "algo.overlong.buffer_tokens=8")
+    untrained = prepare(tmp_path, "warm_start.enabled=false", *overrides)
+    problems = Problems.read(untrained.config, untrained.inputs)
+    workers = LocalGroup(untrained.config, str(untrained.model_directory))
+    with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
+        collector = ExperienceCollector(
+            ResponseSampler(untrained.config, workers, scoring, problems.decode), problems.stream
+        )
+        workers.each(Worker.sync_weights, 0)
+        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
+    workers.close()
+    size = untrained.config.trainer.batch_size
+    assert found.num_prompts_drawn == (1 + max_refills) * size
+    assert found.num_groups_dropped == max_refills * size
+    assert len({score.total for score in found.scores}) > 1, "scores include the penalty"
+
+
+def test_prepared_prompts_belong_to_their_step(run: SmallRun, group: LocalGroup) -> None:
+    first = LoopState(0, 0, 0, 0, 0.0)
+    second = replace(first, step=1, num_prompts_drawn=run.config.trainer.batch_size)
+    problems = Problems.read(run.config, run.inputs)
+    group.each(Worker.sync_weights, 0)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
+        fresh = [
+            ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock()) for state in (first, second)
+        ]
+        ahead = ExperienceCollector(answerer, problems.stream)
+        ahead.prepare(second)
+        for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
+            found = ahead.collect(state, PhaseClock())
+            assert [one.prompt for one in found.rollouts] == [one.prompt for one in expected.rollouts]
+            assert found.texts == expected.texts
+    assert fresh[0].texts != fresh[1].texts
+
+
+def test_prompts_are_drawn_by_pass_rates(run: SmallRun, group: LocalGroup) -> None:
+    size, problems = run.config.trainer.batch_size, Problems.read(run.config, run.inputs)
+    prompts = problems.stream.take(0, 4 * size)
+    inside = {prompt.prompt_id for prompt in prompts[1::4]}
+    passes = np.array([2.0 if prompt.prompt_id in inside else 4.0 for prompt in prompts], dtype=np.float32)
+    start = PassCounts(passes, np.full(len(prompts), 4.0, dtype=np.float32))
+    settings = PassRatesConfig(draw="band", band=(0.2, 0.8), rest_weight=1e-9)
+    counted = RowSampler([prompt.prompt_id for prompt in prompts], start, settings)
+    group.each(Worker.sync_weights, 0)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
+        collector = ExperienceCollector(answerer, PromptStream(prompts, seed=1), counted)
+        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
+    assert {rollout.prompt.prompt_id for rollout in found.rollouts} == inside
+
+
+def test_stream_batches_shrink(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = make_requests(Problems.read(run.config, run.inputs).stream.take(0, 25), 4, run_seed=1, stream=1, step=1)
+    answer = Rollout(requests[0].prompt, 0, np.ones(1, dtype=np.int32), np.zeros(1), "stop", 0)
+    monkeypatch.setattr(HfEngine, "stream", lambda self, requests, *_: ((i, answer) for i in range(len(requests))))
+    found: list[int] = []
+    group.stream(Worker.generate, [(requests, SamplingConfig(), 8)], lambda _, some: found.append(len(some)))
+    assert found == [25, 18, 14, 10, 8, 8, 8, 8, 1]
+
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with random weights, which samples all tokens."""
+    folder = tagged(tmp_path_factory.mktemp("model"), byte_level=True)
+    tokenizer = load_tokenizer(folder)
+    shape = ScratchModel(max_position_embeddings=256)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return build_scratch_model(shape, vocab_size=len(tokenizer), **ends, seed=1, directory=folder)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_scored_text_keeps_tags(model: Path, tmp_path: Path, skips: bool) -> None:
+    run = prepare(
+        tmp_path, f"model.path={model}", "warm_start.enabled=false", "data.scorer=tests.rollout.odd_scorers:thinks",
+        f"rollout.max_response_tokens={LENGTH}", f"rollout.skip_special_tokens={skips}",
+        "filter.max_prompt_tokens=64",
+    )  # fmt: skip
+    tokenizer = load_tokenizer(model)
+    problems = Problems.read(run.config, run.inputs)
+    requests = make_requests(problems.stream.take(0, 8), 8, run_seed=1, stream=1, step=1)
+    with ExitStack() as opened:
+        group = LocalGroup(run.config, str(model))
+        opened.callback(group.close)
+        group.each(Worker.sync_weights, 1)
+        answers = problems.build_answerer(run.inputs, opened)(group).sample(
+            requests, run.config.rollout.sampling, policy_version=1
+        )
+    rollouts, scores, texts = zip(*answers, strict=True)
+    closing = tokenizer.convert_tokens_to_ids("</think>")
+    has_tag = [closing in rollout.response_ids for rollout in rollouts]
+    assert any(has_tag)
+    assert not all(has_tag)
+    assert [score.total for score in scores] == [float(has) for has in has_tag]
+    ended = [rollout.response_ids[-1] == tokenizer.eos_token_id for rollout in rollouts]
+    assert any(ended)
+    assert [text.endswith("<|im_end|>") for text in texts] == [has and not skips for has in ended]
+    table = response_table(1, rollouts, scores, texts, problems.decode)
+    assert table.column("answer").to_pylist() == [*texts]
+    assert table.column("prompt").to_pylist() == [
+        tokenizer.decode(rollout.prompt.token_ids, skip_special_tokens=True) for rollout in rollouts
+    ]

@@ -1,5 +1,6 @@
-"""Answers that the scorer failed on: training goes on as if they were not there."""
+"""Unscored responses do not take part in training."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,13 @@ from tests.small_run import prepare, train
 
 GROUP = 4
 UNSCORED = {1, *range(4, 8), 8, 9, 11, 17, 18}
-"""One answer of group 0, all of group 1, all but one of group 2, none of group 3, two of group 4."""
+"""One response of group 0, all of group 1, all but one of group 2, none of group 3, two of group 4."""
 LONE = 10
 NUM_ANSWERS = 5 * GROUP
 
 
 class Batch:
-    """Ragged answers with all that an estimate reads; any choice of them can be packed."""
+    """Ragged responses with all inputs of an estimate; any subset can be packed."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
@@ -41,7 +42,7 @@ class Batch:
         return (*self.rollouts[index].prompt.token_ids, *self.rollouts[index].response_ids.tolist())
 
     def estimated(self, chosen: list[int], algo: AlgoConfig, no_greedy: int | None = None) -> Estimate:
-        """The estimate of some of the answers. `no_greedy`: the group whose greedy answer has no score."""
+        """Estimate some of the responses. `no_greedy`: the group whose greedy response has no score."""
         scores = [
             Score(float(self.totals[index]), {}, failure="failed" if index in UNSCORED else None) for index in chosen
         ]
@@ -57,22 +58,22 @@ class Batch:
         return estimate(packed, passes, greedy if algo.advantage == "remax" else None, algo=algo, kl_coef=0.1)
 
 
-def by_answer(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
-    """Advantages of each answer's tokens, zeros where the loss is masked."""
+def by_response(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
+    """Return the advantages of each response's tokens."""
     lengths = found.batch.packed.sequence_lengths().tolist()
     return dict(zip(chosen, found.batch.advantages.split(lengths), strict=True))
 
 
 @pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "remax", "gae", "reinforce_pp"])
-def test_an_answer_without_a_score_takes_no_part_in_the_advantages(method: str) -> None:
+def test_unscored_responses_do_not_change_advantages(method: str) -> None:
     batch = Batch()
     algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=0.9 if method == "gae" else 1.0)
     everyone = list(range(NUM_ANSWERS))
     scored = [index for index in everyone if index not in UNSCORED]
-    # An answer that is left alone of a group of four has nothing to be compared with: it is not there for the others.
+    # A single scored response of a group has no advantage.
     taught = [index for index in scored if method not in GROUP_ADVANTAGES or index != LONE]
     found, expected = batch.estimated(everyone, algo), batch.estimated(taught, algo)
-    with_them, without = by_answer(found, everyone), by_answer(expected, taught)
+    with_them, without = by_response(found, everyone), by_response(expected, taught)
     for index in taught:
         torch.testing.assert_close(with_them[index], without[index], rtol=1e-6, atol=1e-7)
     for index in set(everyone) - set(taught):
@@ -81,15 +82,15 @@ def test_an_answer_without_a_score_takes_no_part_in_the_advantages(method: str) 
         assert found.kl_in_reward == pytest.approx(expected.kl_in_reward, rel=1e-6)
 
 
-def test_a_greedy_answer_without_a_score_is_no_baseline() -> None:
+def test_unscored_greedy_response_is_no_baseline() -> None:
     batch, algo = Batch(), AlgoConfig(advantage="remax")
     everyone = list(range(NUM_ANSWERS))
-    advantages = by_answer(batch.estimated(everyone, algo, no_greedy=3), everyone)
+    advantages = by_response(batch.estimated(everyone, algo, no_greedy=3), everyone)
     assert not any(advantages[index].any() for index in range(12, 16))
     assert advantages[0].any()
 
 
-def test_without_any_score_there_is_no_kl_and_no_advantage() -> None:
+def test_no_advantage_without_scores() -> None:
     batch, none_scored = Batch(), list(range(4, 8))
     for method in ("grpo", "gae", "reinforce_pp", "reinforce_pp_baseline", "opo"):
         found = batch.estimated(none_scored, AlgoConfig(advantage=method, kl=KlConfig(where="reward")))
@@ -112,16 +113,13 @@ ALWAYS = "data.scorer=tests.rollout.odd_scorers:fails_always"
     ],
     ids=" ".join,
 )
-def test_a_scorer_that_fails_now_and_then_leaves_finite_steps(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = prepare(tmp_path, NO_WARM_START, SOMETIMES, *overrides)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         steps = train(run, group, 2)
-    finally:
-        group.close()
     for step in steps:
         assert 0 < step["reward/unscored_share"] < 1
-        assert step["critic/score/min"] == step["critic/score/max"] == 1.0, "nothing counts as a zero"
+        assert step["critic/score/min"] == step["critic/score/max"] == 1.0, "unscored responses do not count as 0"
         assert all(np.isfinite(value) for value in step.values())
 
 
@@ -134,16 +132,13 @@ def test_a_scorer_that_fails_now_and_then_leaves_finite_steps(tmp_path: Path, ov
     ],
     ids=" ".join,
 )
-def test_a_step_without_any_score_is_an_error_before_it_changes_a_weight(
-    tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_unscored_step_raises_and_keeps_weights(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = prepare(tmp_path, NO_WARM_START, ALWAYS, *overrides)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
-        with pytest.raises(UnscoredError, match=r"^step 1: has no figures, for \d+ answers have no score; .*: always$"):
+        with pytest.raises(
+            UnscoredError, match=r"^step 1: has no metrics, for \d+ responses have no score; .* always$"
+        ):
             train(run, group, 1)
         after = group.each(Worker.full_weights)[0]
-    finally:
-        group.close()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

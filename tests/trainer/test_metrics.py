@@ -1,4 +1,4 @@
-"""A step's figures, each counted by hand on four answers."""
+"""Metrics of a step, computed by hand for four responses."""
 
 from dataclasses import replace
 
@@ -30,23 +30,23 @@ from rlcore.trainer.update import Update
 from rlcore.types import Score
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.passes import OomRetry
+from rlcore.workers.trained_model import OomRetry
 from rlcore.workers.worker import WorkerInfo
-from tests.trainer.batches import HALF, QUARTER, estimated, experience, packed_of
+from tests.trainer.batches import HALF, QUARTER, make_estimate, make_experience, pack_experience
 
 
-def config_of(*overrides: str, answer: int = 3) -> RunConfig:
+def make_config(*overrides: str, answer: int = 3) -> RunConfig:
     words = ["filter.max_prompt_tokens=3", f"rollout.max_response_tokens={answer}"]
     return load_config(["experiment=debug", *words, *overrides])
 
 
-def test_values_are_told_by_mean_largest_and_smallest() -> None:
+def test_distribution_metrics() -> None:
     assert distribution_metrics("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
     assert distribution_metrics("x", torch.tensor([])) == {}
 
 
-def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
-    found = length_metrics(config_of(), experience())
+def test_length_metrics() -> None:
+    found = length_metrics(make_config(), make_experience())
     assert found == {
         "prompt_length/mean": 2.5,
         "prompt_length/max": 3.0,
@@ -57,11 +57,11 @@ def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
         "response_length/min": 1.0,
         "response_length/clip_ratio": 0.25,
     }
-    shorter = length_metrics(config_of(answer=2), experience())
+    shorter = length_metrics(make_config(answer=2), make_experience())
     assert shorter["response_length/clip_ratio"] == 0.5
-    rollouts = experience().rollouts
+    rollouts = make_experience().rollouts
     sampled = (replace(rollouts[0], is_sampled=np.array([True, False, False])), *rollouts[1:])
-    read = length_metrics(config_of(), replace(experience(), rollouts=sampled))
+    read = length_metrics(make_config(), replace(make_experience(), rollouts=sampled))
     assert {name: value for name, value in read.items() if name not in found} == {
         "environment_length/mean": 2.0,
         "environment_length/max": 2.0,
@@ -69,11 +69,11 @@ def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
     }
 
 
-def test_groups_are_told_by_what_they_can_teach_and_what_the_scorer_failed_on() -> None:
-    found = experience()
+def test_group_metrics() -> None:
+    found = make_experience()
     assert found.num_response_tokens == 9
     assert found.num_generated_tokens == 12
-    assert group_metrics(packed_of(found), found) == {
+    assert group_metrics(pack_experience(found), found) == {
         "reward/equal_group_share": 0.5,
         "reward/groups_dropped": 3.0,
         "pass_rates/mean": 0.25,
@@ -83,11 +83,14 @@ def test_groups_are_told_by_what_they_can_teach_and_what_the_scorer_failed_on() 
         "reward/format/mean": 0.5,
     }
     whole = replace(found, scores=(Score(1.0, {}), *[Score(0.0, {})] * 3), num_tokens_dropped=0, pass_metrics={})
-    assert group_metrics(packed_of(whole), whole) == {"reward/equal_group_share": 0.5, "reward/groups_dropped": 3.0}
+    assert group_metrics(pack_experience(whole), whole) == {
+        "reward/equal_group_share": 0.5,
+        "reward/groups_dropped": 3.0,
+    }
 
 
-def test_ranks_are_told_by_their_tokens_as_drawn_and_as_shared_out() -> None:
-    assert balance_metrics(packed_of(experience()), [[0, 3], [1, 2]]) == {
+def test_balance_metrics() -> None:
+    assert balance_metrics(pack_experience(make_experience()), [[0, 3], [1, 2]]) == {
         "global_seqlen/min": 8.0,
         "global_seqlen/max": 11.0,
         "global_seqlen/mean": 9.5,
@@ -97,8 +100,8 @@ def test_ranks_are_told_by_their_tokens_as_drawn_and_as_shared_out() -> None:
     }
 
 
-def test_the_samplers_probabilities_are_compared_where_there_is_a_loss() -> None:
-    packed = packed_of(experience())
+def test_mismatch_metrics() -> None:
+    packed = pack_experience(make_experience())
     places = packed.loss_mask.nonzero()[:, 0]
     old = torch.full((packed.num_tokens,), HALF)
     old[places[:3]] = QUARTER  # three of six tokens are off by a quarter
@@ -119,10 +122,10 @@ def test_the_samplers_probabilities_are_compared_where_there_is_a_loss() -> None
     assert mismatch_metrics(none, old, weights) == {}
 
 
-def test_seconds_are_told_by_token_of_what_took_them() -> None:
-    packed = packed_of(experience())
+def test_timing_metrics() -> None:
+    packed = pack_experience(make_experience())
     seconds = {"gen": 6.0, "ref": 1.9, "reward": 1.0, "step": 38.0}
-    found = timing_metrics(seconds, packed, num_answer_tokens=12, num_devices=2)
+    found = timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2)
     used = psutil.virtual_memory().used / 1e9
     assert found.pop("perf/cpu_memory_used_gb") == pytest.approx(used, rel=0.5)
     assert found == {
@@ -133,7 +136,7 @@ def test_seconds_are_told_by_token_of_what_took_them() -> None:
         "perf/time_per_step": 38.0,
         "perf/throughput": 0.25,
     }
-    assert "timing_per_token_ms/gen" not in timing_metrics({"step": 1.0}, packed, num_answer_tokens=1, num_devices=1)
+    assert "timing_per_token_ms/gen" not in timing_metrics({"step": 1.0}, packed, num_response_tokens=1, num_devices=1)
 
 
 SHAPE = ModelShape(
@@ -144,7 +147,7 @@ CRITIC = replace(SHAPE, layers=3)
 INFO = WorkerInfo("CPU", "float32", "sdpa", 1, SHAPE, CRITIC, 1e6, 1)
 
 
-def test_the_share_of_the_peak_counts_every_epoch_and_device_and_a_shared_prompt_once() -> None:
+def test_mfu_metrics() -> None:
     seconds = {"update_actor": 2.0, "update_critic": 4.0}
     found = mfu_metrics(seconds, [5, 7], INFO, num_targets=8, num_epochs=3, num_devices=2, num_shared=4)
     peak = 2 * 1e6
@@ -173,11 +176,11 @@ def test_the_share_of_the_peak_counts_every_epoch_and_device_and_a_shared_prompt
     )
 
 
-def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
-    packed = packed_of(experience())
+def test_cost_metrics() -> None:
+    packed = pack_experience(make_experience())
     shares = RankShares(((0, 3), (1, 2)), 1)
     seconds = {"update_actor": 2.0, "gen": 6.0, "step": 38.0}
-    config = config_of("trainer.epochs_per_batch=3")
+    config = make_config("trainer.epochs_per_batch=3")
     found = cost_metrics(config, packed, 12, Assignment((shares,), shares, 4), seconds, INFO)
     expected = {
         **balance_metrics(packed, shares.sequences),
@@ -190,12 +193,12 @@ def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
             num_devices=2,
             num_shared=4,
         ),
-        **timing_metrics(seconds, packed, num_answer_tokens=12, num_devices=2),
+        **timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2),
     }
     assert found == {**expected, "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"]}
 
 
-def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up() -> None:
+def test_memory_metrics() -> None:
     again = OomRetry("a pass", 1, 2, 2, "no room")
     peaks = [MemoryPeak(1.5, 2.0, 1, (again,)), MemoryPeak(1.0, 3.0, 2)]
     assert memory_metrics(peaks) == {
@@ -206,16 +209,16 @@ def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up
     assert memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
 
 
-def test_only_another_engine_than_the_trainers_own_model_has_a_distance() -> None:
-    assert weight_sync_metrics(config_of(), WeightSync(0.5)) == {}
-    assert weight_sync_metrics(config_of("rollout.engine=vllm"), WeightSync(0.5)) == {
+def test_weight_sync_metrics() -> None:
+    assert weight_sync_metrics(make_config(), WeightSync(0.5)) == {}
+    assert weight_sync_metrics(make_config("rollout.engine=vllm"), WeightSync(0.5)) == {
         "training/canary_logprob_diff": 0.5
     }
 
 
-def test_scores_are_those_of_scored_answers_and_advantages_those_of_their_tokens() -> None:
-    packed = packed_of(experience())
-    found = estimated(packed)
+def test_reward_metrics() -> None:
+    packed = pack_experience(make_experience())
+    found = make_estimate(packed)
     assert packed.loss_mask.nonzero()[:, 0].tolist() == [1, 2, 3, 6, 16, 17]
     expected = {
         "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0,
@@ -235,17 +238,17 @@ def test_scores_are_those_of_scored_answers_and_advantages_those_of_their_tokens
     assert [*reward_metrics(replace(by_critic, batch=none))] == [*expected][:6]
 
 
-def test_a_step_tells_what_was_left_out_only_where_something_was() -> None:
-    found = experience()
-    packed = packed_of(found)
-    plain = step_metrics(config_of(), found, estimated(packed), Update())
+def test_step_metrics() -> None:
+    found = make_experience()
+    packed = pack_experience(found)
+    plain = step_metrics(make_config(), found, make_estimate(packed), Update())
     assert plain == {
-        **reward_metrics(estimated(packed)), **length_metrics(config_of(), found), **group_metrics(packed, found)
+        **reward_metrics(make_estimate(packed)), **length_metrics(make_config(), found), **group_metrics(packed, found)
     }  # fmt: skip
-    more = replace(estimated(packed), kl_in_reward=0.125, share_left_out=0.0)
+    more = replace(make_estimate(packed), kl_in_reward=0.125, masked_share=0.0)
     old = torch.full((packed.num_tokens,), QUARTER)
-    told = step_metrics(config_of(), found, more, Update(share_skipped=0.5, logprobs_before=old))
-    assert {name: value for name, value in told.items() if name not in plain} == {
+    metrics = step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
+    assert {name: value for name, value in metrics.items() if name not in plain} == {
         SKIPPED: 0.5,
         "rollout_corr/left_out_share": 0.0,
         "actor/reward_kl_penalty": 0.125,
@@ -253,9 +256,9 @@ def test_a_step_tells_what_was_left_out_only_where_something_was() -> None:
     }
     kept = replace(packed, loss_mask=packed.loss_mask & (packed.sequence_ids() > 0))
     varied = old + torch.arange(packed.num_tokens) / 10
-    for of_pass, compared in ((varied, packed), (None, kept)):  # the update computes none of what it leaves out
+    for of_pass, compared in ((varied, packed), (None, kept)):  # the update does not compute masked tokens
         less = replace(more, batch=replace(more.batch, packed=kept, old_logprobs=of_pass))
-        told = step_metrics(config_of(), found, less, Update(logprobs_before=varied))
-        assert mismatch_metrics(compared, varied, None).items() <= told.items()
-    weighted = config_of("algo.importance.mode=truncate")
+        metrics = step_metrics(make_config(), found, less, Update(logprobs_before=varied))
+        assert mismatch_metrics(compared, varied, None).items() <= metrics.items()
+    weighted = make_config("algo.importance.mode=truncate")
     assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))

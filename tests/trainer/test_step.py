@@ -1,24 +1,48 @@
-"""Training steps on real workers."""
+"""Training steps on real workers, and the state after a step."""
 
 import functools
+import json
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from rlcore.batching.balance import Sizes, micro_batches
+from rlcore.algos.objective import PolicyStatistics
+from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select
-from rlcore.config import ScratchModel
+from rlcore.checkpoint.state import LoopState
+from rlcore.config import RunConfig, ScratchModel
+from rlcore.config.compose import load_config
+from rlcore.errors import NonFiniteError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
+from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
+from tests.trainer.batches import (
+    POLICY,
+    PROMPTS,
+    UPDATE,
+    InOrder,
+    Ranks,
+    Written,
+    make_estimate,
+    make_experience,
+    pack_experience,
+    rank_updates,
+)
 
 STEPS = 3
 Usual = Callable[[str], list[dict[str, float]]]
@@ -31,40 +55,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def usual(root: Path) -> Usual:
-    """Steps of an algorithm with the usual settings, taken once."""
-    return functools.cache(lambda algo: trained(prepare(root, f"algo={algo}")))
+    """Return steps of an algorithm with default settings, run once."""
+    return functools.cache(lambda algo: run_steps(prepare(root, f"algo={algo}")))
 
 
-def trained(run: SmallRun, num_steps: int = STEPS) -> list[dict[str, float]]:
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+def run_steps(run: SmallRun, num_steps: int = STEPS) -> list[dict[str, float]]:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         return train(run, group, num_steps)
-    finally:
-        group.close()
 
 
-def close(first: list[dict[str, float]], second: list[dict[str, float]], *, rtol: float) -> None:
+def assert_close(first: list[dict[str, float]], second: list[dict[str, float]], *, rtol: float) -> None:
     assert [sorted(step) for step in first] == [sorted(step) for step in second]
     for number, (one, other) in enumerate(zip(first, second, strict=True), start=1):
         for name, value in one.items():
-            # How far the engine is from the trainer is rounding alone here: a figure of some 1e-6 in any case.
+            # The distance of engine and trainer is rounding of some 1e-6.
             atol = 1e-5 if name.startswith("training/rollout_probs_diff") else 1e-7
             assert other[name] == pytest.approx(value, rel=rtol, abs=atol), f"step {number}: {name}"
 
 
-def test_the_same_run_gives_the_same_numbers(root: Path, usual: Usual) -> None:
-    assert trained(prepare(root)) == usual("grpo")
+def test_training_is_reproducible(root: Path, usual: Usual) -> None:
+    assert run_steps(prepare(root)) == usual("grpo")
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_the_split_into_micro_batches_does_not_change_the_numbers(root: Path, usual: Usual, algo: str) -> None:
-    narrow = trained(prepare(root, f"algo={algo}", "trainer.max_tokens_per_micro_batch=40"))
-    close(usual(algo), narrow, rtol=2e-5)
+def test_micro_batch_split_keeps_metrics(root: Path, usual: Usual, algo: str) -> None:
+    narrow = run_steps(prepare(root, f"algo={algo}", "trainer.max_tokens_per_micro_batch=40"))
+    assert_close(usual(algo), narrow, rtol=2e-5)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_gradient_checkpointing_does_not_change_the_numbers(root: Path, usual: Usual, algo: str) -> None:
-    close(usual(algo), trained(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
+def test_gradient_checkpointing_keeps_metrics(root: Path, usual: Usual, algo: str) -> None:
+    assert_close(usual(algo), run_steps(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +117,18 @@ def test_gradient_checkpointing_does_not_change_the_numbers(root: Path, usual: U
     ],
     ids=" ".join,
 )
-def test_every_method_takes_finite_steps(root: Path, overrides: tuple[str, ...]) -> None:
-    for step in trained(prepare(root, *overrides), 2):
+def test_all_methods_take_finite_steps(root: Path, overrides: tuple[str, ...]) -> None:
+    for step in run_steps(prepare(root, *overrides), 2):
         for name, value in step.items():
             assert torch.isfinite(torch.tensor(value)), name
         assert step["actor/grad_norm"] >= 0
 
 
-def test_the_time_of_generation_is_that_of_the_answers_dropped_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_time_includes_dropped_responses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[StepResult] = []
     step = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda *args, **given: results.append(step(*args, **given)) or results[-1])
-    trained(prepare(root, "algo.dynamic_sampling.enabled=true"), 1)
+    run_steps(prepare(root, "algo.dynamic_sampling.enabled=true"), 1)
     metrics, experience = results[0].metrics, results[0].experience
     assert experience is not None
     assert experience.num_tokens_dropped > 0
@@ -116,25 +137,22 @@ def test_the_time_of_generation_is_that_of_the_answers_dropped_too(root: Path, m
     assert metrics["timing_per_token_ms/gen"] == pytest.approx(ms_per_token)
 
 
-def test_every_mini_batch_is_taken_in_every_epoch(root: Path) -> None:
+def test_all_mini_batches_in_all_epochs(root: Path) -> None:
     run = prepare(root, "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.epochs_per_batch=3")
-    group = LocalGroup(run.config, str(run.model_directory))
-    taken: list[int] = []
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        taken: list[int] = []
         (optimizer,) = group.each(lambda worker: worker.actor.optimizer)
         optimizer.register_step_post_hook(lambda *_: taken.append(1))
         train(run, group, 1)
-    finally:
-        group.close()
     assert len(taken) == 2 * 3
 
 
-def test_answers_cut_at_the_limit_are_left_out_and_where_all_are_there_is_no_update(root: Path) -> None:
-    """Their scores still count, so some mini-batches have scored answers and no token with a loss."""
+def test_truncated_responses_are_not_updated_on(root: Path) -> None:
+    """Their scores still count, so some mini-batches have scores but no loss."""
     overrides = ("algo.mask_truncated=true", "trainer.mini_batch_size=1", "warm_start.enabled=false")
     for limit, expected in ((1, 1.0), (None, None)):
         words = () if limit is None else (f"rollout.max_response_tokens={limit}",)
-        (step,) = trained(prepare(root, *overrides, *words), 1)
+        (step,) = run_steps(prepare(root, *overrides, *words), 1)
         share = step["rollout_corr/left_out_share"]
         if expected is None:
             assert 0 < share < 1
@@ -145,10 +163,8 @@ def test_answers_cut_at_the_limit_are_left_out_and_where_all_are_there_is_no_upd
         assert "critic/score/mean" in step
 
 
-def test_micro_batches_hold_the_budget_where_answers_without_a_loss_compute_their_prompt(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An answer that is left out of the update shares no prompt: the update may take more micro-batches than a pass."""
+def test_micro_batch_budget_with_masked_responses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A masked response shares no prompt, so the update may need more micro-batches than a forward pass."""
     budget, given = 100, []
     update = Worker.update_policy
     monkeypatch.setattr(
@@ -157,25 +173,25 @@ def test_micro_batches_hold_the_budget_where_answers_without_a_loss_compute_thei
         lambda self, batch, parts, *rest: given.append((batch.packed, parts)) or update(self, batch, parts, *rest),
     )
     overrides = ("algo.mask_truncated=true", "warm_start.enabled=false", "model.share_prompts=true")
-    trained(prepare(root, *overrides, f"trainer.max_tokens_per_micro_batch={budget}"), 1)
+    run_steps(prepare(root, *overrides, f"trainer.max_tokens_per_micro_batch={budget}"), 1)
     ((packed, (whole,)),) = given
     assert not all(packed.loss_mask[start:stop].any() for start, stop in pairwise(packed.cu_seqlens.tolist()))
     for part in micro_batches(packed, whole.num_micro, share_prompts=True):
         assert len(part) == 1 or Sizes.from_batch(select(packed, part), share_prompts=True).num_computed() <= budget
 
 
-def test_kl_to_the_reference_is_zero_at_the_start_and_grows(root: Path) -> None:
-    steps = trained(prepare(root, "algo.kl.where=loss", "optim.lr=1e-2"), 3)
+def test_kl_to_reference_starts_at_zero(root: Path) -> None:
+    steps = run_steps(prepare(root, "algo.kl.where=loss", "optim.lr=1e-2"), 3)
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert steps[2]["actor/kl_loss"] > 1e-5
 
 
-def test_the_batch_of_a_step_has_the_references_log_probabilities(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first step they are the policy's own."""
+def test_step_batch_has_ref_logprobs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step's equal the policy's."""
     results: list[StepResult] = []
     step = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda *args, **more: results.append(step(*args, **more)) or results[-1])
-    trained(prepare(root, "algo.kl.where=loss"), 1)
+    run_steps(prepare(root, "algo.kl.where=loss"), 1)
     (result,) = results
     assert result.batch is not None
     mask = result.batch.packed.loss_mask
@@ -184,22 +200,19 @@ def test_the_batch_of_a_step_has_the_references_log_probabilities(root: Path, mo
     torch.testing.assert_close(result.batch.ref_logprobs[mask], result.logprobs_before[mask])
 
 
-def test_the_critic_alone_learns_while_it_warms_up(root: Path) -> None:
-    steps = trained(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
+def test_critic_warmup_skips_policy(root: Path) -> None:
+    steps = run_steps(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
     assert ["actor/grad_norm" in step for step in steps] == [False, False, True]
     assert all("critic/vf_loss" in step for step in steps)
 
 
-def test_a_critic_of_another_size_counts_its_own_operations(root: Path) -> None:
+def test_critic_flops_by_its_shape(root: Path) -> None:
     scratch, folder = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24), root / "critic"
     build_scratch_tokenizer(scratch, folder)
     build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
     run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         info = group.each(Worker.info)[0]
-    finally:
-        group.close()
     seconds = {"update_actor": 1.0, "update_critic": 1.0}
     found = mfu_metrics(seconds, [5, 7], info, num_targets=6, num_epochs=1, num_devices=1)
     for name, shape in (("actor", ModelShape.of_scratch(run.config.model.scratch)), ("critic", info.critic_shape)):
@@ -209,48 +222,137 @@ def test_a_critic_of_another_size_counts_its_own_operations(root: Path) -> None:
     assert info.critic_shape == ModelShape.of_scratch(scratch)
 
 
-def test_the_first_update_on_fresh_answers_is_on_policy(root: Path) -> None:
-    (first, *_) = trained(prepare(root, "trainer.mini_batch_size=4"), 1)
+def test_first_update_is_on_policy(root: Path) -> None:
+    (first, *_) = run_steps(prepare(root, "trainer.mini_batch_size=4"), 1)
     assert first["actor/pg_clipfrac"] < 0.5
     assert first["training/rollout_probs_diff_max"] < 1e-5
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_each_step_has_the_rate_of_its_place_and_an_unmoved_policy_leaves_the_kl_coefficient(
-    root: Path, where: str
-) -> None:
+def test_learning_rates_and_kl_coefficient_by_step(root: Path, where: str) -> None:
     overrides = (
         "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=4", "optim.lr=1e-3", "optim.schedule=linear",
         "optim.warmup_steps=2", "critic.optim.lr=1e-3", "critic.optim.schedule=linear", f"algo.kl.where={where}",
         "algo.kl.coef=0.01", "algo.kl.adaptive=true", "algo.kl.horizon=16",
     )  # fmt: skip
-    steps = trained(prepare(root, *overrides), 4)
+    steps = run_steps(prepare(root, *overrides), 4)
     assert [step["critic/lr"] for step in steps] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
-    # The first of two warm-up steps would have half the rate; the policy's own first step is the third.
+    # The first of two warm-up steps would have half the rate; the policy's first step is the third.
     assert [step["actor/lr"] for step in steps[2:]] == pytest.approx([1e-3, 0.5e-3])
     assert steps[2]["actor/kl_coef"] == 0.01
     assert steps[3]["actor/kl_coef"] < 0.01
 
 
-def test_the_first_step_of_a_warm_up_has_the_first_part_of_the_rate(root: Path) -> None:
-    (first,) = trained(prepare(root, "trainer.total_steps=4", "optim.lr=1e-3", "optim.warmup_steps=2"), 1)
-    assert first["actor/lr"] == pytest.approx(0.5e-3)
-
-
-def test_the_distance_from_the_engine_is_measured_or_not_told(root: Path, usual: Usual) -> None:
+def test_engine_distance_is_measured_or_absent(root: Path, usual: Usual) -> None:
     expected = usual("grpo")[0]
-    (found,) = trained(prepare(root, "trainer.old_logprobs=behavior"), 1)
+    (found,) = run_steps(prepare(root, "trainer.old_logprobs=behavior"), 1)
     names = [name for name in expected if name.startswith("training/rollout_probs_diff")]
     assert len(names) == 3
     assert expected["training/rollout_probs_diff_max"] > 0
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
-    (several,) = trained(prepare(root, "trainer.old_logprobs=behavior", "trainer.mini_batch_size=4"), 1)
+    (several,) = run_steps(prepare(root, "trainer.old_logprobs=behavior", "trainer.mini_batch_size=4"), 1)
     assert not any(name in several for name in names)
 
 
-def test_the_entropy_of_a_token_is_told_where_the_loss_adds_up_otherwise(root: Path, usual: Usual) -> None:
+def test_token_entropy_by_aggregation(root: Path, usual: Usual) -> None:
     expected = usual("grpo")[0]
-    (found,) = trained(prepare(root, "algo.aggregation=seq-mean-token-sum-norm"), 1)
+    (found,) = run_steps(prepare(root, "algo.aggregation=seq-mean-token-sum-norm"), 1)
     assert "actor/token_entropy" not in expected
     assert found["actor/token_entropy"] == pytest.approx(expected["actor/entropy"], rel=1e-5)
     assert found["actor/entropy"] != pytest.approx(expected["actor/entropy"], rel=0.1)
+
+
+STATE = LoopState(4, 5, 20, 1_000, 0.5, best_metric=0.25, best_step=3, entropy_added=0.125)
+ADAPTIVE = ("algo.kl.where=reward", "algo.kl.coef=0.5", "algo.kl.adaptive=true", "algo.kl.target=0.1",
+            "algo.kl.horizon=100")  # fmt: skip
+
+
+class NoRanks(Ranks):
+    """Ranks without results of updates."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+        self._answers = {}
+
+
+CONTROLLED = ("algo.entropy_control.target=3.0", "algo.entropy_control.step=0.25")
+
+
+def trainer(*overrides: str, failures: Path = Path(), ranks: Ranks | None = None) -> Trainer:
+    config = load_config(["experiment=debug", *overrides])
+    collector = ExperienceCollector(Written(config, {}), InOrder(PROMPTS, seed=1))
+    return Trainer(config, ranks or NoRanks(), collector, failures=failures)
+
+
+def state_after(update: Update, *overrides: str, kl: float | None = None) -> LoopState:
+    """Return the state after a step of four responses (three scored, 19 tokens, five prompts drawn)."""
+    found = replace(make_experience(), pass_counts="counts")
+    estimate = replace(make_estimate(pack_experience(found)), kl_in_reward=kl)
+    return trainer(*overrides)._state_after(STATE, found, estimate, update)
+
+
+def test_state_after_step() -> None:
+    resumed = replace(STATE, step=5, policy_version=6, num_prompts_drawn=25, num_tokens=1_019, pass_counts="counts")
+    assert state_after(Update()) == resumed
+    assert state_after(UPDATE) == resumed
+    assert state_after(UPDATE, *ADAPTIVE) == resumed, "no KL was measured"
+
+
+def test_kl_coefficient_follows_observed_kl() -> None:
+    assert state_after(UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
+    assert state_after(replace(UPDATE, share_skipped=0.5), *ADAPTIVE, kl=0.11).kl_coef > 0.5
+    assert state_after(replace(UPDATE, share_skipped=1.0), *ADAPTIVE, kl=0.11).kl_coef == 0.5
+    assert state_after(UPDATE, kl=0.11).kl_coef == 0.5
+
+
+def test_entropy_weight_follows_update() -> None:
+    assert float(POLICY.entropy_sum / POLICY.num_tokens) == 2.5
+    assert state_after(UPDATE, *CONTROLLED).entropy_added == 0.375
+    assert state_after(replace(UPDATE, share_skipped=1.0), *CONTROLLED).entropy_added == 0.125
+    assert state_after(Update(), *CONTROLLED).entropy_added == 0.125
+    assert state_after(UPDATE).entropy_added == 0.125
+
+
+def shared_batch(config: RunConfig) -> SharedBatch:
+    packed = pack_experience(make_experience())
+    batch = replace(make_estimate(packed).batch, old_logprobs=torch.ones(packed.num_tokens))
+    return SharedBatch.split(config, batch, Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 2))
+
+
+def test_only_skip_alarms_skip_update() -> None:
+    alarms = (Alarm("a", "tell", ""), Alarm("b", "skip", ""))
+    for old, measured in (("recompute", True), ("behavior", False)):
+        one = trainer(f"trainer.old_logprobs={old}")
+        shared = shared_batch(one._config)
+        skipped = one._update(STATE, make_experience(), shared, alarms, PhaseClock())
+        assert skipped.share_skipped == 1.0
+        assert (skipped.logprobs_before is shared.batch.old_logprobs) == measured
+        with pytest.raises(KeyError):  # these ranks have no results
+            one._update(STATE, make_experience(), shared, alarms[:1], PhaseClock())
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_non_finite_update_saves_batch(tmp_path: Path, action: str, bad: bool) -> None:
+    ranks = Ranks([rank_updates(PolicyStatistics, [], failed=True)] * 2, [])
+    one = trainer(f"alarms.non_finite={action}", failures=tmp_path / "run" / "failures", ranks=ranks)
+    shared = shared_batch(one._config)
+    if bad:
+        shared.batch.advantages[shared.batch.packed.cu_seqlens[2]] = float("inf")
+    file = tmp_path / "run" / "failures" / "step-000005.safetensors"
+    rows = "prompts [1]" if bad else "no single row: its inputs are all finite"
+    text = f"step 5: no number Batch saved to {file}; non-finite inputs in {rows}."
+    if action == "stop":
+        with pytest.raises(NonFiniteError) as caught:
+            one._update(STATE, make_experience(), shared, (), PhaseClock())
+        assert str(caught.value) == text
+        assert str(caught.value.__cause__) == "no number"
+    else:
+        found = one._update(STATE, make_experience(), shared, (), PhaseClock())
+        assert (str(found.failure), found.share_skipped) == (text, 1.0)
+    answers = json.loads(file.with_suffix(".json").read_text())
+    assert answers[2] == {
+        "row": 2, "prompt_id": 1, "ground_truth": "{}", "answer": "", "score": 9.0, "failure": "lost", "non_finite": bad
+    }  # fmt: skip
+    assert [answer["non_finite"] for answer in answers] == [False, False, bad, False]
+    assert torch.equal(load_file(file)["group_ids"], shared.batch.packed.group_ids)

@@ -1,4 +1,4 @@
-"""A supervised step: what its ranks are asked, and what is told of it."""
+"""A supervised step: calls to ranks, and metrics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,7 @@ from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import PackedBatch
 from rlcore.workers.group import Completed
 from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.passes import OomRetry
-from rlcore.workers.trained_model import ModelUpdate
+from rlcore.workers.trained_model import ModelUpdate, OomRetry
 from rlcore.workers.worker import Worker, WorkerInfo
 
 DEMONSTRATIONS = [
@@ -26,7 +25,7 @@ AGAIN = OomRetry("a pass", 1, 2, 2, "no room")
 
 
 class Ranks:
-    """Ranks that count the tokens with a loss they are given, in place of learning from them."""
+    """Ranks that count tokens with a loss instead of training."""
 
     def __init__(self, *, fails: bool = False, world_size: int = 2) -> None:
         self.world_size = world_size
@@ -54,7 +53,7 @@ class Ranks:
         raise AssertionError("nothing is written")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def trainer(group: Ranks, drawn: list[tuple[int, int]] | None = None) -> SupervisedTrainer:
@@ -68,7 +67,7 @@ def trainer(group: Ranks, drawn: list[tuple[int, int]] | None = None) -> Supervi
     return SupervisedTrainer(load_config(["experiment=debug", *words]), group, draw)
 
 
-def test_a_step_divides_by_the_answer_tokens_of_all_ranks_and_goes_on_where_it_stood() -> None:
+def test_supervised_step() -> None:
     group, drawn = Ranks(), []
     found = trainer(group, drawn).step(LoopState(2, 2, 40, 100, 0.0), epoch=3)
     assert drawn == [(40, 3)]
@@ -82,13 +81,13 @@ def test_a_step_divides_by_the_answer_tokens_of_all_ranks_and_goes_on_where_it_s
     assert found.shortages == (AGAIN,)
 
 
-def test_a_loss_that_is_no_number_is_told_with_its_step() -> None:
+def test_supervised_non_finite_loss_raises() -> None:
     with pytest.raises(NonFiniteError, match=r"^step 3 of the warm start: the supervised loss is nan$"):
         trainer(Ranks(fails=True)).step(LoopState(2, 2, 40, 100, 0.0), epoch=0)
 
 
-def test_what_fills_up_the_ranks_counts_nowhere() -> None:
-    """Three demonstrations on two ranks: the last one again, without an answer."""
+def test_held_out_padding_does_not_count() -> None:
+    """Three demonstrations on two ranks are padded by the last one, without a loss."""
     group = Ranks()
     found = trainer(group).held_out(DEMONSTRATIONS[:3])
     assert found == {"sft/held_out_loss": 3.0, "sft/held_out_accuracy": 0.25}

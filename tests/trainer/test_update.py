@@ -1,13 +1,18 @@
-"""What a step's updates report, and which passes they need."""
+"""Optimizer steps, token selection, and the batch of each rank."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
-from rlcore.batching.balance import Balancer
+from rlcore.algos.aggregation import token_covariance
+from rlcore.batching.balance import Assignment, Balancer
+from rlcore.batching.pack import pack, select_train, token_indices
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
@@ -18,17 +23,18 @@ from rlcore.trainer.update import (
     SharedBatch,
     Update,
     _sum_steps,
+    apply_selection,
     logprobs_before_update,
     needs_old_logprobs,
     num_optimizer_steps,
     update_models,
 )
-from rlcore.types import TrainBatch
+from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.trained_model import ModelUpdate
 from rlcore.workers.worker import Worker
 from tests.helpers.settings import settings
 from tests.models.tiny import answers
-from tests.trainer.batches import UPDATE, Ranks, rank_updates, sums
+from tests.trainer.batches import UPDATE, Ranks, make_statistics, rank_updates
 
 OF_CRITIC = {
     "critic/vf_loss": 3.0, "critic/vf_clipfrac": 0.25, "critic/vpred_mean": 0.5, "critic/grad_norm": 0.25,
@@ -59,27 +65,27 @@ def with_target(target: float) -> AlgoConfig:
         (with_target(0.3), {"actor/entropy_coef": 0.01}),
     ],
 )
-def test_an_update_tells_what_its_settings_have_in_the_loss(settings_of: AlgoConfig, more: dict[str, float]) -> None:
+def test_update_metrics_by_settings(settings_of: AlgoConfig, more: dict[str, float]) -> None:
     assert UPDATE.metrics(settings_of) == {**OF_CRITIC, **OF_POLICY, **more}
 
 
-def test_a_model_that_took_no_step_tells_nothing() -> None:
+def test_update_metrics_without_steps() -> None:
     assert Update().metrics(algo(kl=KlConfig(where="loss"))) == {}
     assert Update(critic=UPDATE.critic).metrics(algo()) == OF_CRITIC
     assert Update(policy=UPDATE.policy, kl_coef=0.125).metrics(algo()) == OF_POLICY
 
 
-def test_the_kl_is_that_of_the_place_where_it_is_measured() -> None:
+def test_observed_kl_by_place() -> None:
     in_loss, in_reward = algo(kl=KlConfig(where="loss")), algo(kl=KlConfig(where="reward"))
     assert [UPDATE.observed_kl(in_loss, 0.75), UPDATE.observed_kl(in_reward, 0.75)] == [0.25, 0.75]
     assert Update().observed_kl(in_loss, 0.75) is None
     assert UPDATE.observed_kl(algo(), None) is None
 
 
-def test_steps_and_ranks_are_added_up_and_the_norm_is_that_of_each_step() -> None:
-    """A norm is of all ranks already; each of them reports it."""
+def test_sum_steps() -> None:
+    """Each rank reports the norm over all ranks."""
     taken = [
-        [ModelUpdate(sums(ValueStatistics, num_tokens=count, vpred=1), norm) for count in (1, 2)]
+        [ModelUpdate(make_statistics(ValueStatistics, num_tokens=count, vpred=1), norm) for count in (1, 2)]
         for norm in (0.5, 1.5, 1.0)
     ]
     found = _sum_steps(taken, 0.01)
@@ -87,7 +93,7 @@ def test_steps_and_ranks_are_added_up_and_the_norm_is_that_of_each_step() -> Non
     assert (float(found.stats.num_tokens), float(found.stats.vpred)) == (9.0, 6.0)
 
 
-def test_the_last_mini_batch_may_be_short_and_counts_in_every_epoch() -> None:
+def test_num_optimizer_steps() -> None:
     for batch, mini, epochs, steps in ((8, 8, 1, 1), (8, 4, 1, 2), (9, 4, 2, 6), (8, 4, 3, 6)):
         words = f"trainer.batch_size={batch} trainer.mini_batch_size={mini} trainer.epochs_per_batch={epochs}"
         assert num_optimizer_steps(settings(words)) == steps
@@ -110,12 +116,12 @@ ONE_UPDATE = "trainer.batch_size=4 trainer.mini_batch_size=4"
         ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
     ],
 )
-def test_a_pass_of_its_own_is_made_where_something_is_compared_with_the_old_policy(words: str, expected: bool) -> None:
+def test_needs_old_logprobs(words: str, expected: bool) -> None:
     own = "" if "mini_batch_size" in words else " trainer.mini_batch_size=4"
     assert needs_old_logprobs(settings(f"trainer.batch_size=4{own} {words}".strip())) is expected
 
 
-def test_what_the_sampler_says_is_not_what_the_trainer_has_measured() -> None:
+def test_logprobs_before_update() -> None:
     packed = answers([(2, (3,))])
     old = torch.full((packed.num_tokens,), math.log(0.5))
     batch = TrainBatch(packed, old, None, None, old, None, old)
@@ -128,22 +134,22 @@ PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=li
        "trainer.mini_batch_size=2")  # fmt: skip
 
 
-def updated(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
-    """The update of four prompts with two answers each, with the learning rate halved."""
+def run_update(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
+    """Update on four prompts with two responses each, at half the learning rate."""
     packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     old = places if num_optimizer_steps(config) > 1 else None
     batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
     deal = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, config.trainer.mini_batch_size)
-    shared = SharedBatch.from_deal(config, batch, deal)
+    shared = SharedBatch.split(config, batch, deal)
     state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
     return update_models(config, ranks, shared, state, PhaseClock()), shared
 
 
-def test_the_critic_comes_first_and_each_model_has_its_own_rate() -> None:
+def test_critic_updates_first_with_own_rate() -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [True, False])] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
-    found, shared = updated(config, ranks)
+    found, shared = run_update(config, ranks)
     (first, of_critic), (second, of_policy) = ranks.asked
     assert (first, second) == (Worker.update_critic, Worker.update_policy)
     assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5)] * 2
@@ -160,39 +166,39 @@ def test_the_critic_comes_first_and_each_model_has_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize(("step", "is_trained"), [(2, False), (3, True)])
-def test_the_policy_is_left_alone_until_the_critic_is_warm(step: int, is_trained: bool) -> None:
+def test_policy_waits_for_critic_warmup(step: int, is_trained: bool) -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [True] * 2)] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
-    found, shared = updated(config, ranks, step=step)
+    found, shared = run_update(config, ranks, step=step)
     assert [verb for verb, _ in ranks.asked] == [Worker.update_critic, Worker.update_policy][: 1 + is_trained]
     assert (found.policy is not None, found.critic is not None, found.share_skipped) == (is_trained, True, 0.0)
     assert found.logprobs_before is shared.batch.old_logprobs
 
 
-def test_what_follows_a_step_that_is_not_finite_is_left_out() -> None:
+def test_non_finite_step_ends_update() -> None:
     config = load_config(["experiment=debug", *PPO])
     good = [rank_updates(ValueStatistics, [True] * 2)] * 2
     half = Ranks([rank_updates(PolicyStatistics, [True], failed=True)] * 2, good)
-    found, shared = updated(config, half)
+    found, shared = run_update(config, half)
     assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 0.5, None, None)
     assert found.logprobs_before is shared.batch.old_logprobs
     of_critic = Ranks([], [rank_updates(ValueStatistics, [True], failed=True)] * 2)
-    found, shared = updated(config, of_critic)
+    found, shared = run_update(config, of_critic)
     assert [verb for verb, _ in of_critic.asked] == [Worker.update_critic]
     assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 1.0, None, None)
     assert found.logprobs_before is shared.batch.old_logprobs
 
 
-def test_without_a_step_nothing_of_the_policy_is_told() -> None:
+def test_update_without_steps() -> None:
     config = load_config(["experiment=debug", *PPO])
     ranks = Ranks([rank_updates(PolicyStatistics, [])] * 2, [rank_updates(ValueStatistics, [])] * 2)
-    found, shared = updated(config, ranks)
+    found, shared = run_update(config, ranks)
     assert (found.policy, found.critic, found.share_skipped, found.failure) == (None, None, 1.0, None)
     assert found.logprobs_before is shared.batch.old_logprobs
 
 
-def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> None:
-    """Each rank those of its own sequences, which are put in the order of the batch."""
+def test_single_update_returns_logprobs_before() -> None:
+    """Ranks return those of their sequences, which are restored to batch order."""
     config = load_config(["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=4"])
     packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
@@ -200,7 +206,7 @@ def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> No
     ends = packed.cu_seqlens.tolist()
     own = [torch.cat([places[ends[i] : ends[i + 1]] for i in sequences]) for sequences in mine]
     ranks = Ranks([rank_updates(PolicyStatistics, [True], logprobs=each) for each in own], [])
-    found, _ = updated(config, ranks)
+    found, _ = run_update(config, ranks)
     assert found.logprobs_before is not None
     assert torch.equal(found.logprobs_before, places)
     assert found.critic is None
@@ -208,7 +214,7 @@ def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> No
         ["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.old_logprobs=behavior"]
     )
     several = Ranks([rank_updates(PolicyStatistics, [True] * 2, logprobs=each) for each in own], [])
-    assert updated(behavior, several)[0].logprobs_before is None, "those of the second are of other weights"
+    assert run_update(behavior, several)[0].logprobs_before is None, "the second update has other weights"
     dropping = load_config(
         [
             "experiment=debug",
@@ -218,4 +224,141 @@ def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> No
             "model.lora.dropout=0.1",
         ]
     )
-    assert updated(dropping, ranks)[0].logprobs_before is None, "those of a pass with dropout are noisy"
+    assert run_update(dropping, ranks)[0].logprobs_before is None, "dropout makes them noisy"
+
+
+TWO_HALVES = "trainer.batch_size=4 trainer.mini_batch_size=2 rollout.samples_per_prompt=3"
+HALVES = (range(6), range(6, 12))
+
+
+def make_batch() -> tuple[TrainBatch, Tensor]:
+    """Return four prompts with three ragged responses each, and entropies."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 9, size=12).tolist()
+    rollouts = [
+        Rollout(Prompt(n // 3, (5, 6), "countdown", "{}"), n % 3, np.full(k, 7), np.zeros(k, np.float32), "stop", 0)
+        for n, k in enumerate(lengths)
+    ]
+    packed = pack(rollouts, [Score(0.0, {})] * 12, [n // 3 for n in range(12)])
+    old, advantages, entropy = (torch.from_numpy(rng.standard_normal(packed.num_tokens)).float() for _ in range(3))
+    weights = packed.loss_mask.float() * 2
+    return TrainBatch(packed, old, None, None, advantages, None, weights), entropy
+
+
+def count_masked(found: TrainBatch, packed: PackedBatch) -> int:
+    return int((packed.loss_mask & (found.importance_weights == 0)).sum())
+
+
+@pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
+def test_top_entropy_by_mini_batch(share: float) -> None:
+    batch, entropy = make_batch()
+    found = apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
+    for half in HALVES:
+        tokens = token_indices(batch.packed.cu_seqlens, half)
+        mask = batch.packed.loss_mask[tokens]
+        weights, entropies = found.importance_weights[tokens], entropy[tokens]
+        kept = weights[mask] != 0
+        assert int(kept.sum()) == math.ceil(share * int(mask.sum()))
+        assert entropies[mask][kept].min() > entropies[mask][~kept].max()
+        assert set(weights.tolist()) == {0.0, 2.0}
+    assert torch.equal(found.packed.loss_mask, batch.packed.loss_mask)  # the denominators count all tokens
+
+
+@pytest.mark.parametrize("words", ["algo.top_entropy=0.3", "algo.policy_loss=kl_cov"])
+def test_selection_by_mini_batch(words: str) -> None:
+    batch, entropy = make_batch()
+    config = settings(f"{TWO_HALVES} {words}")
+    whole = apply_selection(config, batch, entropy, num_finished=0)
+    for half in HALVES:
+        tokens = token_indices(batch.packed.cu_seqlens, half)
+        alone = apply_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
+        mine = select_train(whole, half)
+        assert torch.equal(mine.importance_weights, alone.importance_weights)
+        assert mine.covariance_rank is not None
+        assert alone.covariance_rank is not None
+        assert torch.equal(mine.covariance_rank, alone.covariance_rank)
+
+
+def test_clip_cov_draws_by_seed_and_step() -> None:
+    batch, _ = make_batch()
+    words = f"{TWO_HALVES} algo.clip_cov.share=0.1 algo.clip_cov.low=0.05"
+
+    def clip_weights(step: int, seed: int = 1) -> Tensor:
+        config = settings(f"{words} seed={seed}")
+        return apply_selection(config, batch, None, num_finished=step).importance_weights
+
+    assert torch.equal(clip_weights(3), clip_weights(3))
+    assert not torch.equal(clip_weights(3), clip_weights(4))
+    assert not torch.equal(clip_weights(3), clip_weights(3, seed=2))
+    for half in HALVES:
+        tokens = token_indices(batch.packed.cu_seqlens, half)
+        mask = batch.packed.loss_mask[tokens]
+        assert batch.old_logprobs is not None
+        covariance = token_covariance(batch.old_logprobs[tokens], batch.advantages[tokens], mask)
+        out = mask & (clip_weights(3)[tokens] == 0)
+        assert int(out.sum()) == math.ceil(0.1 * int(mask.sum()))
+        assert covariance[out].min() > 0.05
+        assert covariance[out].max() < 5.0
+
+
+@pytest.mark.parametrize("words", ["algo.top_entropy=0.9", "algo.clip_cov.share=0.1", "algo.policy_loss=kl_cov"])
+def test_selection_needs_old_logprobs(words: str) -> None:
+    batch, entropy = make_batch()
+    one_update = "trainer.batch_size=4 trainer.mini_batch_size=4"
+    assert needs_old_logprobs(settings(f"{one_update} {words}"))
+    assert not needs_old_logprobs(settings(one_update))
+    assert apply_selection(settings(one_update), batch, entropy, num_finished=0) is batch
+    found = apply_selection(settings(f"{one_update} {words}"), batch, entropy, num_finished=0)
+    assert found.packed is batch.packed
+    assert (count_masked(found, batch.packed) > 0) == ("kl_cov" not in words)
+
+
+GROUPS = [(3, (2, 5)), (4, (7, 1)), (2, (3, 3)), (5, (4, 6)), (3, (8, 2)), (2, (1, 9))]
+NUM_RANKS, PER_MINI_BATCH = 2, 3
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(["experiment=countdown_demo", "trainer.epochs_per_batch=2"])
+
+
+def make_train_batch() -> TrainBatch:
+    packed = answers(GROUPS, unscored=frozenset({2, 3}))
+    drawn = torch.from_numpy(np.random.default_rng(1).random((2, packed.num_tokens), dtype=np.float32))
+    return TrainBatch(packed, drawn[0], None, None, drawn[1], None, packed.loss_mask.float())
+
+
+def assign(batch: TrainBatch) -> Assignment:
+    return Balancer(num_ranks=NUM_RANKS, max_tokens=20, shape=None).assign(batch.packed, PER_MINI_BATCH)
+
+
+def select_tokens(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) -> Tensor:
+    ends = batch.packed.cu_seqlens.tolist()
+    return torch.cat([values[ends[i] : ends[i + 1]] for i in sequences])
+
+
+def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
+    batch = make_train_batch()
+    deal = assign(batch)
+    shared = SharedBatch.split(config, batch, deal)
+    for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
+        for name in ("old_logprobs", "advantages", "importance_weights"):
+            assert torch.equal(getattr(part, name), select_tokens(getattr(batch, name), batch, sequences))
+        assert torch.equal(part.packed.token_ids, select_tokens(batch.packed.token_ids, batch, sequences))
+    assert [each.sequences for each in shared.mini_batches] == [range(3), range(3, 6)] * 2
+    lengths = [sum(lengths) for _, lengths in GROUPS]
+    lengths[1] = 0  # both responses are unscored
+    assert [each.denominator.num_tokens for each in shared.mini_batches] == [sum(lengths[:3]), sum(lengths[3:])] * 2
+    assert [each.denominator.num_sequences for each in shared.mini_batches] == [4, 6] * 2
+    assert {each.denominator.norm_tokens for each in shared.mini_batches} == {config.rollout.max_response_tokens}
+    assert [each.num_micro for each in shared.mini_batches] == [each.num_micro for each in deal.mini_batches] * 2
+
+
+def test_mini_batch_without_loss_is_dropped(config: RunConfig) -> None:
+    """The next one starts after its sequences."""
+    whole = make_train_batch()
+    packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
+    batch = replace(whole, packed=packed)
+    deal = Balancer(num_ranks=1, max_tokens=20, shape=None).assign(packed, 2)
+    shared = SharedBatch.split(config, batch, deal)
+    assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2

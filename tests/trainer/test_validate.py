@@ -1,6 +1,7 @@
-"""Held-out problems are answered at the settings' temperature, and once greedily."""
+"""Held-out problems are sampled at the configured temperature and greedily."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from rlcore.workers.worker import Worker
 from tests.small_run import prepare
 
 
-def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
+def test_greedy_responses_at_temperature_0(tmp_path: Path) -> None:
     run = prepare(tmp_path, "runtime=local", "validation.greedy=true", "validation.samples_per_problem=2")
     config = run.config
     problems = Problems.read(config, run.inputs)
@@ -34,8 +35,7 @@ def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
     def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
         kept[greedy] = [rollout for rollout, _, _ in answers]
 
-    group = LocalGroup(config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(config, str(run.model_directory))) as group:
         group.each(Worker.sync_weights, 0)
         (worker,) = group.each(lambda worker: worker)
         with ScoringPool(config.data.scorer, config.reward) as scoring:
@@ -49,19 +49,17 @@ def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
         assert [one.response_ids.tolist() for one in kept[True]] == [one.response_ids.tolist() for one in likeliest]
         assert {one.prompt for one in kept[False]} == set(prompts)
         assert len(found.problems) == 6
-    finally:
-        group.close()
 
 
 class Written(ResponseSampler):
-    """Answers with what was asked for: prompt and sample, at its temperature."""
+    """Returns texts with prompt, sample and temperature."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.asked: list[SamplingRequest] = []
         self.decode = lambda ids: [" ".join(map(str, each)) for each in ids]
 
-    def answer(
+    def sample(
         self,
         requests: Sequence[SamplingRequest],
         sampling: SamplingConfig,
@@ -86,7 +84,7 @@ PROMPTS = [Prompt(4, (5, 6), "countdown", "{}", 2), Prompt(9, (7,), "countdown",
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_each_problem_has_its_own_answers(greedy: bool) -> None:
+def test_validate_collects_responses_by_problem(greedy: bool) -> None:
     config = load_config(
         ["experiment=debug", "validation.samples_per_problem=3", f"validation.greedy={greedy}",
          "validation.sampling.temperature=0.5", "seed=8"]
@@ -106,24 +104,24 @@ def test_each_problem_has_its_own_answers(greedy: bool) -> None:
         ["4.0 at 0", "9.0 at 0"] if greedy else [None, None]
     )
     episodes = {one.environment_seed for one in answerer.asked}
-    assert episodes == {response_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "of data.seed"
+    assert episodes == {response_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "by data.seed"
     assert kept == [(6, False), (2, True)][: 1 + greedy]
     assert (second.prompt_id, second.difficulty, second.prompt_text, second.ground_truth_json, second.data_source) == (
         9, 0, "7", '{"a": 1}', "countdown"
     )  # fmt: skip
     assert (first.difficulty, first.prompt_text) == (2, "5 6")
     seeds = [response_seed(8, VALIDATION_STREAM, 0, group, sample) for group in (0, 1) for sample in (0, 1, 2)]
-    assert [request.seed for request in answerer.asked[:6]] == seeds, "whatever the step"
+    assert [request.seed for request in answerer.asked[:6]] == seeds, "independent of the step"
 
 
-def test_problems_of_several_datasets_are_of_all_sources() -> None:
+def test_validate_several_sources() -> None:
     config = load_config(["experiment=debug"])
     several = [PROMPTS[0], replace(PROMPTS[1], data_source="other")]
     found = validate(Written(config), several, name="x", step=0, policy_version=6)
     assert (found.data_source, found.suite) == (ALL_SOURCES, "")
 
 
-def test_an_answer_is_kept_with_its_length_and_its_log_probability() -> None:
+def test_response_results() -> None:
     rollout = Rollout(PROMPTS[0], 0, np.array([7, 8]), np.array([-0.25, -1.5], np.float32), "length", 6)
     score = Score(0.5, {"format": 1.0}, said="12", failure=None)
     lost = Score(0.0, {}, failure="no scorer")

@@ -1,4 +1,4 @@
-"""How the allocators of a process are configured: `python -m tests.workers.allocators of_the_host|of_a_gpu`."""
+"""Print a process's allocator settings: `python -m tests.workers.allocators of_the_host|of_a_gpu`."""
 
 import os
 import resource
@@ -10,8 +10,8 @@ from rlcore.workers.device import enable_expandable_segments, raise_malloc_thres
 
 
 def of_the_host() -> None:
-    """Print whether freed memory is kept, and the page faults of ten large blocks after a first one: they are beyond
-    what glibc keeps by itself, which learns from the blocks that it frees up to 32 MiB."""
+    """Print whether thresholds were raised, and the page faults of ten large blocks after a first one. By default glibc
+    keeps blocks up to 32 MiB."""
     print(raise_malloc_thresholds())
     fill()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,7 +25,7 @@ def fill() -> None:
 
 
 def of_a_gpu() -> None:
-    """Print whether segments grow, and what torch and vLLM read of it."""
+    """Print whether segments expand, and the variable that torch and vLLM read."""
     print(enable_expandable_segments())
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 

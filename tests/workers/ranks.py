@@ -1,4 +1,4 @@
-"""What each gloo rank of the gradient test runs: several updates of a real `Worker`, each on a fresh one.
+"""Program of each gloo rank of the gradient test: updates of real workers, each of a new one.
 
 python -m tests.workers.ranks RANK WORLD_SIZE FOLDER
 """
@@ -29,11 +29,11 @@ from rlcore.workers.worker import Worker
 LR = 1e-3
 NUM_SEQUENCES = 16
 UNSCORED = (2, 5, 8, 11)
-"""Answers that the scorer failed on: their gradient is none."""
+"""Responses without a score, which have no gradient."""
 
 
 def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
-    """A batch of ragged sequences with everything that GRPO with KL and PPO read."""
+    """Return ragged sequences with all inputs of GRPO with KL and of PPO."""
     rollouts = []
     for index in range(NUM_SEQUENCES):
         prompt = Prompt(index, tuple(rng.integers(3, 60, size=rng.integers(2, 9)).tolist()), "countdown", "{}")
@@ -63,7 +63,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
 
 
 def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
-    """The train batch that the test has written."""
+    """Read the train batch that the test has written."""
     names = (
         "token_ids",
         "position_ids",
@@ -82,7 +82,7 @@ def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
 
 
 def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Filled at the optimizer's step: whole gradients under the names of the parameters; every rank takes part."""
+    """Return a dict that receives whole gradients by parameter name at the optimizer's step; a collective."""
     found: dict[str, Tensor] = {}
 
     def take(*_: object) -> None:
@@ -95,16 +95,17 @@ def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Whether a gradient takes memory."""
+    """Return whether any gradient is allocated."""
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: MiniBatch, is_wrong: bool) -> str:
-    """Two optimizer steps in which the loss of one rank alone is no number, though its gradient is one; then two
-    without a fault. The second line is the error's text."""
+    """Take two optimizer steps with a NaN loss on one rank, though its gradient is finite, then two normal ones.
+
+    The second line is the error's text."""
     bad = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan)) if is_wrong else batch
     before = [parameter.detach().clone() for parameter in worker.actor.model.parameters()]
-    outcomes, told = [], ""
+    outcomes, message = [], ""
     for given in (bad, batch):
         found = worker.update_policy(given, [mini_batch] * 2, LR, 0.01)
         after = worker.actor.model.parameters()
@@ -112,15 +113,15 @@ def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: Min
             torch.equal(gather_parameter(old), gather_parameter(new)) for old, new in zip(before, after, strict=True)
         )
         error = type(found.failure).__name__
-        told = told or str(found.failure)
+        message = message or str(found.failure)
         outcomes.append(f"{len(found.steps)} steps, {error}, weights {'as before' if same else 'changed'}")
-    return f"{'; '.join(outcomes)}\n{told}"
+    return f"{'; '.join(outcomes)}\n{message}"
 
 
 def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported is not visited by the collections of many workers
+    gc.freeze()  # exclude imported modules from garbage collection
     tensors = load_file(folder / "batch.safetensors")
     for number, case in enumerate(json.loads((folder / f"cases-{world_size}.json").read_text())):
         config = RunConfig.model_validate(case["config"])
@@ -132,7 +133,7 @@ def main() -> None:
         worker = Worker(config, case["model"], rank=rank, world_size=world_size)
         worker.setup("")
         if config.critic is not None:
-            # A value head starts at 0, and with it every gradient below it: give it something to pass on.
+            # A zero value head has zero gradients below it.
             torch.nn.init.constant_(worker.critic.model.value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
@@ -147,7 +148,7 @@ def main() -> None:
         else:
             worker.update_policy(mine, [mini_batch], LR, 0.01)
         found = {f"policy.{name}": value for name, value in seen.items()}
-        assert not has_gradients(worker.actor.model), "they would lie beside the next model's update"
+        assert not has_gradients(worker.actor.model), "gradients must be released before the next model's update"
         if config.critic is not None:
             assert worker.critic is not None
             seen = watch_gradients(worker.critic.optimizer, worker.critic.model)
@@ -165,5 +166,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A thread of gloo's that is still at work when the interpreter goes down ends the process by std::terminate.
+    # A running gloo thread would end the process by std::terminate at interpreter shutdown.
     os._exit(0)

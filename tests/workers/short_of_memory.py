@@ -1,6 +1,6 @@
-"""Passes of policy and critic in a process that is given too little memory for one micro-batch.
+"""Run policy and critic in a process with too little memory for one micro-batch.
 
-python -m tests.workers.short_of_memory ROOT plain|sharded    sharded: by FSDP on one rank; prints what it found as JSON
+python -m tests.workers.short_of_memory ROOT plain|sharded    sharded: FSDP on one rank; prints JSON
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.small_run import prepare
 
 NUM_SEQUENCES = 64
 SLACK_BYTES = 40 << 20
-"""Room beyond what the process holds: too little for one micro-batch, enough for eight."""
+"""Additional memory: too little for one micro-batch, enough for eight."""
 
 
 def batch() -> TrainBatch:
@@ -45,7 +45,7 @@ def batch() -> TrainBatch:
 
 
 def norm(model: torch.nn.Module) -> float:
-    """2-norm of all weights: moves if an update was made twice, or with another gradient."""
+    """Return the 2-norm of all weights, which detects repeated or different updates."""
     return float(torch.stack([gather_parameter(parameter).norm() for parameter in model.parameters()]).norm())
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
         return Actor(config, directory, place, mesh), critic
 
-    undisturbed = measure(*fresh(), NUM_SEQUENCES)  # also brings in all code and all threads
+    undisturbed = measure(*fresh(), NUM_SEQUENCES)  # also loads all code and starts all threads
     actor, critic = fresh()
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + SLACK_BYTES, resource.RLIM_INFINITY))

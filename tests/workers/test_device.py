@@ -1,4 +1,4 @@
-"""What a torch wheel can run, from what GPU and wheel say of themselves."""
+"""Placement, rendezvous and allocators of a rank."""
 
 import os
 import socket
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError
 from rlcore.workers.device import choose_placement, free_address, holds_on_all_ranks, join_ranks, unsupported_gpu
+from tests.forked import run_module
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]
@@ -26,10 +27,10 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "co
         ((10, 3), CUDA_13),
         ((13, 0), CUDA_13),  # compiled from compute_120 when first used
         ((9, 0), ["sm_90a"]),
-        ((9, 0), []),  # a build that does not say
+        ((9, 0), []),  # an unknown build
     ],
 )
-def test_a_wheel_with_code_for_the_gpu_is_taken(capability, held):
+def test_wheel_with_code_for_gpu_passes(capability, held):
     assert unsupported_gpu("GPU", capability, held, "2.13.0") is None
 
 
@@ -44,51 +45,26 @@ def test_a_wheel_with_code_for_the_gpu_is_taken(capability, held):
         ((1, 0), ["sm_100"]),
     ],
 )
-def test_another_is_refused(capability, held):
+def test_wheel_without_code_for_gpu_raises(capability, held):
     assert unsupported_gpu("GPU", capability, held, "2.13.0")
 
 
-def test_an_older_wheel_is_advised_for_a_dropped_gpu():
-    message = unsupported_gpu("Tesla V100", (7, 0), CUDA_13, "2.13.0")
-    assert message is not None
-    assert "Install an older torch, or one built for an older CUDA" in message
-    assert "names sm_70" in message
-    assert "newer" not in message
-
-
-def test_the_message_names_gpu_capability_wheel_and_what_to_install():
-    message = unsupported_gpu("NVIDIA GeForce RTX 5090", (12, 0), CUDA_11, "2.5.1+cu118")
-    assert message is not None
-    for part in ("RTX 5090", "12.0", "sm_120", "2.5.1+cu118", ", ".join(CUDA_11), "torch 2.7", "CUDA 12.8"):
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    ("major", "wheel"),
-    [
-        (8, "torch 1.8 or newer built for CUDA 11.1 or newer"),
-        (9, "torch 2.1 or newer built for CUDA 11.8 or newer"),
-        (10, "torch 2.7 or newer built for CUDA 12.8 or newer"),
-        (12, "torch 2.7 or newer built for CUDA 12.8 or newer"),
-        (13, "torch 2.7 or newer built for CUDA 12.8 or newer"),
-        (7, "an older torch, or one built for an older CUDA"),
-    ],
-)
-def test_the_first_wheel_with_code_for_a_gpu_is_advised(major: int, wheel: str) -> None:
-    assert unsupported_gpu("A GPU", (major, 1), ["sm_60", "sm_61"], "2.0.0") == (
-        f"A GPU has compute capability {major}.1 (sm_{major}1), but torch 2.0.0 holds code for sm_60, sm_61 only. "
-        f"Install {wheel}, whose torch.cuda.get_arch_list() names sm_{major}1."
+def test_unsupported_gpu_message() -> None:
+    assert unsupported_gpu("NVIDIA GeForce RTX 5090", (12, 0), CUDA_11, "2.5.1+cu118") == (
+        "NVIDIA GeForce RTX 5090 has compute capability 12.0 (sm_120), but torch 2.5.1+cu118 supports "
+        f"{', '.join(CUDA_11)} only. Install a torch build for another CUDA version, whose "
+        "torch.cuda.get_arch_list() names sm_120."
     )
 
 
-def test_a_rank_computes_on_the_cpu_where_it_is_told_to() -> None:
+def test_placement_on_cpu() -> None:
     for dtype in ("float32", "bfloat16"):
         place = choose_placement(RuntimeConfig(device="cpu"), ModelConfig(dtype=dtype))
         assert (place.device, place.dtype) == (torch.device("cpu"), getattr(torch, dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+def test_placement_without_gpu() -> None:
     assert choose_placement(RuntimeConfig(device="auto"), ModelConfig()).device == torch.device("cpu")
     with pytest.raises(
         ConfigError, match=r"runtime\.device is cuda, but torch sees no GPU here; use runtime\.device=cpu"
@@ -96,16 +72,16 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
         choose_placement(RuntimeConfig(device="cuda"), ModelConfig())
 
 
-def test_a_free_address_is_one_that_can_be_listened_at() -> None:
+def test_free_address() -> None:
     scheme, host, port = free_address().replace("//", "").split(":")
     assert (scheme, host) == ("tcp", "127.0.0.1")
-    assert int(port) > 1_023, "one that anybody may have"
+    assert int(port) > 1_023, "an unprivileged port"
     with socket.create_server((host, int(port))):
         pass
     assert free_address("127.0.0.2").startswith("tcp://127.0.0.2:")
 
 
-def test_ranks_that_meet_on_loopback_listen_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_rendezvous_listens_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "given")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
@@ -118,7 +94,7 @@ def test_ranks_that_meet_on_loopback_listen_nowhere_else(tmp_path: Path, monkeyp
         own = {one.laddr.ip for one in listening if one.status == psutil.CONN_LISTEN}
         assert own == {"127.0.0.1"}
         for holds in (True, False):
-            assert holds_on_all_ranks(holds, world_size=2, device=cpu) is holds  # asked of all, who are this one
+            assert holds_on_all_ranks(holds, world_size=2, device=cpu) is holds  # the group has one rank
     finally:
         dist.destroy_process_group()
     join_ranks(f"file://{tmp_path / 'meeting'}", rank=0, world_size=1, device=cpu)
@@ -134,6 +110,42 @@ def test_ranks_that_meet_on_loopback_listen_nowhere_else(tmp_path: Path, monkeyp
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     join_ranks(free_address().replace("127.0.0.1", "localhost"), rank=0, world_size=1, device=cpu)
     dist.destroy_process_group()
-    assert "NCCL_SOCKET_IFNAME" not in os.environ, "by its name it may be another machine"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ, "a host name may be another machine"
     assert holds_on_all_ranks(True, world_size=1, device=cpu)
     assert not holds_on_all_ranks(False, world_size=1, device=cpu)
+
+
+def printed_by(what: str, environment: dict[str, str], folder: Path) -> list[str]:
+    """Run `tests.workers.allocators` in a fork made before torch read the environment; return its lines."""
+    output = folder / "printed"
+    code = run_module(
+        "tests.workers.allocators", [what], output=output, errors=folder / "e", environment=environment, timeout_s=120
+    )
+    assert code == 0, (folder / "e").read_text()
+    return output.read_text().splitlines()
+
+
+@pytest.mark.parametrize("given", [{}, {"MALLOC_MMAP_THRESHOLD_": "65536"}])
+def test_malloc_thresholds(given: dict[str, str], tmp_path: Path) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    was_set, faults = printed_by("of_the_host", plain | given, tmp_path)
+    if given:
+        assert was_set == "False"
+        assert int(faults) >= 200  # ten blocks of 40 MB; a page may be as large as 2 MB
+    else:
+        assert was_set == "True"
+        assert int(faults) < 100
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["True", "expandable_segments:True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["False", "max_split_size_mb:64"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, ["False", ""]),
+    ],
+)
+def test_expandable_segments(given: dict[str, str], expected: list[str], tmp_path: Path) -> None:
+    """Check the variable for torch and vLLM. `benchmarks.device_checks` checks its effect on a GPU."""
+    plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    assert printed_by("of_a_gpu", plain | given, tmp_path) == expected

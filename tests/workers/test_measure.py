@@ -1,4 +1,4 @@
-"""The peak of a rank: what a sleeping engine has given back is not in it. Counted bytes are Python's own here."""
+"""Peak memory of a rank without a sleeping engine's. Python's own bytes are counted here."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlcore.rollout.vllm import engine_pool_bytes
 from rlcore.workers.measure import Bytes, MemoryMeter, gpu_peak
 
 MB = 1_000_000
@@ -25,8 +24,8 @@ def peak() -> Bytes:
     return Bytes(most, most)
 
 
-def test_activations_in_place_of_a_sleeping_pool_are_not_counted_beside_it(traced: None) -> None:
-    pool = bytearray(20 * MB)  # counted all the time, as vLLM's is by torch
+def test_memory_peak_excludes_sleeping_engine(traced: None) -> None:
+    pool = bytearray(20 * MB)  # always counted, as vLLM's is by torch
     meter = MemoryMeter(peak, lambda: len(pool))
     meter.set_engine_asleep(False)
     del [bytearray(2 * MB)][0]  # generation
@@ -44,12 +43,8 @@ def test_activations_in_place_of_a_sleeping_pool_are_not_counted_beside_it(trace
     assert meter.peak().reserved == meter.peak().allocated
 
 
-def test_without_vllm_nothing_is_away() -> None:
-    assert engine_pool_bytes() == 0
-
-
-def test_tensors_and_what_is_reserved_for_them_have_peaks_of_their_own() -> None:
-    """What is away is taken off only while the engine sleeps, of both."""
+def test_allocated_and_reserved_peaks_are_separate() -> None:
+    """Unmapped bytes are subtracted from both only while the engine sleeps."""
     peaks = iter([Bytes(5, 9), Bytes(11, 12), Bytes(8, 20), Bytes(1, 1), Bytes(30, 30)])
     meter = MemoryMeter(lambda: next(peaks), lambda: 6)
     meter.set_engine_asleep(False)  # it was awake
@@ -61,5 +56,5 @@ def test_tensors_and_what_is_reserved_for_them_have_peaks_of_their_own() -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="there is a GPU in use")
-def test_without_a_gpu_there_is_no_peak() -> None:
+def test_gpu_peak_without_gpu_is_zero() -> None:
     assert gpu_peak() == Bytes(0, 0)

@@ -1,9 +1,7 @@
-"""The memory plan against bytes of real tensors, and what is done with it."""
+"""The memory plan against bytes of real tensors and published runs."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +47,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> CausalPolicy:
     return load_policy(folder, model=RunConfig().model, device=torch.device("cpu"))
 
 
-def packed(lengths: list[int]) -> PackedBatch:
+def make_batch(lengths: list[int]) -> PackedBatch:
     import numpy as np
 
     rollouts = [
@@ -59,7 +57,7 @@ def packed(lengths: list[int]) -> PackedBatch:
     return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
 
 
-def run(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
+def forward(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
     output = policy(
         batch.token_ids,
         batch.position_ids,
@@ -72,10 +70,10 @@ def run(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
     return output.logprobs.sum()
 
 
-def test_weights_gradients_and_moments_are_those_of_a_real_update(policy: CausalPolicy) -> None:
+def test_planned_weights_gradients_and_moments_are_real(policy: CausalPolicy) -> None:
     config = RunConfig()
     optimizer = build_optimizer(policy, config.optim, device=torch.device("cpu"))
-    run(policy, packed([9, 12])).backward()
+    forward(policy, make_batch([9, 12])).backward()
     optimizer.step()
     real = {
         "policy: float32 weights": sum(p.nbytes for p in policy.parameters()),
@@ -91,7 +89,7 @@ def test_weights_gradients_and_moments_are_those_of_a_real_update(policy: Causal
     optimizer.zero_grad(set_to_none=True)
 
 
-def test_the_cache_is_as_large_as_a_real_one(policy: CausalPolicy) -> None:
+def test_planned_cache_is_real(policy: CausalPolicy) -> None:
     cache = DynamicCache()
     tokens, rows = 7, 3
     with torch.no_grad():
@@ -103,8 +101,8 @@ def test_the_cache_is_as_large_as_a_real_one(policy: CausalPolicy) -> None:
     assert ModelShape.of_scratch(SCRATCH).kv_bytes_per_token(4) * tokens * rows == real
 
 
-def kept_for_backward(policy: CausalPolicy, batch: PackedBatch) -> int:
-    """Bytes of all memory that autograd keeps, each storage once, without the weights."""
+def saved_bytes(policy: CausalPolicy, batch: PackedBatch) -> int:
+    """Return bytes that autograd keeps, each storage once, without the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
     seen: dict[int, int] = {}
     held = []
@@ -113,24 +111,24 @@ def kept_for_backward(policy: CausalPolicy, batch: PackedBatch) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)  # alive, so that no address is used twice
+            held.append(tensor)  # alive, so that no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = run(policy, batch)
+        loss = forward(policy, batch)
     assert torch.isfinite(loss)
     return sum(seen.values())
 
 
-def test_activations_are_what_autograd_keeps_of_real_passes(policy: CausalPolicy) -> None:
-    """By the difference of two models of 1 and 2 layers no constant part counts; heads and embeddings fall out."""
-    batch = packed([40] * 8)
+def test_planned_activations_match_autograd(policy: CausalPolicy) -> None:
+    """The difference of models with 1 and 2 layers cancels heads and embeddings."""
+    batch = make_batch([40] * 8)
     layers = policy.decoder.layers
-    two = kept_for_backward(policy, batch)
+    two = saved_bytes(policy, batch)
     policy.decoder.layers = layers[:1]
     policy.decoder.config.num_hidden_layers = 1
     try:
-        one = kept_for_backward(policy, batch)
+        one = saved_bytes(policy, batch)
     finally:
         policy.decoder.layers = layers
         policy.decoder.config.num_hidden_layers = 2
@@ -138,35 +136,25 @@ def test_activations_are_what_autograd_keeps_of_real_passes(policy: CausalPolicy
     assert counted * 0.8 < two - one < counted * planning.ACTIVATION_FACTOR * 1.1
 
 
-@pytest.mark.lengthy
-def test_compiled_layers_keep_what_the_compilers_partitioner_keeps_of_a_real_one() -> None:
-    command = [sys.executable, "-m", "tests.workers.kept_by_layers"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
-    told = found["shape"] | {"num_hidden_layers": 1, "vocab_size": 1, "model_type": "llama"}
-    shape = ModelShape.of_config(told)
-    assert planning.layer_activation_bytes(shape, 2) == pytest.approx(found["plain"], rel=0.01)
-    assert planning.layer_activation_bytes(shape, 2, compiled=True) == pytest.approx(found["compiled"], rel=0.01)
-
-
 def settings(*overrides: str, experiment: str = "tinyzero_ppo") -> RunConfig:
-    """TinyZero's, unless said otherwise without recomputation."""
+    """Return TinyZero's settings, by default without recomputation."""
     own = {text.partition("=")[0] for text in overrides}
     base = [] if "model.gradient_checkpointing" in own else ["model.gradient_checkpointing=false"]
     return load_config([f"experiment={experiment}", *base, *overrides])
 
 
-def test_a_tutorial_says_what_its_dry_run_says() -> None:
-    said = re.search(r"needs (\d+) GB in its update", (ROOT / "docs" / "tutorials" / "real-model.md").read_text())
+def test_tutorial_memory_matches_plan() -> None:
+    stated = re.search(r"update needs (\d+) GB", (ROOT / "docs" / "tutorials" / "real-model.md").read_text())
     config = load_config(["experiment=smollm2_countdown"])
     shape = shape_of(config.model)
-    assert said is not None
+    assert stated is not None
     assert shape is not None
     update = fit_settings(config, shape, CARD_80)[1].phases["policy update"]
-    assert round(sum(update.values()) / 1e9) == int(said[1])
+    assert round(sum(update.values()) / 1e9) == int(stated[1])
 
 
-def test_tinyzero_is_planned_on_its_card() -> None:
-    """0.494 billion parameters, three of them held: 12 bytes for actor and critic, 2 for the reference."""
+def test_tinyzero_plan() -> None:
+    """Three models of 0.494 billion parameters: 12 bytes for actor and critic, 2 for the reference."""
     config = settings()
     plan = plan_memory(config, QWEN_05B, CARD_24)
     parts = plan.phases[planning.GENERATION]
@@ -175,16 +163,15 @@ def test_tinyzero_is_planned_on_its_card() -> None:
     assert parts["policy: moments"] == 8 * 494_032_768
     assert parts["reference"] == 2 * 494_032_768
     assert parts["engine"] == round(0.4 * CARD_24.total_bytes)
-    assert {*plan.phases} == {"generation", "log-probabilities", "policy update", "critic update", "hand-over"}
+    assert {*plan.phases} == {"generation", "log-probabilities", "policy update", "critic update", "weight sync"}
     assert "policy: gradients" not in parts
     assert "policy: gradients" not in plan.phases[planning.CRITIC_UPDATE]
     assert "critic: gradients" in plan.phases[planning.CRITIC_UPDATE]
     assert plan.peak_bytes == max(sum(parts.values()) for parts in plan.phases.values())
 
 
-def test_the_measured_step_that_the_factor_comes_from() -> None:
-    """On an H200, before the optimizer had moments: tensors of an update 43.6 GB, of the reference's pass 9.4 GB (which
-    gathers no weights: 0.8 GB of the plan)."""
+def test_plan_matches_measured_step() -> None:
+    """Measured on an H200 without moments: 43.6 GB in an update, 9.4 GB in the reference's pass."""
     overrides = ("runtime.num_workers=1", "model.compile=false", "rollout.sleep_level=2")
     config = load_config(list(overrides), experiment="verl_gsm8k_grpo")
     phases = plan_memory(config, LLAMA_1B, H200, tokens=14_744).phases
@@ -194,9 +181,8 @@ def test_the_measured_step_that_the_factor_comes_from() -> None:
         assert planned == pytest.approx(found, rel=0.06)
 
 
-def test_the_measured_step_of_compiled_layers() -> None:
-    """The baseline of benchmarks/grpo_step.py on an H200: with 32,768 tokens allowed, the 49,422 of its largest
-    mini-batch go in two micro-batches of 24,711."""
+def test_plan_matches_measured_compiled_step() -> None:
+    """The largest mini-batch of benchmarks/grpo_step.py (49,422 tokens) takes two micro-batches of 24,711."""
     baseline = json.loads((ROOT / "benchmarks/baselines/NVIDIA_H200.json").read_text())
     overrides = ("runtime=local", "runtime.num_workers=1", "trainer.batch_size=128", "trainer.mini_batch_size=32")
     config = load_config([*overrides, *baseline["overrides"]], experiment="verl_gsm8k_grpo")
@@ -206,19 +192,19 @@ def test_the_measured_step_of_compiled_layers() -> None:
     assert plan.peak_bytes == pytest.approx(1e9 * baseline["peak_allocated_gb"], rel=0.03)
 
 
-def test_an_uncompiled_head_has_temporaries() -> None:
+def test_uncompiled_head_temporaries() -> None:
     for rows, temporaries in ((64, 64 * LLAMA_1B.vocab * 4), (4096, planning.HEAD_TEMPORARIES_BYTES)):
         compiled = head_bytes(LLAMA_1B, 2, rows, 8192, gradient="none", compiled=True)
         assert compiled == rows * LLAMA_1B.vocab * 4 + 8192 * LLAMA_1B.hidden * 2
         assert head_bytes(LLAMA_1B, 2, rows, 8192, gradient="none") == compiled + temporaries
 
 
-def test_layers_that_do_not_run_compiled_are_counted_plain() -> None:
-    """Without a flash kernel (float32, sdpa) `model.compile` is left out, in the layers and in the head."""
+def test_uncompiled_layers_are_counted_plain() -> None:
+    """`model.compile` has no effect without a flash kernel (float32, sdpa)."""
     for overrides, itemsize in ((("model.dtype=float32",), 4), (("model.attention=sdpa",), 2)):
         plans = [
-            plan_memory(settings(*overrides, f"model.compile={said}"), QWEN_05B, Device("x", itemsize, None))
-            for said in ("true", "false")
+            plan_memory(settings(*overrides, f"model.compile={stated}"), QWEN_05B, Device("x", itemsize, None))
+            for stated in ("true", "false")
         ]
         assert plans[0] == plans[1]
     assert (
@@ -227,8 +213,8 @@ def test_layers_that_do_not_run_compiled_are_counted_plain() -> None:
     )
 
 
-def test_verls_experiment_is_set_for_the_cards_that_it_names() -> None:
-    """80 GB each, with room for what torch's allocator holds beside its tensors."""
+def test_verl_experiment_fits_80_gb() -> None:
+    """The plan leaves room for torch's allocator."""
     config = load_config([], experiment="verl_gsm8k_grpo")
     plan = plan_memory(config, LLAMA_1B, CARD_80)
     assert plan.usable_bytes is not None
@@ -240,8 +226,8 @@ def test_verls_experiment_is_set_for_the_cards_that_it_names() -> None:
     assert not chosen.algo.kl.offload
 
 
-def test_a_critic_of_another_size_is_planned_by_its_own_shape() -> None:
-    """Its weights, moments, gradient and activations; whether whole or offloaded."""
+def test_critic_is_planned_by_its_shape() -> None:
+    """Check weights, moments, gradient and activations, on the device and offloaded."""
     name = "meta-llama/Llama-3.2-1B-Instruct"
     config = settings(f"critic.path={name}", "critic.optim.offload=true")
     phases = plan_memory(config, QWEN_05B, H200).phases
@@ -256,10 +242,10 @@ def test_a_critic_of_another_size_is_planned_by_its_own_shape() -> None:
 
 
 @pytest.mark.parametrize(("size", "heads_of_a_rank"), [(1, 2), (2, 1), (4, 1)])
-def test_ranks_that_share_an_engine_hold_parts_of_it(size: int, heads_of_a_rank: int) -> None:
-    """Of the weights equal ones; of the keys and values whole heads, for the answers of all of them."""
+def test_tensor_parallel_engine_is_split(size: int, heads_of_a_rank: int) -> None:
+    """Ranks hold equal parts of the weights, and whole key-value heads of all responses."""
     spanning = settings(
-        "model.path=of/unknown-heads",  # else 4 ranks are refused, to which 14 heads cannot be dealt
+        "model.path=of/unknown-heads",  # else 4 ranks are rejected, which do not divide 14 heads
         "runtime.num_workers=4", f"rollout.tensor_parallel_size={size}", "rollout.max_num_seqs=1024",
         "trainer.batch_size=256", "trainer.mini_batch_size=256", "rollout.samples_per_prompt=1",
         "rollout.enforce_eager=false",
@@ -272,8 +258,8 @@ def test_ranks_that_share_an_engine_hold_parts_of_it(size: int, heads_of_a_rank:
     assert wanted == 2 * QWEN_05B.policy_parameters // size + answers * planning.max_sequence_tokens(spanning) * token
 
 
-def test_an_offloaded_base_and_the_engine_alternate() -> None:
-    """Qwen2.5-7B: 15.2 GB in bfloat16, once in the trainer and once in vLLM, on a card with 23.5 GiB."""
+def test_offloaded_base_and_engine_alternate() -> None:
+    """Qwen2.5-7B takes 15.2 GB in bfloat16, in the trainer and in vLLM, on a card with 23.5 GiB."""
     shape = ModelShape.of_config(
         {"model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3_584, "intermediate_size": 18_944,
          "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
@@ -289,14 +275,16 @@ def test_an_offloaded_base_and_the_engine_alternate() -> None:
     assert chosen.model.lora is not None
     assert (chosen.model.lora.offload, chosen.rollout.sleep_level) == (True, 1)
     for phase, parts in plan.phases.items():
-        assert parts.get(planning.FROZEN_BASE, 0) == (0 if phase in (planning.GENERATION, planning.HAND_OVER) else base)
+        assert parts.get(planning.FROZEN_BASE, 0) == (
+            0 if phase in (planning.GENERATION, planning.WEIGHT_SYNC) else base
+        )
     large, _ = fit_settings(settings(*given, "runtime.fit_memory=auto"), shape, H200)
     assert large.model.lora is not None
     assert not large.model.lora.offload
     in_4_bits, smaller = fit_settings(settings(*given, "model.lora.base=nf4", "runtime.fit_memory=auto"), shape, card)
     assert smaller.fits
     assert smaller.phases[planning.PASSES][planning.FROZEN_BASE] == pytest.approx(5.85e9, rel=0.001)
-    # Several times the tokens of a micro-batch; but merged weights of 15.2 GB leave no room for it beside the engine.
+    # Much larger micro-batches, but merged weights of 15.2 GB do not fit next to the engine.
     assert in_4_bits.trainer.max_tokens_per_micro_batch > 16 * chosen.trainer.max_tokens_per_micro_batch
     assert in_4_bits.model.lora is not None
     assert in_4_bits.model.lora.offload
@@ -306,8 +294,8 @@ def test_an_offloaded_base_and_the_engine_alternate() -> None:
     ("given", "on_24_gb"),
     [("32768", 8_192), ("4096", 4_096), ("null", None), ("32768 rollout.max_num_seqs=9000", 9_000)],
 )
-def test_short_vllm_passes_where_the_cache_is_short(given: str, on_24_gb: int | None) -> None:
-    """Of 23.5 GiB a pass of 32,768 tokens left a 7B model's cache 25 answers at a time of 512, for 77 s."""
+def test_short_vllm_passes_with_small_cache(given: str, on_24_gb: int | None) -> None:
+    """A pass of 32,768 tokens left cache in 23.5 GiB for 25 responses of a 7B model (77 s)."""
     config = settings(*f"runtime.fit_memory=auto rollout.max_batched_tokens={given}".split())
     chosen, _ = fit_settings(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
     assert chosen.rollout.max_batched_tokens == on_24_gb
@@ -316,8 +304,8 @@ def test_short_vllm_passes_where_the_cache_is_short(given: str, on_24_gb: int | 
 
 
 @pytest.mark.parametrize(("base", "num_workers"), [("native", 1), ("nf4", 1), ("nf4", 2)])
-def test_the_frozen_base_of_the_plan_is_that_of_a_model(tmp_path: Path, base: str, num_workers: int) -> None:
-    """In 4 bits every rank holds all of the layers' matrices, and its share of the rest."""
+def test_planned_frozen_base_is_real(tmp_path: Path, base: str, num_workers: int) -> None:
+    """Each rank holds all 4-bit matrices, and its share of the rest."""
     build_scratch_tokenizer(SCRATCH, tmp_path)
     build_scratch_model(SCRATCH, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path)
     lora = LoraConfig(rank=4, base=base)
@@ -333,7 +321,7 @@ def test_the_frozen_base_of_the_plan_is_that_of_a_model(tmp_path: Path, base: st
     assert (whole > sharded) == (base == "nf4")
 
 
-def test_auto_chooses_settings_that_fit_and_changes_no_number() -> None:
+def test_fit_auto_keeps_fingerprint() -> None:
     config = settings("runtime.fit_memory=auto", "rollout.memory_share=0.9", "rollout.sleep_level=0")
     chosen, plan = fit_settings(config, QWEN_05B, CARD_24)
     assert plan.fits
@@ -344,17 +332,17 @@ def test_auto_chooses_settings_that_fit_and_changes_no_number() -> None:
     from rlcore.config.fingerprint import settings_fingerprint
 
     assert settings_fingerprint(chosen) == settings_fingerprint(config)
-    told = chosen_settings(config, chosen)
-    assert "rollout.sleep_level=2" in told
-    assert "seed" not in told
+    chosen_text = chosen_settings(config, chosen)
+    assert "rollout.sleep_level=2" in chosen_text
+    assert "seed" not in chosen_text
 
 
 @pytest.mark.parametrize("gb", [24.1, 25.3, 25.7, 42.9, 85.0, 150.1])
 @pytest.mark.parametrize("num_workers", [1, 8])
 @pytest.mark.parametrize("experiment", ["tinyzero_ppo", "verl_gsm8k_grpo"])
-def test_auto_fits_every_card_and_pays_no_more_than_it_must(experiment: str, num_workers: int, gb: float) -> None:
-    """A share rounded up left no room for any budget: on 24 GB and eight ranks the moments went to the host, and each
-    longest answer got a micro-batch of its own, in a phase that had half the card free."""
+def test_fit_auto_fits_every_card(experiment: str, num_workers: int, gb: float) -> None:
+    """A share rounded up left no token budget: with 24 GB and eight ranks, moments were offloaded and micro-batches had
+    one sequence, although half of the card was free."""
     config = load_config(["runtime.fit_memory=auto", f"runtime.num_workers={num_workers}"], experiment=experiment)
     shape = {"tinyzero_ppo": QWEN_05B, "verl_gsm8k_grpo": LLAMA_1B}[experiment]
     device = Device("a card", 2, round(1e9 * gb))
@@ -369,22 +357,7 @@ def test_auto_fits_every_card_and_pays_no_more_than_it_must(experiment: str, num
         assert chosen.rollout.sleep_level == 0
 
 
-def test_auto_follows_the_size_of_the_card() -> None:
-    config = settings("runtime.fit_memory=auto")
-    large, _ = fit_settings(config, QWEN_05B, H200)
-    assert large.trainer.max_tokens_per_micro_batch > fit_settings(config, QWEN_05B, CARD_24)[0].trainer.mini_batch_size
-    assert not large.model.gradient_checkpointing
-    small, plan = fit_settings(config, QWEN_05B, Device("a smaller card", 2, 19_000_000_000))
-    assert small.algo.kl.offload
-    tight, plan_of_tight = fit_settings(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
-    assert tight.optim.offload
-    assert tight.critic is not None
-    assert tight.critic.optim.offload
-    assert not plan_of_tight.cannot_fit
-    assert plan.peak_bytes < fit_settings(config, QWEN_05B, CARD_24)[1].peak_bytes
-
-
-def test_check_leaves_the_settings_as_they_are() -> None:
+def test_fit_check_keeps_settings() -> None:
     config = settings()
     assert fit_settings(config, QWEN_05B, H200)[0] is config
     assert fit_settings(settings("runtime.fit_memory=auto"), QWEN_05B, Device("x", 2, None))[0] is not None

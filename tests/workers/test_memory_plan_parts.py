@@ -1,4 +1,4 @@
-"""Each part of a memory plan by a count of its own, of a model whose dimensions are all unlike each other."""
+"""Each part of a memory plan by an independent count, for a model with distinct dimensions."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from rlcore.workers.memory_plan import (
     ENGINE_FIXED_BYTES,
     FROZEN_BASE,
     GENERATION,
-    HAND_OVER,
     PASSES,
     POLICY_UPDATE,
+    WEIGHT_SYNC,
     Device,
     plan_memory,
 )
@@ -44,8 +44,8 @@ from tests.helpers.memory_plans import (
 )
 
 
-def kept(*, recompute: bool = False, compiled: bool = False) -> int:
-    """Bytes a token that a forward keeps for its backward, tensor by tensor."""
+def saved_bytes(*, recompute: bool = False, compiled: bool = False) -> int:
+    """Return bytes per token kept for backward, tensor by tensor."""
     norms = 2 * (2 * H + 4) if compiled else 2 * (4 * H + 2 * H)
     attention = 2 * H + 2 * 2 * KV + 2 * 2 * QUERY + 4 * HEADS  # input; key, value; query, output; normalizer
     feed_forward = 2 * H + (3 if compiled else 4) * 2 * INNER
@@ -54,8 +54,8 @@ def kept(*, recompute: bool = False, compiled: bool = False) -> int:
     return round(ACTIVATION_FACTOR * (inputs + 4 * H + 2 * 2 * H))
 
 
-def in_a_layer() -> int:
-    """Bytes a token of one layer's feed-forward part, without gradient."""
+def layer_bytes() -> int:
+    """Return bytes per token of one layer's feed-forward part, without gradient."""
     return round(ACTIVATION_FACTOR * (4 * H + 2 * 2 * H + 3 * 2 * INNER))
 
 
@@ -63,7 +63,7 @@ GATHERED = 2 * (ROOT + 2 * LAYER)
 LOGITS = 4 * CHUNK * VOCAB
 
 
-def test_every_part_of_a_run_on_one_rank() -> None:
+def test_parts_on_one_rank() -> None:
     plan = plan_memory(settings(HF), SHAPE, UNKNOWN)
     held = {
         "policy: float32 weights": 4 * POLICY,
@@ -79,26 +79,21 @@ def test_every_part_of_a_run_on_one_rank() -> None:
         **asleep,
         "policy: gradients": 4 * POLICY,
         "gathered weights": GATHERED,
-        "activations": TOKENS * kept(),
+        "activations": TOKENS * saved_bytes(),
         "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 2 * 4 * VOCAB * H,
     }
     assert plan.phases == {
         GENERATION: {**held, "engine": 2 * POLICY + 16 * LONGEST * CACHED + drawn},
-        PASSES: {
-            **held,
-            **asleep,
-            "gathered weights": GATHERED,
-            "the head, or a layer": 2 * LOGITS + TOKENS * H * 2,
-        },
+        PASSES: {**held, **asleep, "gathered weights": GATHERED, "the head, or a layer": 2 * LOGITS + TOKENS * H * 2},
         POLICY_UPDATE: policy_update,
         CRITIC_UPDATE: {
             **held,
             **asleep,
             "critic: gradients": 4 * CRITIC,
             "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
-            "activations": TOKENS * kept(),
+            "activations": TOKENS * saved_bytes(),
         },
-        HAND_OVER: {**held, **asleep, "one whole tensor": 4 * VOCAB * H},
+        WEIGHT_SYNC: {**held, **asleep, "one whole tensor": 4 * VOCAB * H},
     }
     assert (plan.peak_phase, plan.peak_bytes) == (GENERATION, sum(plan.phases[GENERATION].values()))
     assert (plan.usable_bytes, plan.fits, plan.cannot_fit) == (None, True, False)
@@ -107,39 +102,39 @@ def test_every_part_of_a_run_on_one_rank() -> None:
     assert smaller.peak_phase == POLICY_UPDATE
     finest = {
         **policy_update,
-        "activations": LONGEST * kept(),
+        "activations": LONGEST * saved_bytes(),
         "head": 2 * LOGITS + 2 * LONGEST * H * 2 + 8 * VOCAB * H,
     }
     assert smaller.floor_bytes == sum(finest.values())
     fewer = plan_memory(settings(HF), SHAPE, UNKNOWN, tokens=4).phases[POLICY_UPDATE]
-    assert (fewer["activations"], fewer["head"]) == (4 * kept(), 2 * 4 * 4 * VOCAB + 2 * 4 * H * 2 + 8 * VOCAB * H)
+    assert (fewer["activations"], fewer["head"]) == (
+        4 * saved_bytes(),
+        2 * 4 * 4 * VOCAB + 2 * 4 * H * 2 + 8 * VOCAB * H,
+    )
 
 
-def test_the_hf_engine_reads_the_prompts_in_one_pass_of_each_once() -> None:
-    """What a pass over long prompts holds is more than what a token is drawn from, and one pass serves a prompt."""
+def test_parts_of_hf_engine() -> None:
+    """A pass over long prompts needs more memory than sampling, and runs once per prompt."""
     config = settings(
         HF, "filter.max_prompt_tokens=300", "rollout.max_num_seqs=5", "trainer.max_tokens_per_micro_batch=304"
     )
     engine = planning.engine_bytes(config, SHAPE, UNKNOWN)
-    assert engine == 2 * POLICY + 5 * 304 * CACHED + 3 * 300 * in_a_layer()
-    assert planning.forward_activation_bytes(SHAPE, 2) == in_a_layer()
+    assert engine == 2 * POLICY + 5 * 304 * CACHED + 3 * 300 * layer_bytes()
+    assert planning.forward_activation_bytes(SHAPE, 2) == layer_bytes()
     layer = plan_memory(settings(HF, "trainer.max_tokens_per_micro_batch=1000"), SHAPE, UNKNOWN, tokens=1_000)
-    assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * in_a_layer()
+    assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * layer_bytes()
 
 
-def test_every_part_on_two_ranks_with_offloading() -> None:
+def test_parts_on_two_ranks_with_offloading() -> None:
     config = settings(
         "runtime.num_workers=2", "optim.offload=true", "critic.optim.offload=true", "algo.kl.offload=true",
         "model.gradient_checkpointing=true", "model.compile=true", "rollout.enforce_eager=false",
     )  # fmt: skip
     plan = plan_memory(config, SHAPE, CARD)
-    held = {
-        "policy: float32 weights": 4 * POLICY // 2,
-        "critic: float32 weights": 4 * CRITIC // 2,
-    }
+    held = {"policy: float32 weights": 4 * POLICY // 2, "critic: float32 weights": 4 * CRITIC // 2}
     engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
     asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
-    activations = TOKENS * kept(recompute=True, compiled=True)
+    activations = TOKENS * saved_bytes(recompute=True, compiled=True)
     policy_gradients = {"policy: gradients": 4 * POLICY // 2}
     assert plan.phases == {
         GENERATION: {**held, "engine": engine},
@@ -165,7 +160,7 @@ def test_every_part_on_two_ranks_with_offloading() -> None:
             "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
             "activations": activations,
         },
-        HAND_OVER: {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H},
+        WEIGHT_SYNC: {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H},
     }
     assert planning.engine_bytes(config, SHAPE, UNKNOWN) == engine - (64 - 8) * LONGEST * CACHED
     share = settings("rollout.memory_share=0.011")
@@ -174,30 +169,30 @@ def test_every_part_on_two_ranks_with_offloading() -> None:
     assert planning.asleep_bytes(awake, SHAPE, CARD) == 1_500_000_000
 
 
-def test_every_part_of_a_run_whose_ranks_gather_once() -> None:
+def test_parts_with_zero_stage_1() -> None:
     config = settings("runtime.num_workers=2", "model.zero_stage=1", "algo.kl.where=off", "algo.kl.estimator=auto",
                       "rollout.sleep_level=0", *NO_CRITIC)  # fmt: skip
     held = {"policy: float32 weights": 2 * POLICY, "policy: moments": 4 * POLICY}
     engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
     phases = plan_memory(config, SHAPE, CARD).phases
-    assert [*phases] == [GENERATION, PASSES, POLICY_UPDATE, HAND_OVER]
+    assert [*phases] == [GENERATION, PASSES, POLICY_UPDATE, WEIGHT_SYNC]
     assert phases[POLICY_UPDATE] == {
         **held,
         "engine asleep": engine,
         "policy: gradients": 2 * POLICY,
         "gathered weights": 2 * POLICY,
         "whole gradients": 4 * POLICY,
-        "activations": TOKENS * kept(),
+        "activations": TOKENS * saved_bytes(),
         "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
     }
-    assert phases[HAND_OVER] == {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H}
+    assert phases[WEIGHT_SYNC] == {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H}
     without_engine = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "none"})})
     assert planning.engine_bytes(without_engine, SHAPE, CARD) == 0
     assert planning.asleep_bytes(without_engine, SHAPE, CARD) == 0
 
 
 @pytest.mark.parametrize("base", ["native", "nf4"])
-def test_every_part_of_a_run_with_adapters(base: str) -> None:
+def test_parts_with_adapters(base: str) -> None:
     config = settings("model.lora.rank=4", f"model.lora.base={base}", "model.lora.offload=true",
                       "rollout.sleep_level=1", "optim.offload=true", "algo.kl.where=loss", *NO_CRITIC)  # fmt: skip
     assert config.model.lora is not None
@@ -209,33 +204,33 @@ def test_every_part_of_a_run_with_adapters(base: str) -> None:
     asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
     gradients = {"policy: gradients": 4 * adapters}
     gathered = 2 * (ROOT + 2 * (LAYER - MATRICES)) + 2 * H * INNER if base == "nf4" else GATHERED
-    beside = {"gathered weights": gathered}
+    gathered_weights = {"gathered weights": gathered}
     assert plan_memory(config, SHAPE, CARD).phases == {
         GENERATION: {**trained, "engine": engine},
-        PASSES: {**held, **asleep, **beside, "the head, or a layer": 2 * LOGITS + TOKENS * H * 2},
+        PASSES: {**held, **asleep, **gathered_weights, "the head, or a layer": 2 * LOGITS + TOKENS * H * 2},
         POLICY_UPDATE: {
             **held,
             **gradients,
             **asleep,
-            **beside,
-            "activations": TOKENS * (kept() + LAYERS * 2 * 4 * targets),
+            **gathered_weights,
+            "activations": TOKENS * (saved_bytes() + LAYERS * 2 * 4 * targets),
             "head": 2 * LOGITS + 2 * TOKENS * H * 2,
         },
-        HAND_OVER: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
+        WEIGHT_SYNC: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
     }
-    wide = plan_memory(config, replace(SHAPE, intermediate=500), CARD).phases[HAND_OVER]
-    assert wide["one whole tensor"] == 2 * (4 + 2) * H * 500  # the merged matrix and its sum, of both types
+    wide = plan_memory(config, replace(SHAPE, intermediate=500), CARD).phases[WEIGHT_SYNC]
+    assert wide["one whole tensor"] == 2 * (4 + 2) * H * 500  # merged matrix and sum, in both types
     once = settings("model.lora.rank=4", f"model.lora.base={base}", "model.zero_stage=1", "runtime.num_workers=2",
                     *NO_CRITIC)  # fmt: skip
     whole = plan_memory(once, SHAPE, CARD).phases[POLICY_UPDATE]
     assert whole["gathered weights"] == max(gathered, 2 * (POLICY - in_4_bits))
-    assert whole[FROZEN_BASE] == round(in_4_bits * (1 / 2 + 4 / 64)) + POLICY - in_4_bits  # a half of two bytes each
+    assert whole[FROZEN_BASE] == round(in_4_bits * (1 / 2 + 4 / 64)) + POLICY - in_4_bits  # half of two bytes each
     again = settings("model.lora.rank=4", "model.gradient_checkpointing=true", *NO_CRITIC)
     update = plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]
-    assert update["activations"] == TOKENS * (kept(recompute=True) + 2 * 4 * targets)
+    assert update["activations"] == TOKENS * (saved_bytes(recompute=True) + 2 * 4 * targets)
 
 
-def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
+def test_micro_batch_tokens() -> None:
     for overrides, tokens in (
         (("trainer.max_tokens_per_micro_batch=79",), 79),
         (("trainer.max_tokens_per_micro_batch=81",), 80),
@@ -247,7 +242,7 @@ def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
     assert planning.micro_batch_tokens(below) == 10
 
 
-def test_plan_without_a_gpu_has_an_unknown_size() -> None:
+def test_detect_device_without_gpu() -> None:
     for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float32", 4)):
         config = settings(HF, "runtime.device=cpu", f"model.dtype={dtype}")
         assert planning.detect_device(config) == Device("a GPU (none here)", itemsize, None)

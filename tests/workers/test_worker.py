@@ -1,6 +1,7 @@
-"""What one rank tells of itself, and what it refuses."""
+"""A worker of one rank."""
 
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.rollout.engine import WeightSyncResult
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
+from rlcore.workers import worker as module
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
@@ -35,7 +37,7 @@ def worker(run: SmallRun) -> Worker:
     return worker
 
 
-def test_a_rank_tells_what_it_holds(run: SmallRun, worker: Worker) -> None:
+def test_worker_info(run: SmallRun, worker: Worker) -> None:
     info, shape = worker.info(), ModelShape.of_scratch(run.config.model.scratch)
     assert (info.device_name, info.dtype, info.attention) == ("CPU", "float32", "sdpa")
     assert info.shape == info.critic_shape == shape
@@ -46,24 +48,24 @@ def test_a_rank_tells_what_it_holds(run: SmallRun, worker: Worker) -> None:
     assert worker.adapters() == {}
 
 
-def test_without_a_request_the_engine_is_left_alone(worker: Worker) -> None:
+def test_generate_without_requests(worker: Worker) -> None:
     assert list(worker.generate([], SamplingConfig(), 8)) == []
 
 
-def test_an_engine_that_is_at_other_weights_is_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_to_stale_engine_raises(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.engine, "update_weights", lambda weights, version: WeightSyncResult())
-    with pytest.raises(EngineError, match=r"^the engine is at policy version 3 after hand-over 4$"):
+    with pytest.raises(EngineError, match=r"^the engine is at policy version 3 after sync 4$"):
         worker.sync_weights(4)
 
 
-def test_only_the_first_rank_has_the_gathered_weights(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_weights_on_rank_0_only(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = worker.full_weights()
     assert whole.keys() == {name for name, _ in worker.actor.weights()}
     monkeypatch.setattr(worker, "_rank", 1)
     assert worker.full_weights() == {}
 
 
-def test_repeated_passes_of_every_kind_are_counted_once(worker: Worker) -> None:
+def test_memory_peak_counts_retries_once(worker: Worker) -> None:
     assert worker.memory_peak() == MemoryPeak(0.0, 0.0, 0)
     assert worker.critic is not None
     assert worker.reference is not None
@@ -80,7 +82,7 @@ def test_repeated_passes_of_every_kind_are_counted_once(worker: Worker) -> None:
     assert worker.memory_peak() == MemoryPeak(0.0, 0.0, 5)
 
 
-def test_log_probabilities_come_with_the_entropy_where_it_is_asked_for(worker: Worker) -> None:
+def test_old_logprobs_with_entropy(worker: Worker) -> None:
     batch = answers(3)
     alone, both = worker.old_logprobs(batch, 1), worker.old_logprobs(batch, 2, True)
     assert (alone.shape, both.shape) == ((batch.num_tokens,), (batch.num_tokens, 2))
@@ -93,9 +95,9 @@ def test_log_probabilities_come_with_the_entropy_where_it_is_asked_for(worker: W
     assert not values[~batch.loss_mask].any()
 
 
-def test_a_trace_is_named_by_step_and_rank_within_its_limit(worker: Worker, tmp_path: Path) -> None:
+def test_profile_file_name_and_limit(worker: Worker, tmp_path: Path) -> None:
     worker.start_profile()
-    worker.start_profile()  # what was being recorded is dropped
+    worker.start_profile()  # discards the first recording
     torch.ones(3).sum()
     assert 0 < worker.stop_profile(str(tmp_path / "profile"), 7, 50.0) < 50.0
     (file,) = (tmp_path / "profile").iterdir()
@@ -106,7 +108,7 @@ def test_a_trace_is_named_by_step_and_rank_within_its_limit(worker: Worker, tmp_
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_the_likelihood_is_that_of_the_policy_at_temperature_1(worker: Worker) -> None:
+def test_likelihood_at_temperature_1(worker: Worker) -> None:
     batch = answers(3)
     found = worker.likelihood(batch, 2)
     logprobs = worker.old_logprobs(batch, 1)  # the sampler's temperature is 1 too
@@ -116,7 +118,7 @@ def test_the_likelihood_is_that_of_the_policy_at_temperature_1(worker: Worker) -
     assert likeliest <= float(found.num_correct) <= 6.0
 
 
-def test_the_references_log_probabilities_are_kept_for_the_next_update_alone(worker: Worker) -> None:
+def test_cached_ref_logprobs_are_used_once(worker: Worker) -> None:
     packed = answers(3)
     nothing = torch.zeros(packed.num_tokens)
     batch = TrainBatch(packed, worker.old_logprobs(packed, 1), None, None, nothing, None, packed.loss_mask.float())
@@ -132,8 +134,8 @@ def test_the_references_log_probabilities_are_kept_for_the_next_update_alone(wor
 
 
 @pytest.mark.parametrize(("added", "moves"), [(0.0, False), (0.5, True)])
-def test_a_weight_of_the_entropy_that_is_added_has_a_gradient(worker: Worker, added: float, moves: bool) -> None:
-    """Without advantages nothing else has one."""
+def test_added_entropy_has_gradient(worker: Worker, added: float, moves: bool) -> None:
+    """Nothing else has a gradient without advantages."""
     packed = answers(3)
     nothing = torch.zeros(packed.num_tokens)
     ref = worker.ref_logprobs(packed, 1)
@@ -146,3 +148,27 @@ def test_a_weight_of_the_entropy_that_is_added_has_a_gradient(worker: Worker, ad
     assert (
         worker.actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, with_logprobs=False).logprobs is None
     )
+
+
+def test_reset_frees_old_models_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepare(tmp_path)
+    group = LocalGroup(run.config, str(run.model_directory))
+    old = [weakref.ref(group.each(lambda worker: worker.actor.model)[0])]
+    first = {name: tensor.clone() for name, tensor in old[0]().state_dict().items()}  # type: ignore[union-attr]
+    alive: list[bool] = []
+    sleeps: list[int] = []
+    (engine,) = group.each(lambda worker: worker.engine)
+    monkeypatch.setattr(engine, "sleep", lambda: sleeps.append(len(alive)))
+
+    class Watched(module.Actor):
+        def __init__(self, *args: Any) -> None:
+            alive.append(old[0]() is not None)
+            super().__init__(*args)
+
+    monkeypatch.setattr(module, "Actor", Watched)
+    group.each(Worker.reset)
+    assert alive == [False]
+    assert sleeps == [0], "an awake engine holds the memory that they need"
+    again = group.each(lambda worker: worker.actor.model)[0].state_dict()
+    assert all((again[name] == tensor).all() for name, tensor in first.items())
+    group.close()

@@ -1,4 +1,4 @@
-"""The gradient of a batch is the same for any micro-batch split, any order and any number of ranks."""
+"""Gradients do not depend on the micro-batch split, the order or the number of ranks."""
 
 import functools
 import json
@@ -22,12 +22,12 @@ ALGORITHMS = {
         "algo=grpo", "algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.3", "trainer.mini_batch_size=4",
     ],
 }  # fmt: skip
-"""Settings of each. sft: the supervised loss on the same answers."""
+"""Settings of each; sft: the supervised loss on the same responses."""
 OTHERS = {
     **{name: [f"algo.policy_loss={name}"] for name in POLICY_LOSSES if name not in ("ppo_clip", "kl_cov")},
     "off_policy_mask": ["algo.off_policy_mask=0.5"],
 }
-"""Settings of what is tried in few splits alone."""
+"""Settings of losses tested in few splits."""
 STRAIGHT, SHUFFLED = list(range(NUM_SEQUENCES)), np.random.default_rng(1).permutation(NUM_SEQUENCES).tolist()
 CASES = {
     "whole": (STRAIGHT, 10_000, False),
@@ -38,7 +38,7 @@ CASES = {
     "checkpointed": (STRAIGHT, 60, True),
     "zero-1": (STRAIGHT, 60, False),
 }
-"""Order of the sequences, most tokens of a micro-batch, gradient checkpointing."""
+"""Order of the sequences, maximum tokens of a micro-batch, gradient checkpointing."""
 ON_RANKS = {
     1: [(algo, case) for algo in ALGORITHMS for case in CASES] + [(algo, "whole") for algo in OTHERS],
     2: [(algo, case) for algo in ALGORITHMS for case in ("split", "scored-alone")]
@@ -47,15 +47,15 @@ ON_RANKS = {
     4: [(algo, case) for algo in ALGORITHMS for case in ("single", "shuffled")],
     8: [(algo, case) for algo in ALGORITHMS for case in ("single", "shuffled")],
 }
-"""What is computed on so many ranks: everything on one; on more each algorithm, and each way to cut its batch once."""
+"""Cases by number of ranks: all on one; on more each algorithm, and each kind of split once."""
 SEVERAL = [2, 4, pytest.param(8, marks=pytest.mark.lengthy)]
 RELATIVE = 1e-5
-"""Of the largest entry of each tensor, in float32. Sums of another order differ most, by up to 4.1e-6 on some
-processors, in the bias of the keys, whose gradient is what is left of sums that cancel."""
+"""Tolerance relative to the largest entry, in float32. Key biases differ most (4.1e-6 on some processors), since their
+gradients are cancelling sums."""
 
 
-def ran(folder: Path, world_size: int) -> Path:
-    """The folder, after what is wanted of so many ranks has been computed once."""
+def compute_gradients(folder: Path, world_size: int) -> Path:
+    """Compute the cases of so many ranks once; return the folder."""
     cases = folder / f"cases-{world_size}.json"
     if not cases.exists():
         cases.write_text(json.dumps([_case(folder, algo, name) for algo, name in ON_RANKS[world_size]]))
@@ -67,7 +67,7 @@ def ran(folder: Path, world_size: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The batch; each number of ranks leaves its gradients here."""
+    """Return the folder of the batch and of all gradients."""
     folder = tmp_path_factory.mktemp("gradients")
     save_file(random_batch(np.random.default_rng(7)), folder / "batch.safetensors")
     return folder
@@ -88,7 +88,7 @@ def _run(folder: Path, algo: str, checkpointing: bool, zero_stage: int) -> Small
 
 
 def _case(folder: Path, algo: str, name: str) -> dict[str, object]:
-    """What a rank is told of it."""
+    """Return the arguments of a rank."""
     order, max_tokens, checkpointing = CASES[name]
     run = _run(folder, algo, checkpointing, 1 if name == "zero-1" else 3)
     return {
@@ -110,11 +110,9 @@ def _case(folder: Path, algo: str, name: str) -> dict[str, object]:
         for one in wanted
     ],
 )
-def test_the_gradient_does_not_depend_on_how_it_is_computed(
-    folder: Path, algo: str, case: str, world_size: int
-) -> None:
-    expected = load_file(ran(folder, 1) / f"{algo}-whole-1.safetensors")
-    found = load_file(ran(folder, world_size) / f"{algo}-{case}-{world_size}.safetensors")
+def test_gradient_is_independent_of_split_and_ranks(folder: Path, algo: str, case: str, world_size: int) -> None:
+    expected = load_file(compute_gradients(folder, 1) / f"{algo}-whole-1.safetensors")
+    found = load_file(compute_gradients(folder, world_size) / f"{algo}-{case}-{world_size}.safetensors")
     assert found.keys() == expected.keys()
     assert any(name.startswith("critic.") for name in found) == (algo == "ppo")
     for name, value in expected.items():
@@ -126,10 +124,15 @@ def test_the_gradient_does_not_depend_on_how_it_is_computed(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", SEVERAL)
-def test_a_nan_loss_on_one_rank_stops_all(folder: Path, world_size: int) -> None:
-    outcomes = [(ran(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text() for rank in range(world_size)]
-    steps, told = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
+def test_nan_loss_on_one_rank_stops_all(folder: Path, world_size: int) -> None:
+    outcomes = [
+        (compute_gradients(folder, world_size) / f"outcome-{rank}-of-{world_size}").read_text()
+        for rank in range(world_size)
+    ]
+    steps, messages = zip(*(outcome.split("\n") for outcome in outcomes), strict=True)
     assert [*steps] == ["0 steps, NonFiniteError, weights as before; 2 steps, NoneType, weights changed"] * world_size
-    named = [re.findall(r"the loss of prompts number (\[\d[\d, ]*\]) of the step is not finite", text) for text in told]
+    named = [
+        re.findall(r"the loss of prompts number (\[\d[\d, ]*\]) of the step is not finite", text) for text in messages
+    ]
     assert named[0]
-    assert named == [named[0]] * world_size, "each names those of all ranks"
+    assert named == [named[0]] * world_size, "each rank reports all prompts"

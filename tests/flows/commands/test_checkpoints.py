@@ -137,7 +137,7 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
     assert evaluation_settings(f"{folder}@start", ["countdown"], [], None).run_id == judged.run_id
     assert evaluation_settings(f"{folder}@best", ["countdown"], [], None).run_id != judged.run_id
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(ModelError, match=f"model.path: {HUB_ID} is no directory here, it is not in the hub's cache"):
+    with pytest.raises(ModelError, match=f"model.path: {HUB_ID} is not a directory here, it is not in the hub's cache"):
         compose_fork(given, f"{folder}@start")
 
 

@@ -1,5 +1,6 @@
-"""A prompt that is computed once for all of its answers gives the numbers of one that is computed with each."""
+"""Shared prompts give the results of separate prompts."""
 
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,19 +14,19 @@ from torch import Tensor
 from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
+from rlcore.models.layout import SharedOrder
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.shape import ModelShape
-from rlcore.models.shared_prompts import SharedOrder
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import token_logprobs
-from rlcore.workers.passes import MicroBatch
+from rlcore.workers.trained_model import MicroBatch
 from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
 from tests.small_run import prepare, train
 
 GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))
-"""Tokens of each prompt, and of each of its answers."""
+"""Tokens of each prompt and of each of its responses."""
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
@@ -33,8 +34,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write_model(request.param, tmp_path_factory.mktemp("model"))
 
 
-def found(directory: Path, batch: PackedBatch, *, share: bool, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities, and gradients of a loss on them and on the entropy."""
+def run_policy(
+    directory: Path, batch: PackedBatch, *, share: bool, **settings: object
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return log-probabilities, and gradients of a loss on them and the entropy."""
     policy = load_policy(directory, model=ModelConfig(share_prompts=share, **settings), device=CPU)
     out = token_logprobs(policy, MicroBatch(batch, batch), temperature=0.8, entropy="grad")
     weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
@@ -44,20 +47,20 @@ def found(directory: Path, batch: PackedBatch, *, share: bool, **settings: objec
 
 @pytest.mark.parametrize("unscored", [frozenset(), frozenset({0}), frozenset({1, 6})])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_log_probabilities_and_gradients_are_those_without_it(
+def test_shared_prompts_keep_logprobs_and_gradients(
     directory: Path, checkpointing: bool, unscored: frozenset[int]
 ) -> None:
     batch = answers(GROUPS, unscored=unscored)
     assert Sizes.from_batch(batch, share_prompts=True).num_computed() < batch.num_tokens
-    shared = found(directory, batch, share=True, gradient_checkpointing=checkpointing)
-    alone = found(directory, batch, share=False)
+    shared = run_policy(directory, batch, share=True, gradient_checkpointing=checkpointing)
+    alone = run_policy(directory, batch, share=False)
     torch.testing.assert_close(shared[0], alone[0], rtol=0, atol=1e-5)
     assert_close_gradients(shared[1], alone[1], 1e-5)
 
 
-def test_log_probabilities_are_transformers_own_of_each_answer_alone(directory: Path) -> None:
+def test_shared_prompts_match_transformers(directory: Path) -> None:
     batch, model = answers(GROUPS), plain_model(directory)
-    logprobs, _ = found(directory, batch, share=True)
+    logprobs, _ = run_policy(directory, batch, share=True)
     for start, stop in pairwise(batch.cu_seqlens.tolist()):
         with torch.no_grad():
             expected = (model(batch.token_ids[None, start:stop]).logits[0] / 0.8).log_softmax(-1)
@@ -65,18 +68,18 @@ def test_log_probabilities_are_transformers_own_of_each_answer_alone(directory: 
         torch.testing.assert_close(logprobs[start:stop], chosen, rtol=0, atol=1e-5)
 
 
-def test_the_layers_see_a_prompt_once(directory: Path) -> None:
+def test_layers_compute_shared_prompt_once(directory: Path) -> None:
     batch = answers(GROUPS)
     policy = load_policy(directory, model=ModelConfig(share_prompts=True), device=CPU)
     seen: list[Tensor] = []
     policy.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
-    # all but the last token of each prompt, and of each answer its own tokens after that last one
+    # all but the last token of each prompt, and that token with each response
     expected = sum(length - 1 + sum(1 + count for count in lengths) for length, lengths in GROUPS)
     assert seen[0].shape[1] == expected == Sizes.from_batch(batch, share_prompts=True).num_computed()
 
 
-def test_values_and_their_gradients_are_those_without_it(directory: Path) -> None:
+def test_shared_prompts_keep_values_and_gradients(directory: Path) -> None:
     batch, outcomes = answers(GROUPS), []
     for share in (True, False):
         model = load_value_model(directory, model=ModelConfig(share_prompts=share), device=CPU)
@@ -89,7 +92,7 @@ def test_values_and_their_gradients_are_those_without_it(directory: Path) -> Non
     assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
 
 
-def test_adapters_learn_the_same(directory: Path) -> None:
+def test_shared_prompts_keep_adapter_gradients(directory: Path) -> None:
     batch, outcomes = answers(GROUPS), []
     for share in (True, False):
         lora = LoraConfig(rank=4)
@@ -105,17 +108,17 @@ def test_adapters_learn_the_same(directory: Path) -> None:
     assert_close_gradients(outcomes[0], outcomes[1], 1e-5)
 
 
-def test_nothing_is_shared_between_different_prompts_or_without_a_loss() -> None:
+def test_only_equal_prompts_with_loss_are_shared() -> None:
     batch = answers(((3, (2, 2)), (3, (2, 2))), unscored=frozenset({3}))
     assert shared_prompts(batch).tolist() == [0, 2, 0, 0]
-    batch.token_ids[5] += 1  # the first token of the second answer's prompt
+    batch.token_ids[5] += 1  # first token of the second response's prompt
     assert shared_prompts(batch).tolist() == [0, 0, 0, 0]
     assert shared_prompts(select(batch, [2])).tolist() == [0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1))
-def test_rows_are_handed_out_and_their_gradients_summed(groups: list[tuple[int, list[int]]]) -> None:
-    """Against a row for each token, one after another; in attention's own order too."""
+def test_expand_matches_naive_twin(groups: list[tuple[int, list[int]]]) -> None:
+    """Twin: one row per token, in batch order and attention order."""
     batch = answers(groups)
     bounds, shared = batch.cu_seqlens.numpy(), shared_prompts(batch)
     for order in (None, torch.randperm(batch.num_tokens, generator=torch.Generator().manual_seed(0))):
@@ -145,9 +148,7 @@ def test_rows_are_handed_out_and_their_gradients_summed(groups: list[tuple[int, 
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1),
     st.integers(1, 80),
 )
-def test_micro_batches_hold_each_sequence_once_within_the_budget(
-    groups: list[tuple[int, list[int]]], max_tokens: int
-) -> None:
+def test_micro_batches_stay_within_budget(groups: list[tuple[int, list[int]]], max_tokens: int) -> None:
     batch = answers(groups)
     dealer = Balancer(num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True)
     shares = dealer.assign(batch, batch.num_sequences).whole
@@ -159,7 +160,7 @@ def test_micro_batches_hold_each_sequence_once_within_the_budget(
         assert len(part) == 1 or Sizes.from_batch(select(batch, part), share_prompts=True).num_computed() <= max_tokens
 
 
-def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
+def test_prompts_stay_in_one_micro_batch() -> None:
     batch = answers([(20, (3,) * 4)] * 6)
     for part in micro_batches(batch, 3, share_prompts=True):
         assert np.bincount(batch.group_ids[part], minlength=6).tolist().count(4) == 2
@@ -168,14 +169,14 @@ def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
         assert np.bincount(batch.group_ids[list(mine)], minlength=6).tolist().count(4) == 3
 
 
-def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
-    """A sharded pass is cut by cost, the reference's by tokens: one number of micro-batches must do for both."""
+def test_micro_batches_by_cost_or_tokens_stay_within_budget() -> None:
+    """A sharded pass is split by cost and the reference's by tokens, with one number of micro-batches."""
     shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
     drawn = np.random.default_rng(15)
     batch = answers(
         [(int(drawn.integers(40, 400)), (3_000 * drawn.pareto(2, size=4) + 1).astype(int)) for _ in range(12)]
     )
-    for budget in (18_000, 24_000, 34_000):  # where tokens alone would allow one micro-batch less
+    for budget in (18_000, 24_000, 34_000):  # by tokens alone one micro-batch less would do
         dealt = Balancer(num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True).assign(batch, 48).whole
         for mine in dealt.sequences:
             own = select(batch, mine)
@@ -188,23 +189,20 @@ def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_run_learns_the_same_and_counts_what_it_computes(algorithm: str, tmp_path: Path) -> None:
+def test_shared_prompts_keep_training_metrics(algorithm: str, tmp_path: Path) -> None:
     found = {}
     for share in (True, False):
         overrides = [f"algo={algorithm}", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
         run = prepare(tmp_path, *overrides, "rollout.samples_per_prompt=4", "trainer.max_tokens_per_micro_batch=160")
-        group = LocalGroup(run.config, str(run.model_directory))
-        try:
+        with closing(LocalGroup(run.config, str(run.model_directory))) as group:
             found[share] = train(run, group, 2)
-        finally:
-            group.close()
     for with_it, without in zip(found[True], found[False], strict=True):
         assert with_it.keys() == without.keys()
         for name, value in without.items():
             assert with_it[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
 
 
-def test_operations_of_a_shared_prompt_count_once_but_for_attention() -> None:
+def test_update_flops_of_shared_prompts() -> None:
     shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
     batch = answers(GROUPS)
     counted = shape.embedding * batch.num_loss_tokens

@@ -1,6 +1,7 @@
-"""A worker that trains adapters: its reference, its hand-over, and a run that was killed."""
+"""LoRA adapters and dropout in a worker."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ Open = Callable[..., Worker]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Opens a worker of a small run with adapters."""
+    """Return a function that opens a worker of a small run with adapters."""
     groups: list[LocalGroup] = []
 
     def open_one(*overrides: str) -> Worker:
@@ -55,7 +56,7 @@ def update(worker: Worker, batch: TrainBatch, number: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 model.lora.base=nf4"])
-def test_the_reference_is_the_policy_without_adapters_and_no_second_model(
+def test_lora_reference_is_policy_without_adapters(
     opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     loaded: list[Any] = []
@@ -72,8 +73,8 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_model(
 
 
 @pytest.mark.parametrize("base", ["native", "nf4"])
-def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, tmp_path: Path, base: str) -> None:
-    """Weights of adapters, moments and base of a new process as those of one that was not killed."""
+def test_lora_resume_is_bit_identical(opened: Open, batch: TrainBatch, tmp_path: Path, base: str) -> None:
+    """Compare adapters, moments and base with those of an uninterrupted run."""
     settings = ("model.dtype=bfloat16", "model.lora.dropout=0.1", f"model.lora.base={base}")
     worker = opened(*settings)
     worker.sync_weights(0)
@@ -90,8 +91,8 @@ def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, t
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_engine_gets_a_base_in_4_bits_merged(opened: Open, batch: TrainBatch) -> None:
-    """W as the nearest levels, + s B A, in float64; what has no adapter is W alone."""
+def test_engine_gets_merged_4_bit_base(opened: Open, batch: TrainBatch) -> None:
+    """Twin in float64: the nearest levels of W, plus s B A where adapted."""
     worker = opened("model.lora.base=nf4", "model.lora.target_modules=[q_proj,down_proj]")
     worker.sync_weights(0)
     for number in range(3):
@@ -114,7 +115,7 @@ def test_the_engine_gets_a_base_in_4_bits_merged(opened: Open, batch: TrainBatch
 
 
 @pytest.mark.parametrize("base", ["native", "nf4"])
-def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
+def test_lora_oom_retry_keeps_gradient(
     opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
     worker = opened(f"model.lora.base={base}")
@@ -135,3 +136,49 @@ def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
     assert len(calls) > 2
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     assert again.memory_peak().num_retries == 1
+
+
+def test_dropout_depends_on_place_in_run(tmp_path: Path) -> None:
+    run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05")
+    whole = batch_from(random_batch(np.random.default_rng(7)))
+    batch = select_train(whole, range(whole.packed.num_sequences))
+    counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+    mini_batch = MiniBatch(range(batch.packed.num_sequences), 2, counts)
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        (worker,) = group.each(lambda worker: worker)
+
+        def updated(torch_seed: int, version: int) -> list[torch.Tensor]:
+            """Return log-probabilities of three updates after a weight sync, and after them."""
+            worker.reset()
+            worker.sync_weights(version)
+            torch.manual_seed(torch_seed)
+            found = [worker.update_policy(batch, [mini_batch], 0.05, 0.0).steps[0].logprobs for _ in range(3)]
+            return [*found, worker.old_logprobs(batch.packed, 2)]
+
+        first, again, other = updated(1, version=3), updated(2, version=3), updated(1, version=4)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not torch.equal(first[-1], other[-1])
+        assert torch.equal(worker.old_logprobs(batch.packed, 2), other[-1])  # without dropout
+
+
+def test_dropout_of_retry_depends_on_split(tmp_path: Path) -> None:
+    loss = "algo.policy_loss=tests.helpers.harmful:at_most_four"
+    run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05", loss)
+    whole = batch_from(random_batch(np.random.default_rng(7)))
+    counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 8)
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        (worker,) = group.each(lambda worker: worker)
+
+        def after_update(num_micro: int) -> tuple[torch.Tensor, int]:
+            """Return log-probabilities after one update, and its number of micro-batches."""
+            worker.reset()
+            worker.sync_weights(3)
+            mini_batch = MiniBatch(range(whole.packed.num_sequences), num_micro, counts)
+            worker.update_policy(whole, [mini_batch], 0.05, 0.0)
+            return worker.old_logprobs(whole.packed, 1), num_micro * worker.actor.update_pass.factor
+
+        redone, num_micro = after_update(1)
+        assert num_micro > 1
+        direct, same_number = after_update(num_micro)
+        assert same_number == num_micro
+        assert torch.equal(redone, direct)

@@ -1,0 +1,241 @@
+"""Order in which the model computes packed tokens: by sequence length for sdpa, and each shared prompt once.
+
+Shared prompts: the first response of a prompt in a micro-batch keeps the whole prompt. The others begin with its last
+token, whose output predicts their first token. Attention still uses whole sequences, so prompt keys and values are
+copied to each response.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlcore.models.memory import to_device
+
+Backend = Literal["flash_attn", "varlen", "sdpa"]
+Array: TypeAlias = Tensor | np.ndarray[Any, Any]
+"""A tensor or a numpy array. FSDP moves tensor arguments to the device, where reading them blocks."""
+
+# With more distinct lengths, kernel launches cost more than padding.
+_MAX_EXACT_LENGTHS = 48
+# Steps to which lengths are then rounded up: at most 1/8 of the attended tokens are zeros.
+_STEPS_PER_DOUBLING = 8
+# Kernels need an upper bound of the longest sequence. Few distinct bounds mean few compiled shapes.
+_MAX_SEQLEN_STEP = 256
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """Mapping of c computed tokens to T tokens of a batch.
+
+    Attributes:
+        places: Int[T], computed token of each token, in attention order.
+        first_tokens: Int[c], inverse: the first token of each computed one.
+        shared: Int[p], computed tokens with several tokens.
+        duplicates: Int[p, m], their further tokens; `is_duplicate` Bool[p, m] marks valid entries.
+        cu_seqlens: Int32[N+1], sequence bounds among computed tokens.
+    """
+
+    places: Int[Tensor, "T"]
+    first_tokens: Int[Tensor, "c"]
+    shared: Int[Tensor, "p"]
+    duplicates: Int[Tensor, "p m"]
+    is_duplicate: Bool[Tensor, "p m"]
+    cu_seqlens: Int[Tensor, "N_plus_1"]
+
+    def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
+        """Return the computed row of each token."""
+        order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
+        found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Expand(torch.autograd.Function):
+    """`index_select` whose gradient sums the rows of a token deterministically, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, places: Tensor, *backward: Tensor) -> Tensor:
+        ctx.save_for_backward(*backward)
+        return computed.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        firsts, shared, others, is_one = ctx.saved_tensors
+        found = gradient.index_select(0, firsts)
+        ones = is_one.view(*is_one.shape, *[1] * (gradient.ndim - 1))
+        more = torch.where(ones, gradient[others].float(), 0.0).sum(1)
+        summed = (found.index_select(0, shared).float() + more).to(gradient.dtype)
+        return found.index_copy(0, shared, summed), None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOrder:
+    """Computed tokens of a batch, on the host. `computed` Int[c]. `places` Int[T]: index of each token among them.
+    `dropped` Int[d]: tokens that are not computed. `further` Int[d]: index of each among the duplicates of its token.
+    """
+
+    computed: IntArray
+    places: IntArray
+    dropped: IntArray
+    further: IntArray
+
+    @classmethod
+    def of(cls, bounds: IntArray, shared: IntArray) -> "SharedOrder":
+        """Build from sequence `bounds` Int[N+1]. `shared` Int[N]: see `build_layout`.
+
+        >>> order = SharedOrder.of(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
+        >>> order.computed.tolist(), order.places.tolist()
+        ([0, 1, 2, 3, 6, 7, 8], [0, 1, 2, 3, 0, 1, 4, 5, 6])
+        """
+        lengths, indices = np.diff(bounds), np.arange(len(shared))
+        first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
+        sequence = np.repeat(indices, lengths)
+        tokens = np.arange(bounds[-1])
+        at = tokens - bounds[sequence]
+        is_dropped = at < shared[sequence]
+        stands_for = np.where(is_dropped, bounds[first[sequence]] + at, tokens)
+        places = (np.cumsum(~is_dropped) - 1)[stands_for]
+        dropped = np.flatnonzero(is_dropped)
+        return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
+
+    def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
+        """Build the device tensors. `order`: token at each position of attention order, None for batch order."""
+        at = np.arange(len(self.places))  # position of each token in that order
+        if order is not None:
+            at[order.numpy()] = np.arange(len(self.places))
+        shared, rows = np.unique(self.places[self.dropped], return_inverse=True)
+        others = np.zeros((len(shared), int(self.further.max(initial=-1)) + 1), dtype=np.int64)
+        is_one = np.zeros(others.shape, dtype=bool)
+        others[rows, self.further] = at[self.dropped]
+        is_one[rows, self.further] = True
+        bounds = np.searchsorted(self.computed, cu_seqlens)
+
+        def sent(values: npt.NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+            return to_device(torch.from_numpy(values), device, dtype)
+
+        places = self.places if order is None else self.places[order.numpy()]
+        return SharedPrompts(
+            sent(places), sent(at[self.computed]), sent(shared), sent(others), sent(is_one), sent(bounds, torch.int32)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """Sequences of one dense attention call: tokens `start` to `stop`, in sorted order. `slots` Int[stop - start]:
+    index of each token among `num_sequences` x `length` rows, empty if all lengths are equal."""
+
+    start: int
+    stop: int
+    num_sequences: int
+    length: int
+    slots: Int[Tensor, "n"]
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether all sequences of the group have the same length."""
+        return self.stop - self.start == self.num_sequences * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Order in which the model computes T packed tokens.
+
+    `token_order` Int[T]: token of the batch at each computed position. `computed_index` Int[T]: its inverse.
+    `cu_seqlens` Int32[N+1]: sequence bounds in computed order. `groups`: for `sdpa` only. With `shared` only c < T
+    tokens are computed. `token_order` then has c entries, and attention uses T keys and values.
+    """
+
+    backend: Backend
+    cu_seqlens: Int[Tensor, "N_plus_1"]
+    max_seqlen: int
+    token_order: Int[Tensor, "c"]
+    computed_index: Int[Tensor, "T"]
+    groups: tuple[LengthGroup, ...]
+    shared: SharedPrompts | None = None
+
+
+def build_layout(
+    cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
+) -> PackedLayout:
+    """Return the layout of sequences bounded by `cu_seqlens`. Bounds on the host avoid waiting for the device. `shared`
+    Int[N]: number of leading tokens that a sequence shares with the last sequence before it whose entry is 0.
+
+    >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
+    >>> layout.token_order.tolist()
+    [3, 4, 0, 1, 2, 5, 6, 7]
+    >>> [(group.num_sequences, group.length) for group in layout.groups]
+    [(1, 2), (2, 3)]
+    """
+    bounds = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    longest = max(lengths, default=0)
+    own_order: Tensor | None = None  # Int[T], tokens in attention order, on the host
+    if backend == "sdpa":
+        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
+        sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
+        first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
+        sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
+        own_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
+        place = torch.empty_like(own_order)
+        place[own_order] = torch.arange(bounds[-1])
+        layout = PackedLayout(
+            backend=backend,
+            cu_seqlens=to_device(sorted_bounds, device, torch.int32),
+            max_seqlen=longest,
+            token_order=to_device(own_order, device),
+            computed_index=to_device(place, device),
+            groups=_length_groups([lengths[i] for i in order], device),
+        )
+    else:
+        identity = torch.arange(bounds[-1], device=device)
+        layout = PackedLayout(
+            backend=backend,
+            cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
+            max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
+            token_order=identity,
+            computed_index=identity,
+            groups=(),
+        )
+    if shared is None or not shared.any():
+        return layout
+    found = SharedOrder.of(np.array(bounds), shared)
+    return replace(
+        layout,
+        token_order=to_device(torch.from_numpy(found.computed), device),
+        computed_index=to_device(torch.from_numpy(found.places), device),
+        shared=found.on_device(np.array(bounds), own_order, device),
+    )
+
+
+def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
+    """Group ascending lengths: one group per distinct length, or per rounding step if there are too many."""
+    exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
+    groups: list[LengthGroup] = []
+    start = 0
+    for _, members in groupby(lengths, key=lambda length: length if exact else _round_up(length)):
+        group = list(members)
+        longest, stop = group[-1], start + sum(group)
+        slots = torch.empty(0, dtype=torch.int64)
+        if group[0] != longest:
+            slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(group)])
+        groups.append(LengthGroup(start, stop, len(group), longest, to_device(slots, device)))
+        start = stop
+    return tuple(groups)
+
+
+def _round_up(length: int) -> int:
+    """Round up to a step of an eighth of the power of two below `length`.
+
+    >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
+    [7, 16, 18, 104, 1024]
+    """
+    step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
+    return -(-length // step) * step
