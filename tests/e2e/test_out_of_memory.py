@@ -35,9 +35,7 @@ def test_a_shortage_is_in_journal_mlflow_and_events(tmp_path: Path) -> None:
     assert [event.data["max_tokens_per_micro_batch"] for event in found] == [budget // 2, budget // 4]
     last = found[-1].data
     assert (last["name"], last["num_micro"], last["num_again"]) == ("the policy's update", 2, 4)
-    assert "step 1: the policy's update ran out of memory in 2 micro-batches and is repeated in 4" in str(
-        last["text"]
-    )
+    assert "step 1: the policy's update ran out of memory in 2 micro-batches and is repeated in 4" in str(last["text"])
     assert "allocate" in str(last["refusal"])
     told = [event for event in heard if event["event"] == "out_of_memory"]
     assert [{**event.data, "event": event.name, "step": event.step} for event in found] == told

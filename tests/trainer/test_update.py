@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.algos.aggregation import token_covariance
+from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.batching.balance import Assignment, Balancer
 from rlcore.batching.pack import pack, select_train, token_indices
 from rlcore.checkpoint.state import LoopState
