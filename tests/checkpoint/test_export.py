@@ -37,7 +37,7 @@ def trained(start_model: Path, shift: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("max_file_size", ["5GB", "4KB"])
-def test_transformers_loads_what_was_exported(start_model, tmp_path, monkeypatch, max_file_size):
+def test_transformers_loads_the_export(start_model, tmp_path, monkeypatch, max_file_size):
     monkeypatch.setattr(export, "MAX_FILE_SIZE", max_file_size)
     weights = trained(start_model, 0.25)
     target = export_transformers(weights, start_model, tmp_path / "model", facts={"step": 20})
@@ -55,7 +55,7 @@ def test_transformers_loads_what_was_exported(start_model, tmp_path, monkeypatch
     assert tokenizer("3 + 4")["input_ids"] == AutoTokenizer.from_pretrained(start_model)("3 + 4")["input_ids"]
 
 
-def test_a_generation_config_is_copied_although_transformers_warns_of_it(start_model, tmp_path):
+def test_generation_config_with_warnings_is_copied(start_model, tmp_path):
     written = {"eos_token_id": 1, "pad_token_id": -1, "temperature": 0.9, "top_p": 0.6}  # Vicuna's, without do_sample
     (start_model / "generation_config.json").write_text(json.dumps(written))
     target = export_transformers(trained(start_model, 0.0), start_model, tmp_path / "model")
@@ -63,7 +63,7 @@ def test_a_generation_config_is_copied_although_transformers_warns_of_it(start_m
     assert {name: getattr(generation, name) for name in written} == written
 
 
-def test_a_later_export_takes_the_place_of_an_earlier_one(start_model, tmp_path):
+def test_later_export_replaces_an_earlier_one(start_model, tmp_path):
     for step, shift in ((1, 0.1), (2, 0.2)):
         weights = trained(start_model, shift)
         export_transformers(weights, start_model, tmp_path / "model", facts={"step": step})
@@ -73,7 +73,7 @@ def test_a_later_export_takes_the_place_of_an_earlier_one(start_model, tmp_path)
     assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])
 
 
-def test_somebody_elses_folder_is_not_overwritten(start_model, tmp_path):
+def test_other_folder_is_not_overwritten(start_model, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="in the way"):

@@ -43,7 +43,7 @@ def test_a_scorer_that_pays_for_a_tag_pays(model: Path, tmp_path: Path, skips: b
         group = LocalGroup(run.config, str(model))
         opened.callback(group.close)
         group.each(Worker.sync_weights, 1)
-        answers = problems.build_answerer(run.inputs, opened)(group).sample(
+        answers = problems.build_sampler(run.inputs, opened)(group).sample(
             requests, run.config.rollout.sampling, policy_version=1
         )
     rollouts, scores, texts = zip(*answers, strict=True)
