@@ -199,7 +199,7 @@ def test_weights_without_an_optimizer_cannot_resume_one(tmp_path):
 
 
 def test_missing_rank_is_an_error(saved):
-    """As if rank 1 of 2 had not written: its half of one tensor is in no file."""
+    """The half of rank 1 of one tensor is in no file."""
     (file,) = saved.glob("*.safetensors")
     tensors = load_file(file)
     with ShardReader(saved) as reader:

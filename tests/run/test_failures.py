@@ -1,4 +1,4 @@
-"""What a fault is called, by the error that it ends a process with; and its line in the run's folder."""
+"""Kinds of failures by their errors, and their lines in the run's folder."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from rlcore.run.failures import (
 
 
 def allocation_refused() -> Exception:
-    """What torch says where the host has no memory."""
+    """Return torch's error where the host has no memory."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     return caught.value
@@ -60,17 +60,17 @@ def test_refused_allocation_is_host_memory() -> None:
 
 
 def test_damaged_line_loses_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    faults = [failure_from(as_known_error(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
+    failures = [failure_from(as_known_error(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
     assert read_failures(tmp_path) == []
-    for fault in faults[:2]:
-        append_failure(tmp_path, fault)
+    for failure in failures[:2]:
+        append_failure(tmp_path, failure)
     with (tmp_path / FAILURES_FILE).open("ab") as file:
         file.write(b'{"kind": "\xff", "phase": "a bit has flipped"}\n{"kind": "ha')  # and a full disk
-    for fault in faults[2:]:
-        append_failure(tmp_path, fault)
-    assert read_failures(tmp_path) == faults
+    for failure in failures[2:]:
+        append_failure(tmp_path, failure)
+    assert read_failures(tmp_path) == failures
     assert caplog.text.count(f"{tmp_path}/{FAILURES_FILE}: a line is damaged and skipped: b'") == 2
-    assert (tmp_path / FAILURES_FILE).read_bytes().count(b"\n") == len(faults) + 2
+    assert (tmp_path / FAILURES_FILE).read_bytes().count(b"\n") == len(failures) + 2
 
 
 def test_unwritable_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ def test_memory_errors_have_a_remedy() -> None:
 
 def test_oom_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tmp_path / "events", tmp_path / "vmstat"
-    monkeypatch.setattr(faults, "OOM_COUNTERS", files)
+    monkeypatch.setattr("rlcore.run.failures.OOM_COUNTERS", files)
     assert num_oom_kills() == 0
     files[1].write_text("pgfault 9\noom_kill 7\n")
     assert num_oom_kills() == 7

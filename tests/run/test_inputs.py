@@ -109,7 +109,7 @@ def test_suite_fingerprint_includes_tools(tmp_path: Path, monkeypatch: pytest.Mo
     "overrides", [(), ("warm_start.stop_at_reward=null",)], ids=["a reward ends it", "no reward is sampled"]
 )
 def test_stages_in_one_folder_have_equal_settings(overrides: tuple[str, ...]) -> None:
-    """Each setting is varied: a stage that one run has begun is gone on with by any other that names it the same."""
+    """Each setting is varied: another run of the same stage name resumes the stage."""
     base = load_config(["experiment=debug", *overrides]).model_dump()
     apart = {"data.task", "warm_start.demonstrations"}  # another dataset, a file that is there
     if not overrides:
@@ -136,7 +136,7 @@ def test_fingerprint_ignores_unused_settings() -> None:
 
 
 def test_another_temperature_changes_the_warm_start(tmp_path: Path) -> None:
-    """The same demonstrations, measured by other answers: each has a reward of its own."""
+    """Equal demonstrations with other responses have another reward."""
     short = (
         "warm_start.max_steps=60", "warm_start.check_every=60", "warm_start.batch_size=32", "warm_start.optim.lr=5e-3",
         "model.scratch.hidden_size=128", "model.scratch.intermediate_size=256", "model.scratch.num_heads=2",

@@ -50,8 +50,8 @@ def test_equal_names_and_empty_parts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as told:
         read_parts(mixture("", "", ""), files)
     assert str(told.value) == (
-        "data.parts: entries 0 and 2 both have rows of countdown, so their figures would be one; give at least one of "
-        "them a name"
+        "data.parts: entries 0 and 2 both have rows of countdown, so their metrics would be merged; give at least one "
+        "of them a name"
     )
     assert len(read_parts(mixture("", "", "c"), files)) == 3
     rows(files[1])
@@ -63,7 +63,7 @@ def test_suite_named_like_the_data_is_refused(tmp_path: Path) -> None:
     rows = PART.replace("}", ", train_size: 8, validation_size: 8}")
     suites = [f"{{name: {name}, data: {rows}}}" for name in ("other", "countdown")]
     run = prepare(tmp_path, f"validation.suites=[{','.join(suites)}]", "warm_start.enabled=false")
-    with pytest.raises(DataError, match=r"^validation\.suites: countdown is the data source of the run's own held-out"):
+    with pytest.raises(DataError, match=r"^validation\.suites: countdown is the data source of the run's held-out"):
         Problems.read(run.config, run.inputs)
 
 

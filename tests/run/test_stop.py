@@ -16,7 +16,7 @@ from rlcore.storage.locks import RunLock
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which goes on by sleeps and by what is added."""
+    """Parts of a fake clock's time, to which sleeps and the test add."""
     passed = [100.0]
     clock = SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append)
     monkeypatch.setattr(stop, "time", clock)

@@ -181,7 +181,7 @@ def test_another_model_at_the_path_makes_another_policy(tmp_path: Path) -> None:
     assert prepare(tmp_path, *settings).model_directory == run.model_directory
 
 
-# ---------------------------------------------------------------- going on
+# ---------------------------------------------------------------- resume
 
 
 @pytest.mark.multiprocess
@@ -207,6 +207,6 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     )
     assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], said(run)
     first = [event["step"] for event in stopped["events"] if event.get("stage") == "warm-start"]
-    assert min(first) > 1, "the second start began anew"
+    assert min(first) > 1, "the second start began at step 1"
     assert steps_of(run) == undisturbed[0]
     assert (run.model_directory / "model.safetensors").read_bytes() == undisturbed[1]

@@ -1,4 +1,4 @@
-"""What a training says and keeps between its steps: remedies, limits, results under their names."""
+"""State of a training between its steps: saves, stored results, the reward audit."""
 
 from collections.abc import Mapping
 from dataclasses import replace

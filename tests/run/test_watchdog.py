@@ -131,7 +131,7 @@ def test_failure_is_recorded_without_its_stacks(tmp_path: Path) -> None:
     with guard:
         assert guard.record_failure(lost) is lost
     (failure,) = read_failures(layout.run_dir)
-    assert (failure.step, fault.stacks) == (7, None)
+    assert (failure.step, failure.stacks) == (7, None)
     assert "a worker actor died" in failure.message
     assert [one["event"] for one in events] == ["fault"]
 
@@ -151,7 +151,7 @@ def test_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
     (error,) = errors
     assert str(error).startswith("runtime.deadlines.save_s: hang in commit after step 0: no end after 0 s. Stacks of ")
     (failure,) = read_failures(layout.run_dir)
-    assert (failure.kind, fault.phase) == ("hang", "commit")
+    assert (failure.kind, failure.phase) == ("hang", "commit")
     assert "test_watchdog.py" in Path(str(failure.stacks)).read_text()
 
 

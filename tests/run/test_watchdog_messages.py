@@ -25,7 +25,7 @@ class FakeStop(StopFlag):
         super().__init__(lambda: None)
         self.seconds = seconds
 
-    def asked_s(self) -> float | None:
+    def seconds_since_request(self) -> float | None:
         return self.seconds
 
 
@@ -77,14 +77,14 @@ def test_each_phase_has_the_deadline_of_its_key(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("phase", "asked_s", "is_given_up"),
+    ("phase", "requested_s_ago", "is_abandoned"),
     [("gen", 50.5, True), ("gen", 50.0, False), ("gen", None, False), ("update_actor", 99.0, False)],
 )
 def test_slow_step_is_abandoned_before_its_update(
-    tmp_path: Path, phase: str, asked_s: float | None, is_given_up: bool
+    tmp_path: Path, phase: str, requested_s_ago: float | None, is_abandoned: bool
 ) -> None:
-    watch = Watch(tmp_path, FakeStop(asked_s), stop_deadline_s=100.0)
-    if not is_given_up:
+    watch = Watch(tmp_path, FakeStop(requested_s_ago), stop_deadline_s=100.0)
+    if not is_abandoned:
         with watch.phase(phase):
             return
     with pytest.raises(StepAbandonedError) as caught, watch.phase(phase):

@@ -59,6 +59,6 @@ def test_large_trace_ends_the_window(tmp_path: Path) -> None:
     assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3]
     (event,) = told
     assert event["text"] == (
-        "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is not kept and no further step is "
-        "profiled. Raise it, or profile a run with fewer or shorter answers"
+        "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is deleted and no further step is "
+        "profiled. Raise it, or profile a run with fewer or shorter responses"
     )

@@ -35,7 +35,7 @@ def test_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this user's folder would be, in a temporary folder whose path is short."""
+    """The path of this user's folder, in a temporary folder with a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         yield cluster.private_folder()
@@ -99,7 +99,7 @@ def test_folder_of_another_user_is_refused(private: Path, monkeypatch: pytest.Mo
 
 def test_too_long_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 50 * "a")
-    assert "may not pass 107 bytes" in str(cluster.folder_problem())
+    assert "may not exceed 107 bytes" in str(cluster.folder_problem())
 
 
 def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +124,5 @@ def test_earlier_import_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch, priva
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"ray must not be imported before .*RAY_AUTH_MODE=token"):
         cluster.restrict_ray(None)
-    cluster.restrict_ray("ray-head:6379")  # a cluster of others has a configuration of its own
+    cluster.restrict_ray("ray-head:6379")  # another cluster has a separate configuration
     assert "RAY_AUTH_MODE" not in os.environ

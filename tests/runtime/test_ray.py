@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_object_store_fits_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what the reference and the updates are sent of each token; a small store stays as it was."""
+    """The bytes of the reference and the updates per token determine the size."""
     small = load_config(["experiment=debug"])
     lengths = small.filter.max_prompt_tokens + small.rollout.max_response_tokens
     answers = cluster.LEAST_STORE_BYTES // lengths // cluster.SENT_BYTES_PER_TOKEN // small.rollout.samples_per_prompt
@@ -79,7 +79,7 @@ def test_pickled_messages_keep_all_fields() -> None:
 
 
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
-    """What a scenario of `tests.runtime.driver` found."""
+    """Run a scenario of `tests.runtime.driver`."""
     out = root / "found.json"
     log = root / "driver.log"
     arguments = [scenario, str(root), str(out), *overrides]
@@ -99,13 +99,13 @@ def here(root: Path, algo: str) -> list[Metrics]:
 
 @pytest.mark.lengthy  # of GRPO: run/test_resume.py
 def test_ray_metrics_equal_those_of_a_local_worker(root: Path) -> None:
-    """With a critic beside the actor. Two ranks have none here: what they sum is shown in tests/workers."""
+    """Train with a critic; sums of two ranks are tested in tests/workers."""
     assert in_ray("metrics", root, "algo=ppo") == here(root, "ppo")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> Any:
-    """With scoring processes: answers stream out of the actors as they end."""
+    """Results with scoring processes, which stream responses out of the actors."""
     return in_ray("private", root, "algo=grpo", "runtime.num_workers=2", "reward.num_processes=1")
 
 

@@ -410,7 +410,7 @@ def test_stale_temporaries_of_dead_processes_are_removed(tmp_path, caplog):
 
 
 def test_stale_temporary_with_reused_process_id_is_removed(tmp_path):
-    """In containers a restarted trainer often has the very id of the killed one."""
+    """A restarted trainer in a container often has the id of the killed one."""
     young, old, file, old_file = (temporary_beside(tmp_path / name) for name in ("w", "x", "y", "z"))
     young.mkdir()
     old.mkdir()
