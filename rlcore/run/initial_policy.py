@@ -145,7 +145,6 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
 
 
 def _without_responses(data: DataConfig) -> DataConfig:
-    """Return the data settings without those for drawing and scoring responses."""
     changes: dict[str, object] = {"environment": "", "scorer": type(data).model_fields["scorer"].default}
     if isinstance(data, MixtureData):
         parts = (part.model_copy(update={"data": _without_responses(part.data)}) for part in data.parts)

@@ -74,7 +74,6 @@ class PassRateMeasurement:
         return found
 
     def _parts(self) -> list[pa.Table]:
-        """Return all parts in the order of the rows, measuring the missing ones."""
         self._workers.load("start")
         prompts = [prompt for part in self._workers.problems.train for prompt in part]
         digests = [digest for file in self._inputs.train_parquets for digest in row_digests(file)]

@@ -245,7 +245,6 @@ class WarmStart:
                 training.record.finish(failed=failed, is_over=is_over)
 
     def _train(self, training: SupervisedTraining) -> CheckpointInfo:
-        """Train to the end and return its checkpoint."""
         store, end = training.record.store, training.record.config.trainer.total_steps
         newest = store.latest()
         if newest is None or not self._has_ended(training.record, newest):
@@ -267,7 +266,6 @@ class WarmStart:
         return SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
-        """Return the folder of the model to train, building it if needed."""
         if self._config.model.path is not None:
             return configured_model(self._config)
         if read_finished_or_set_aside(self._untrained) is None:

@@ -84,7 +84,6 @@ class Training(Generic[W]):
         return self._metrics
 
     def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
-        """Return whether the training ends early with this step."""
         return False
 
     def settle_save(self) -> None:
@@ -118,7 +117,6 @@ class Training(Generic[W]):
         return self._state
 
     def _record_start(self, state: LoopState) -> LoopState:
-        """Record step 0: the held-out score before training."""
         metrics, state = self._evaluate(state)
         self._check_responses()
         self.record.log_step(0, {**metrics, **self._cost()})
@@ -136,7 +134,6 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ a step
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
-        """Take one step and write its line."""
         try:
             result = self.workers.step(state)
         except UnscoredError as error:  # the step has changed nothing yet
@@ -155,13 +152,11 @@ class Training(Generic[W]):
         return self._state, result.alarms
 
     def _end_if_fatal(self, state: LoopState, alarms: Sequence[Alarm]) -> None:
-        """Save and end where an alarm's action is stop."""
         if fatal := [alarm for alarm in alarms if alarm.action == "stop"]:
             self._save_before(state)
             raise AlarmError(f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. {ALARMS_HINT}")
 
     def _add_remedy(self, error: UnscoredError) -> UnscoredError:
-        """Return the error with the saved step and the remedy."""
         self.settle_save()
         newest = self.record.store.latest()
         text = f"{error}. Repair it and start the same command again"
@@ -171,7 +166,6 @@ class Training(Generic[W]):
         return UnscoredError(text)
 
     def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
-        """Evaluate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
         after = result.state
@@ -194,7 +188,6 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ held-out problems
 
     def _is_due(self, step: int) -> bool:
-        """Return whether an evaluation is due after this step."""
         raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
@@ -207,7 +200,6 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ saves
 
     def _begin_save(self, state: LoopState) -> None:
-        """Begin a checkpoint of this state after the current one is committed."""
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}

@@ -167,7 +167,6 @@ class TrainingWorkers:
         return self
 
     def _start(self) -> None:
-        """Read the data and start the workers."""
         raise NotImplementedError
 
     def _take_step(self, state: LoopState) -> StepResult:

@@ -161,7 +161,6 @@ def is_own_head(address: str) -> bool:
 
 
 def _own_head() -> str | None:
-    """Return the address that `ray start` has written, possibly of a cluster that has ended."""
     try:
         return (ray_folder() / "ray_current_cluster").read_text().strip()
     except OSError:

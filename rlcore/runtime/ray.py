@@ -316,7 +316,6 @@ def _uses_gpu(config: RunConfig) -> bool:
 
 
 def _rank_environment(num_threads: int) -> dict[str, str]:
-    """Return a rank's environment variables: threads, and the run's folders for stacks and code."""
     folders = (stacks.FOLDER_VARIABLE, user_code.FOLDER_VARIABLE)
     return {
         "OMP_NUM_THREADS": str(num_threads),

@@ -37,7 +37,6 @@ class LineFile:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _cut_torn_line(self) -> None:
-        """Remove the incomplete last line of a killed process."""
         size = self.size_bytes
         whole = _end_of_last_line(self.path, size)
         if whole < size:
