@@ -157,26 +157,6 @@ def test_newer_state_format_is_refused_and_kept(tmp_path, caplog):
     assert (tmp_path / "checkpoints" / "step-000003.format-9.1" / "state.json").read_bytes() == newer
 
 
-def test_newer_format_is_set_aside_by_a_save(tmp_path, caplog):
-    store = store_at(tmp_path, keep_last=1, keep_best=0)
-    kept = []
-    for number in (1, 2):
-        path = save(store, 3, content=f"written by a newer one, {number}")
-        edit_manifest(path, format_version=99)
-        save(store_at(tmp_path), 3)
-        assert f"{path}: is of format version 99, newer than ours: it is kept as" in caplog.text
-        kept.append(tmp_path / "checkpoints" / f"step-000003.format-99.{number}")
-    save(store, 4)
-    store.prune()
-    assert steps(store) == [4]
-    for number, path in enumerate(kept, 1):
-        assert (path / "policy" / "rank.safetensors").read_text() == f"written by a newer one, {number} of 3"
-        edit_manifest(path, format_version=1)
-        path.rename(store.path_of(3))
-        store_at(tmp_path).verify(store.list()[0])
-        path.with_name("step-000003").rename(path)
-
-
 def test_file_instead_of_the_folder_is_refused(tmp_path):
     (tmp_path / "checkpoints").touch()
     with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read .*it is unknown whether"):

@@ -179,10 +179,3 @@ def test_pause_without_room_in_time_is_an_error(
     )
     assert sleeps == slept
     assert [name for name, _, _ in events] == ["paused_for_disk"]
-
-
-def test_stop_ends_a_pause(small_disk: Path, sleeps: list[float]) -> None:
-    fill(small_disk, leave_bytes=8192)
-    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*are missing"):
-        room_of([], stop=lambda: len(sleeps) == 4).wait(8193, step=3, path=small_disk)
-    assert sleeps == [1, 1, 1, 1]

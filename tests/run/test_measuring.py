@@ -181,20 +181,6 @@ def test_configured_table_is_never_set_aside(tmp_path: Path) -> None:
     assert (tmp_path / "given").is_dir()
 
 
-def test_another_model_has_another_table(tmp_path: Path) -> None:
-    filtered = filtered_rows(tmp_path / "f", "x")
-    model = tmp_path / "m"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    config, inputs = of_table(tmp_path, model=model), RunInputs(filtered, tmp_path / "t")
-    directory = planned_pass_rates(config, filtered)
-    publish_table(directory, filtered)
-    assert find_pass_rates(config, inputs) is not None
-    (model / "config.json").write_text('{"another": 1}')
-    assert find_pass_rates(config, inputs) is None
-    assert find_pass_rates(of_table(tmp_path, table=directory, model=model), inputs) is not None
-
-
 def test_environment_settings_change_the_table(tmp_path: Path) -> None:
     plain = of_table(tmp_path)
     talking = plain.model_copy(

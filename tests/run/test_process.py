@@ -3,21 +3,19 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from flows import SOURCE_FOLDER
-from rlcore.config import PathsConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.errors import DataError, MillraceError, StopRequestedError
 from rlcore.run import process
-from rlcore.run.layout import RunLayout
 from rlcore.run.process import Channel, Session, serve
 from rlcore.run.stop import StopFlag
 from rlcore.tracking.lineage import Origin
@@ -141,12 +139,6 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
-def test_commands_before_the_close_are_read(pipes: Pipes) -> None:
-    os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
-    os.close(pipes.commands)
-    assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
-
-
 def test_commands_arrive_in_parts(pipes: Pipes) -> None:
     commands = pipes.channel.commands(lambda: False)
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n{"comm')
@@ -172,78 +164,6 @@ def test_replies_are_lines_without_a_required_reader(pipes: Pipes, caplog: pytes
     os.close(pipes.replies)
     pipes.channel.send({"event": "note", "text": "c"})
     assert "no process reads the replies any more; continuing until the next checkpoint" in caplog.text
-
-
-def test_run_serves_a_channel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended: list[int] = []
-    commands: list[Event] = []
-
-    class FakeSession:
-        def __init__(self, config: RunConfig, layout: RunLayout, *, abandon: Any, **more: Any) -> None:
-            self.abandon = abandon
-            assert layout == RunLayout(tmp_path, tmp_path)
-
-        def __enter__(self) -> "FakeSession":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    def serve_all(session: Any, received: Iterator[Event], report: Any, stop: StopFlag) -> int:
-        commands.extend(received)
-        session.abandon(DataError("a hang"))
-        session.abandon(StopRequestedError("a stop"))
-        return 3
-
-    def reported(say: Any, code: int) -> None:
-        say()
-        ended.append(code)
-
-    monkeypatch.setattr(process, "Session", FakeSession)
-    monkeypatch.setattr(process, "serve", serve_all)
-    monkeypatch.setattr(process, "report_and_exit", reported)
-    config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
-    Origin(config).write(tmp_path)
-    os.write(pipes.commands, b'{"command": "close"}\n')
-    os.close(pipes.commands)
-    assert process.run(tmp_path, pipes.channel, FakeStop()) == 3
-    assert commands == [{"command": "close"}]
-    assert ended == [1, 75]
-    replies = [json.loads(line) for line in os.read(pipes.replies, 1000).splitlines()]
-    assert [(event["command"], event["message"]) for event in replies] == [("watch", "a hang"), ("watch", "a stop")]
-    assert "a hang" in caplog.text
-
-
-@pytest.mark.parametrize("words", [[], ["--lock-fd", "9"]])
-def test_command_line_of_the_process(
-    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    seen: list[tuple[Path, bool]] = []
-
-    def fake_run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool) -> int:
-        seen.append((run_dir, is_locked))
-        channel.send({"event": "note", "text": "a"})
-        channel._replies.close()  # the process would end here
-        return 75
-
-    reads, writes = os.pipe()
-    ends = ["--commands-fd", str(reads), "--replies-fd", str(writes)]
-    monkeypatch.setattr(process, "run", fake_run)
-    monkeypatch.setattr(StopFlag, "install", lambda stop: None)
-    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *ends, *words])
-    with pytest.raises(SystemExit) as done:
-        process.main()
-    assert done.value.code == 75
-    assert seen == [(Path("r"), bool(words))]
-    assert os.read(reads, 1000) == b'{"event": "note", "text": "a"}\n'
-    os.close(reads)
-    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *words])
-    with pytest.raises(SystemExit) as refused:
-        process.main()
-    assert refused.value.code == 2
-    assert "the following arguments are required: --commands-fd, --replies-fd" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])

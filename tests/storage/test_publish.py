@@ -465,14 +465,6 @@ def test_publishing_flushes_before_and_after_the_rename(tmp_path, flushed):
     assert before[-1] == temporary, "a folder after what it holds"
 
 
-def test_text_is_flushed_before_and_after_the_rename(tmp_path, flushed):
-    write_text_atomically(tmp_path / "x.txt", "content")
-    temporary, folder = flushed
-    assert temporary.parent == tmp_path
-    assert temporary.name != "x.txt"
-    assert folder == tmp_path
-
-
 @pytest.mark.parametrize("has_links", [True, False])
 def test_secret_is_private_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
     def refused(source: str, target: Path) -> None:
