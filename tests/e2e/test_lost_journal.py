@@ -101,6 +101,6 @@ def test_a_part_of_another_kind_is_refused(undisturbed: SmallRun, tmp_path: Path
     run.layout.answers.touch()
     os.mkfifo(run.layout.journal)
     with pytest.raises(
-        DataError, match=r"/answers: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move away"
+        DataError, match=r"/answers: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move these away"
     ):
         session_of(run).__enter__()
