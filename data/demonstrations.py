@@ -40,9 +40,8 @@ from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.inputs import FILE_SHA256
-from rlcore.run.model_digests import content_digest
-from rlcore.storage.finished import read_finished_or_set_aside
+from rlcore.run.inputs import FILE_SHA256, content_digest
+from rlcore.storage.manifest import read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 VERSION = 1

@@ -41,8 +41,7 @@ from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.rollout.tools import tool_schemas
-from rlcore.storage.finished import read_finished, read_finished_or_set_aside
-from rlcore.storage.manifest import part_directories
+from rlcore.storage.manifest import part_directories, read_finished, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 VERSION = 1

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.storage.finished import read_finished_or_set_aside
-from rlcore.storage.manifest import PARTS_KEY
+from rlcore.storage.manifest import PARTS_KEY, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 CARD = "README.md"

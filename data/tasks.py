@@ -13,8 +13,7 @@ from data.rows import TaskRows
 from data.stage import SPLITS, StageResult, publish_mixture
 from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
-from rlcore.storage.finished import read_finished_or_set_aside
-from rlcore.storage.manifest import part_directories, read_manifest
+from rlcore.storage.manifest import part_directories, read_finished_or_set_aside, read_manifest
 from rlcore.storage.publish import published_directory
 
 DATASET_FORMAT = 1

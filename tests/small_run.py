@@ -17,8 +17,8 @@ from rlcore.config import MixtureData, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.initial_policy import InitialPolicy
-from rlcore.run.inputs import RunInputs, ensure_tokenizer, stage_layout
+from rlcore.run.initial_policy import InitialPolicy, stage_layout
+from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.run.layout import RunLayout
 from rlcore.run.problems import Problems
 from rlcore.run.stop import StopFlag

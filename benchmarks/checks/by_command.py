@@ -16,7 +16,7 @@ from data.tasks import build_dataset
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.run.layout import RunLayout
-from rlcore.run.session import Session
+from rlcore.run.process import Session
 from rlcore.run.stop import StopFlag
 from rlcore.tracking.journal import load_journal
 

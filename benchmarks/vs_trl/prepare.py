@@ -20,7 +20,7 @@ from rlcore.batching.prompts import read_prompts
 from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.run.layout import RunLayout
-from rlcore.run.session import Session
+from rlcore.run.process import Session
 from rlcore.run.stop import StopFlag
 from rlcore.types import Prompt
 

@@ -17,7 +17,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED, SMOLLM2, smollm2_file
 from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
-from rlcore.run.inputs import stage_settings
+from rlcore.run.initial_policy import stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import (
     RoomReport,

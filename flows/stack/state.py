@@ -15,10 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from flows.server.secret import mlflow_login_environment, root_login
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
-from rlcore.storage.documents import read_ordinary
+from rlcore.storage.documents import read_ordinary, sqlite_address
 from rlcore.storage.locks import process_of
 from rlcore.storage.publish import write_text_atomically
-from rlcore.storage.sqlite import sqlite_address
 
 STATE_FILE = "stack.json"
 LOOPBACK = "127.0.0.1"

@@ -12,7 +12,7 @@ from rlcore.checkpoint.catalog import by_score, is_exported, scan
 from rlcore.config import RunConfig
 from rlcore.errors import CheckpointError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.finished import read_finished_or_reason
+from rlcore.storage.manifest import read_finished_or_reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.run.inputs import RunInputs, planned_tokenizer
 from rlcore.run.pass_rates import find_pass_rates, planned_pass_rates
-from rlcore.storage.finished import read_finished_or_reason
+from rlcore.storage.manifest import read_finished_or_reason
 
 
 @dataclass(frozen=True, slots=True)

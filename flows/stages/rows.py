@@ -17,7 +17,7 @@ from flows.work.protocol import Progress
 from rlcore.config import RunConfig
 from rlcore.config.check import suite_settings
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_tokenizer
-from rlcore.storage.finished import read_finished_or_reason
+from rlcore.storage.manifest import read_finished_or_reason
 
 
 def root_of(config: RunConfig) -> Path:

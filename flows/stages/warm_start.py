@@ -10,7 +10,7 @@ from flows.work.open_run import OpenRun
 from rlcore.config import WarmStartConfig
 from rlcore.run.initial_policy import InitialPolicy, known_initial_policy
 from rlcore.run.inputs import configured_model, has_configured_model, planned_initial_policy
-from rlcore.storage.finished import read_finished_or_reason
+from rlcore.storage.manifest import read_finished_or_reason
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import DataError, MillraceError, is_stop
 from rlcore.run.failures import append_failure, failure_from, read_failures
-from rlcore.run.inputs import RunInputs
+from rlcore.run.inputs import RunInputs, model_digests
 from rlcore.run.layout import RunLayout
-from rlcore.run.model_digests import model_digests
 from rlcore.run.stop import locked_run
 from rlcore.storage.locks import Holder
 from rlcore.storage.publish import write_json_atomically

@@ -8,9 +8,8 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError
-from rlcore.run.inputs import FILE_SHA256, RunInputs
+from rlcore.run.inputs import FILE_SHA256, RunInputs, content_digest, model_digests, model_paths
 from rlcore.run.layout import RunLayout
-from rlcore.run.model_digests import content_digest, model_digests, model_paths
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run, code_patch, read_code

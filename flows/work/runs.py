@@ -14,9 +14,8 @@ from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import files_of
+from rlcore.storage.documents import files_of, sqlite_file
 from rlcore.storage.locks import RunLock
-from rlcore.storage.sqlite import sqlite_file
 from rlcore.tracking.attempts import Destination, read_attempts
 from rlcore.tracking.connection import explain_error, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run

@@ -13,7 +13,7 @@ from rlcore.errors import CheckpointError, DataError
 from rlcore.models.hub import require_reachable
 from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.run.layout import RunLayout
-from rlcore.storage.finished import read_finished_or_reason, read_finished_or_set_aside
+from rlcore.storage.manifest import read_finished_or_reason, read_finished_or_set_aside
 from rlcore.user_code import run_code
 
 START = "start"

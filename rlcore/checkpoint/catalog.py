@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a folder, and which of them are whole, best and kept. No torch, no settings of a run."""
+"""The checkpoints of a folder, with their scores and the retention rule. No torch, no settings of a run."""
 
 import os
 import re
@@ -14,12 +14,18 @@ from rlcore.checkpoint.state import STATE
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import read_ordinary
-from rlcore.storage.finished import read_finished_or_set_aside, set_aside
-from rlcore.storage.manifest import MANIFEST, newer_format, read_manifest, verify_directory
+from rlcore.storage.manifest import (
+    MANIFEST,
+    newer_format,
+    read_finished_or_set_aside,
+    read_manifest,
+    set_aside,
+    verify_directory,
+)
 
 NAME = re.compile(r"^step-(?P<step>\d{6,})$")
 VALIDATION_SCORE = re.compile(r"^val-core/(?!all/).+/reward/mean@\d+$")
-"""Of each data source; `all`, over the problems of several, is none of them."""
+"""Score of one data source; `all` is the mean over several."""
 HELD_OUT_LOSS = "sft/held_out_loss"
 KIND = "checkpoint"
 Verdict = Literal["verified", "not verified", "broken"]
@@ -27,8 +33,9 @@ Verdict = Literal["verified", "not verified", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint as its manifest describes it. `created`: UTC, ISO 8601. `metrics`: of its step, finite ones. Of
-    a folder that cannot be used (`verdict` broken) step, path and `reason` are known, the rest where it can be read.
+    """A checkpoint as its manifest describes it. `created`: UTC, ISO 8601. `metrics`: the finite ones of its step.
+
+    A folder that cannot be used has the verdict broken and a `reason`; values that cannot be read are empty.
     """
 
     step: int
@@ -42,7 +49,7 @@ class CheckpointInfo:
 
     @classmethod
     def refused(cls, path: Path, step: int, reason: str) -> "CheckpointInfo":
-        """A folder that cannot be used."""
+        """Describe a folder that cannot be used."""
         return cls(step, path, 0, {}, "", "", "broken", reason)
 
     @property
@@ -52,8 +59,7 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The mean of the held-out rewards `val-core/<data_source>/reward/mean@k`, or of a supervised step the held-out
-        loss, negative; None where none was measured."""
+        """Mean of `val-core/<data_source>/reward/mean@k`, or the negative held-out loss of a supervised step."""
         if (loss := self.metrics.get(HELD_OUT_LOSS)) is not None:
             return -loss
         scores = [value for name, value in sorted(self.metrics.items()) if VALIDATION_SCORE.match(name)]
@@ -69,12 +75,12 @@ class Catalog:
 
 
 def name_of(step: int) -> str:
-    """Name of a step's checkpoint folder, `step-000020`."""
+    """Return the name of a step's checkpoint folder, `step-000020`."""
     return f"step-{step:06d}"
 
 
 def scan(directory: Path) -> Catalog:
-    """Read all manifests. Nothing is verified beyond them.
+    """Read all manifests of a folder, without verifying files.
 
     Raises:
         CheckpointError: the folder itself cannot be read.
@@ -86,8 +92,8 @@ def scan(directory: Path) -> Catalog:
         paths = []
     except OSError as reason:
         raise CheckpointError(
-            f"{directory}: cannot be read ({reason}), so nobody knows whether the run has checkpoints. Give it back as "
-            "a folder that may be read."
+            f"{directory}: cannot be read ({reason}), so it is unknown whether the run has checkpoints. Restore it as "
+            "a readable folder."
         ) from reason
     for path in paths:
         match = NAME.match(path.name)
@@ -109,23 +115,22 @@ def _info(path: Path, step: int) -> CheckpointInfo:
     if values.get("kind") != KIND or values.get("step") != step:
         raise CheckpointError(
             f"{path}: its manifest is of {values.get('kind')} {values.get('step')}, not of checkpoint {step}. Was the "
-            "folder renamed? Give it its name back, or delete it."
+            "folder renamed? Rename it back, or delete it."
         )
     try:
         metrics = MappingProxyType({str(name): float(value) for name, value in values["metrics"].items()})
         created, settings = str(values["created"]), str(values["settings_fingerprint"])
     except (KeyError, TypeError, ValueError, AttributeError) as reason:
         raise CheckpointError(
-            f"{path}: its manifest lacks what a checkpoint's says ({reason!r}). Restore it, or delete the folder."
+            f"{path}: its manifest lacks values of a checkpoint ({reason!r}). Restore it, or delete the folder."
         ) from None
     return CheckpointInfo(step, path, manifest.size_bytes, metrics, created, settings)
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Give what lies at a checkpoint's place another name, where a checkpoint of ours must not or cannot replace it.
+    """Rename what a new checkpoint must not or cannot replace: newer formats, unreadable folders and files.
 
-    That is one that a newer Millrace has written, one that cannot be read just now, and what is no folder. It is no
-    candidate and is never pruned under that name; renamed back, it is read again.
+    It is not pruned under the new name; renamed back, it is read again.
     """
     if not os.path.lexists(path):
         return
@@ -133,18 +138,15 @@ def move_out_of_the_way(path: Path) -> None:
     if version is not None:
         why = f"{path}: is of format version {version}, newer than ours"
         set_aside(path, f"format-{version}", why, error=CheckpointError)
-    elif path.is_symlink() or not path.is_dir() or _is_unreadable(path):
+    elif path.is_symlink() or not path.is_dir() or _is_unreadable(path / MANIFEST):
         set_aside(path, "unreadable", f"{path}: is no folder, or cannot be read", error=CheckpointError)
 
 
-def _is_unreadable(path: Path) -> bool:
-    """Whether its manifest cannot be read at all, as against one that says something wrong, or is missing."""
+def _is_unreadable(file: Path) -> bool:
     try:
-        read_ordinary(path / MANIFEST)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+        read_ordinary(file)
+    except OSError as reason:
+        return not isinstance(reason, FileNotFoundError)
     return False
 
 
@@ -162,10 +164,10 @@ class PrunePlan:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Every checkpoint folder by step, broken ones too. Without `verify_hashes` presence and size of files alone."""
+    """Return every checkpoint folder by step, including broken ones. Presence and size of files are always checked."""
     catalog = scan(directory)
-    judged = [_verified(info, verify_hashes) for info in catalog.checkpoints]
-    return tuple(sorted([*judged, *catalog.refusals], key=lambda info: info.step))
+    verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
+    return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
 
 
 def _verified(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
@@ -177,16 +179,16 @@ def _verified(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
 
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The checkpoints that have a score, the best last; of equal ones the later."""
+    """Return the checkpoints that have a score, the best last; of equal ones the later."""
     scored = (info for info in checkpoints if info.score is not None)
     return sorted(scored, key=lambda info: (info.score, info.step))
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
-    """A checkpoint by its step (`20`), its folder's name (`step-000020`), `last` or `best`. Not verified.
+    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. It is not verified.
 
     Raises:
-        CheckpointError: there is none of that name; lists those there are. Or it cannot be read; says why.
+        CheckpointError: no checkpoint has that name, or it cannot be read. Lists the others.
     """
     catalog = scan(directory)
     known = catalog.checkpoints
@@ -199,33 +201,33 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
         if info.name == wanted:
             return info
     for refusal in catalog.refusals:
-        if refusal.path.name == wanted:
+        if refusal.name == wanted:
             raise CheckpointError(refusal.reason)
-    there = ", ".join(info.name for info in known) or "none"
+    existing = ", ".join(info.name for info in known) or "none"
     raise CheckpointError(
-        f"{directory}: has no checkpoint {name!r}; there are: {there}. Name a step, a folder, last, or best (where "
+        f"{directory}: has no checkpoint {name!r}; there are: {existing}. Name a step, a folder, last, or best (where "
         "validation was measured)."
     )
 
 
 def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
-    """What `CheckpointStore.prune` would delete now, if the newest that stays is whole."""
+    """Return what `CheckpointStore.prune` would delete now."""
     known = scan(directory).checkpoints
-    doomed = prunable(known, config)
-    return PrunePlan(tuple(info for info in known if info not in doomed), tuple(doomed))
+    deleted = prunable(known, config)
+    return PrunePlan(tuple(info for info in known if info not in deleted), tuple(deleted))
 
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
-    """Those that the retention rule does not keep. One whose files are not all there has no place in it, and stays."""
+    """Return those that the retention rule does not keep. A checkpoint with missing files is never deleted."""
     whole = [info for info in checkpoints if not _verified(info, hashes=False).reason]
     kept = kept_steps(whole, config)
     return [info for info in whole if info.step not in kept]
 
 
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
-    """Steps that stay: the newest `keep_last`, the best `keep_best`, and every multiple of `keep_every_steps`.
+    """Return the steps to keep: the newest `keep_last`, the best `keep_best`, and multiples of `keep_every_steps`.
 
-    Best is the highest score; of equal ones the later. One without a score is not among the best.
+    The best have the highest scores; of equal ones the later. One without a score is not among them.
     """
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
@@ -237,10 +239,10 @@ def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) 
 
 
 def is_exported(target: Path, step: int) -> bool:
-    """Whether `target` holds the exported weights of `step` already. A damaged folder is set aside.
+    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside.
 
     Raises:
-        CheckpointError: it is of a newer format, or cannot be renamed.
+        CheckpointError: it has a newer format, or cannot be renamed.
     """
     manifest = read_finished_or_set_aside(target, error=CheckpointError)
     return manifest is not None and manifest.values.get("step") == step

@@ -1,4 +1,4 @@
-"""Trained weights for others: a plain transformers directory, published whole."""
+"""Export of trained weights as a transformers directory."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,29 +22,28 @@ from rlcore.models.tokenizer import load_tokenizer
 from rlcore.storage.manifest import MANIFEST, verify_directory
 from rlcore.storage.publish import published_directory
 
-# Hubs and file systems handle files of this size well; a smaller model is one file.
 MAX_FILE_SIZE = "5GB"
+"""Size of files that hubs and file systems handle well; a smaller model is one file."""
 POLICY = "policy"
 ADAPTER = "adapter"
 
 
-def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str | Path, target: Path) -> Path:
-    """Write a checkpoint's weights as a transformers directory, on one CPU process, whatever ranks saved them.
+def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
+    """Write a checkpoint's weights as a transformers directory, in one CPU process.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another model. And what `export_transformers` raises.
+        CheckpointError: the checkpoint is damaged or of another model; or as `export_transformers`.
     """
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
         model = model.model_copy(update={"dtype": BaseRecord.read(info.path / POLICY).dtype})
-    policy = load_policy(start_model, model=model, device=torch.device("cpu"))
+    policy = load_policy(initial_policy, model=model, device=torch.device("cpu"))
     if lora is not None:
-        policy = add_adapters(policy, lora, seed=config.seed)  # any seed: overwritten right below
+        policy = add_adapters(policy, lora, seed=config.seed)  # any seed: they are overwritten below
     load_shards(info.path / POLICY, model=policy, optimizer=None)
-    adapters = dict(adapter_state(policy))
-    facts: Mapping[str, JsonValue] = {"step": info.step}
-    return export_transformers(dict(full_state(policy)), start_model, target, facts=facts, lora=lora, adapters=adapters)
+    state, adapters = dict(full_state(policy)), dict(adapter_state(policy))
+    return export_transformers(state, initial_policy, target, facts={"step": info.step}, lora=lora, adapters=adapters)
 
 
 def export_transformers(
@@ -56,16 +55,15 @@ def export_transformers(
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write weights under transformers' names, with config, generation config and tokenizer of the start model.
+    """Write weights under transformers' names, with the initial policy's configurations and tokenizer.
 
-    AutoModelForCausalLM and vLLM load the directory. An earlier export at `target` is replaced in one operation.
-    `facts` go into its manifest. With `lora` the weights are merged ones, and `adapters` are written as well, in PEFT's
-    format, as the folder `adapter` in it.
+    An earlier export at `target` is replaced by one rename. `facts` are added to the manifest. With `lora` the weights
+    are merged ones, and `adapters` are written to the subfolder `adapter` in PEFT's format.
 
     Raises:
         DiskSpaceError: no room; an earlier export stays.
-        CheckpointError: the folder cannot be written, or holds something that is no export.
-        ModelError: the start model's tokenizer cannot be read.
+        CheckpointError: the folder cannot be written, or is not an export.
+        ModelError: the initial policy's tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()
@@ -75,8 +73,8 @@ def export_transformers(
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config.dtype = next(iter(plain.values())).dtype
         config.save_pretrained(folder)
-        with suppress(OSError):  # not every model has a generation config
-            # `save_pretrained` would refuse what loading has only warned of, such as a temperature without sampling.
+        with suppress(OSError):  # some models have no generation config
+            # `save_pretrained` refuses what loading only warns of, such as a temperature without sampling.
             generation = GenerationConfig.from_pretrained(source)
             generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
         load_tokenizer(source).save_pretrained(folder)

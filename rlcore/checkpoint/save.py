@@ -1,11 +1,10 @@
-"""A checkpoint in the making: copied in a moment, written while training goes on, published when every rank is done.
+"""Saving of checkpoints concurrently with training.
 
     training             copy to the host | next step ...................... | next step | poll: committed
     thread of a rank                      | write files |
     thread of the driver                                | hash, flush, rename, delete old ones |
 
-An error in a thread surfaces at the next `poll` or `settle`, as if the call itself had failed; nothing is left of the
-checkpoint then.
+An error in a thread is raised by the next `poll` or `settle`, and nothing of the checkpoint remains.
 """
 
 import logging
@@ -30,18 +29,18 @@ log = logging.getLogger(__name__)
 
 
 class SavingRanks(Protocol):
-    """All ranks of a run, as those who write a checkpoint."""
+    """All ranks of a run, for writing a checkpoint."""
 
     def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on every rank; raises the error of a rank."""
+        """Call the method on every rank; raise a rank's error."""
         ...
 
 
 class WaitsForRoom(Protocol):
-    """See `rlcore.run.disk.Room`."""
+    """Protocol of `rlcore.run.disk.DiskRoom`."""
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Return when there is room for so many bytes."""
+        """Return when there is room."""
         ...
 
 
@@ -56,7 +55,7 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A checkpoint whose folder is open for the ranks; `publication` once all of them have written."""
+    """A checkpoint whose folder is open for the ranks; `publication` starts when all of them have written."""
 
     step: int
     ranks: SavingRanks
@@ -69,9 +68,8 @@ class CheckpointSaver:
     """The saves of one run, one at a time.
 
     Args:
-        store: where checkpoints go.
         room: waits for room before a checkpoint.
-        phase: wraps whatever waits for a disk and not for room on it, since that has a deadline.
+        phase: wraps waits for a disk other than for room, which have a deadline.
     """
 
     def __init__(
@@ -82,17 +80,16 @@ class CheckpointSaver:
     ) -> None:
         self.store, self.room, self.phase = store, room, phase
         self.at = ""
-        """What is being done for the save under way, with the path in question; empty between saves. For any thread."""
+        """Stage of the current save with its path; empty between saves. For any thread."""
         self._save: _Save | None = None
 
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
     ) -> Saved | None:
-        """Copy every rank's state and begin to write it. Returns when training may go on; waits for room before.
+        """Wait for room, copy every rank's state and begin to write it. Training may continue on return.
 
-        Where a host has no memory for a copy, the checkpoint is committed when this returns, and is the result.
-        `record` makes what the checkpoint says besides tensors. Raises as `settle`, `Room.wait` and
-        `CheckpointStore.writing` do.
+        Without memory for a copy, the checkpoint is committed on return and is the result. `record` makes the state
+        besides tensors. Raises as `settle`, `DiskRoom.wait` and `CheckpointStore.writing` do.
         """
         assert self._save is None, "settle or abandon the save before this one first"
         sizes = ranks.each(RankSaver.copy)
@@ -103,9 +100,9 @@ class CheckpointSaver:
         def at(what: str) -> None:
             self.at = f"checkpoint of step {step}: {what}"
 
-        at(f"opening a folder beside {self.store.path_of(step)}")
+        at(f"opening a folder for {self.store.path_of(step)}")
         with self.phase(), ExitStack() as opened:
-            opened.callback(self._require_idle)
+            opened.callback(self._set_idle)
             folder = opened.enter_context(self.store.writing(record(), metrics, at))
             at(f"writing shards to {folder}")
             ranks.each(RankSaver.write, str(folder))
@@ -113,11 +110,11 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """The checkpoint, once, when it has been committed. Does not wait. Raises as `settle` does."""
+        """Return the checkpoint once when it has been committed, without waiting. Raises as `settle` does."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait for what is under way; None where nothing is.
+        """Wait for the current save; None where there is none.
 
         Raises:
             DiskSpaceError: there was no room.
@@ -126,7 +123,7 @@ class CheckpointSaver:
         return self._advance(wait=True)
 
     def abandon(self) -> None:
-        """Give up what is under way: nothing is left of it. One that is being published is waited for instead."""
+        """Remove the current save. A save that is being published is completed instead."""
         save, self._save = self._save, None
         if save is None:
             return
@@ -139,7 +136,7 @@ class CheckpointSaver:
             except _AbandonedError:
                 pass
             except Exception:
-                log.exception("what is left of an abandoned checkpoint is removed by the next one")
+                log.exception("an abandoned checkpoint could not be removed; the next save removes it")
 
     def _advance(self, *, wait: bool) -> Saved | None:
         save = self._save
@@ -168,13 +165,13 @@ class CheckpointSaver:
 
     def _publish(self, folder: ExitStack) -> None:
         folder.close()
-        self.at = f"deleting checkpoints beside {self.store.directory} that are not kept"
+        self.at = f"deleting old checkpoints in {self.store.directory}"
         try:
             prune(self.store)
         finally:
-            self._require_idle()
+            self._set_idle()
 
-    def _require_idle(self) -> None:
+    def _set_idle(self) -> None:
         self.at = ""
 
 
@@ -183,7 +180,7 @@ class _AbandonedError(Exception):
 
 
 def prune(store: CheckpointStore) -> None:
-    """Delete what the retention rule does not keep, and log why where that fails."""
+    """Delete checkpoints by the retention rule; log an error instead of raising it."""
     try:
         store.prune()
     except MillraceError as reason:

@@ -1,7 +1,7 @@
-"""Parts of tensors in safetensors files that describe themselves.
+"""Parts of tensors in self-describing safetensors files.
 
-A file's header names, for each tensor in it, the whole tensor's shape and the offset of the part. So files written by
-any number of ranks can be put together by any other number, and no index has to be agreed on between ranks.
+A file's header names, for each tensor, the whole tensor's shape and the offset of the part. So any number of ranks can
+read the files of any other number, without an index.
 """
 
 import json
@@ -25,8 +25,8 @@ from rlcore.storage.disk import is_out_of_room, out_of_room
 
 FORMAT = "millrace-shards"
 FORMAT_VERSION = 1
-# Host memory held at one time by a save from a GPU; also what one thread hashes in about a second.
 MAX_FILE_BYTES = 2**30
+"""Host memory of a save from a GPU at one time; one thread hashes it in about a second."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -36,7 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     )
 }  # fmt: skip
 COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a module's parameters; a checkpoint must not depend on it."""
+"""Prefix of torch.compile in parameter names, which a checkpoint leaves out."""
 
 
 # ---------------------------------------------------------------- a rank's part of a tensor
@@ -50,7 +50,7 @@ class Box:
     shape: tuple[int, ...]
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The box of the indices that lie in both; None where there is none.
+        """Return the intersection of two boxes; None where it is empty.
 
         >>> Box((0, 0), (4, 2)).overlap(Box((3, 0), (4, 2)))
         Box(offset=(3, 0), shape=(1, 2))
@@ -66,7 +66,7 @@ class Box:
         return Box(low, tuple(end - start for start, end in zip(low, high, strict=True)))
 
     def relative_to(self, outer: "Box") -> tuple[slice, ...]:
-        """This box as slices of a tensor that holds `outer`.
+        """Return this box as slices of a tensor that contains `outer`.
 
         >>> Box((3, 0), (1, 2)).relative_to(Box((2, 0), (4, 2)))
         (slice(1, 2, None), slice(0, 2, None))
@@ -89,9 +89,9 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """The part of a plain tensor (all of it) or of a DTensor (its shard) on this rank.
+    """Return the part of a plain tensor (all of it) or of a DTensor (its shard) on this rank.
 
-    Of several equal copies one is written: that of rank 0, or along a replicated mesh dimension that of coordinate 0.
+    One of several equal copies is written: that of rank 0, or of coordinate 0 in a replicated mesh dimension.
 
     Raises:
         CheckpointError: a placement other than Shard and Replicate.
@@ -112,7 +112,7 @@ def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
         if isinstance(placement, Replicate)
     )
     local = cast(DTensor, tensor.detach()).to_local()
-    chunks = tensor.__create_chunk_list__()  # torch's own arithmetic of uneven shards
+    chunks = tensor.__create_chunk_list__()  # torch's arithmetic of uneven shards
     box = (
         Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if chunks else Box((0,) * local.ndim, tuple(local.shape))
     )
@@ -120,7 +120,7 @@ def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """(0, 1) where no process group has been formed."""
+    """Return (0, 1) where no process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -130,7 +130,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
-    """Everything that belongs to a checkpoint of this model and optimizer, as this rank holds it."""
+    """Yield this rank's parts of all tensors of the model and its optimizer."""
     for name, tensor in model_tensors(model):
         yield local_part(f"model.{name}", tensor, rank=rank)
     if optimizer is None:
@@ -142,27 +142,27 @@ def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ra
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Trained parameters and lasting buffers, each once: a tied weight under the first of its names."""
+    """Yield trained parameters and persistent buffers, a tied weight once under its first name."""
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             yield name, parameter
-    lasting = model.state_dict().keys()
+    persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if name in lasting:
+        if name in persistent:
             yield name.replace(COMPILED, ""), buffer
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters as they lie on this rank, each once."""
+    """Yield all parameters as this rank stores them, each once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a pass without backward the root still has its whole, gathered parameters
+            module.reshard()  # after a forward pass without backward the root still has gathered parameters
     for name, parameter in model.named_parameters():
         yield name.replace(COMPILED, ""), parameter
 
 
 def state_name(name: str, key: str) -> str:
-    """Name of one tensor of a parameter's optimizer state."""
+    """Return the name of one tensor of a parameter's optimizer state."""
     return f"optimizer.{name}.{key}"
 
 
@@ -170,15 +170,15 @@ def state_name(name: str, key: str) -> str:
 
 
 def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world_size: int) -> None:
-    """Write the parts that are this rank's to write, in files of about `MAX_FILE_BYTES`.
+    """Write this rank's parts in files of about `MAX_FILE_BYTES`.
 
     Raises:
         DiskSpaceError: no room.
-        CheckpointError: the folder is gone or cannot be written.
+        CheckpointError: the folder does not exist or cannot be written.
     """
     for number, group in enumerate(_groups(parts)):
         path = directory / f"rank-{rank:05d}-of-{world_size:05d}-{number:04d}.safetensors"
-        # A copy always: safetensors refuses tensors that share memory, and training may go on during the write.
+        # safetensors refuses tensors that share memory, and training may continue during the write.
         tensors = {part.name: part.local.to("cpu", copy=True).contiguous() for part in group}
         try:
             save_file(tensors, path, metadata=_header(group))
@@ -194,8 +194,8 @@ def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
     group: list[LocalPart] = []
     size = 0
     for part in parts:
-        nothing_here = part.local.numel() == 0 and math.prod(part.global_shape) > 0
-        if nothing_here or not part.is_written_here:
+        is_elsewhere = part.local.numel() == 0 and math.prod(part.global_shape) > 0
+        if is_elsewhere or not part.is_written_here:
             continue
         size += num_bytes([part])
         if group and size > MAX_FILE_BYTES:
@@ -207,8 +207,8 @@ def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
 
 
 def num_bytes(parts: Iterable[LocalPart]) -> int:
-    """Bytes of the parts' local tensors."""
-    return sum(part.local.numel() * part.local.element_size() for part in parts)
+    """Return the bytes of the parts' local tensors."""
+    return sum(part.local.nbytes for part in parts)
 
 
 def _header(group: Iterable[LocalPart]) -> dict[str, str]:
@@ -243,9 +243,9 @@ class StoredTensor:
 
 
 class ShardReader:
-    """All shard files of a folder; a context manager, since the files stay mapped while it is open.
+    """All shard files of a folder. Use as a context manager, which keeps the files mapped.
 
-    The files' bytes must have been verified before: a mapped file that ends early kills the process on access.
+    The files must have been verified before, since a mapped file that ends early kills the process on access.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -268,7 +268,7 @@ class ShardReader:
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as reason:
                 raise CheckpointError(
                     f"{self._directory}: a shard file is damaged ({reason!r}). Delete the checkpoint; the one before "
-                    "it will be taken."
+                    "it will be used."
                 ) from reason
             self._files = files.pop_all()
         if not self._open:
@@ -279,10 +279,10 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of the part's box into its memory, wherever they were saved.
+        """Copy the stored values of the part's box into its memory.
 
         Raises:
-            CheckpointError: the tensor is absent, of another shape or type, or not covered by the files.
+            CheckpointError: the tensor is absent, has another shape or type, or is not covered by the files.
         """
         stored = self.tensors.get(part.name)
         if stored is None:
@@ -298,7 +298,7 @@ class ShardReader:
             if common is not None:
                 target = part.local[common.relative_to(part.box)]
                 target.copy_(self._read(piece, part.name, common))
-                num_filled += math.prod(common.shape)  # 1 of a scalar
+                num_filled += math.prod(common.shape)  # 1 for a scalar
         if num_filled != part.local.numel():
             why = "a rank's file is missing. Delete the checkpoint and use another"
             if num_filled > part.local.numel():
@@ -309,7 +309,6 @@ class ShardReader:
             )
 
     def _add(self, path: Path, header: Mapping[str, str]) -> None:
-        """Take in what a file's header describes."""
         if header.get("format") != FORMAT:
             raise ValueError(f"{path.name} is no shard file of a checkpoint")
         if int(header["format_version"]) != FORMAT_VERSION:
@@ -326,5 +325,6 @@ class ShardReader:
 
     def _read(self, piece: _Piece, name: str, box: Box) -> Tensor:
         file = self._open[piece.file]
-        found: Tensor = file.get_tensor(name) if box == piece.box else file.get_slice(name)[box.relative_to(piece.box)]
-        return found
+        is_whole = box == piece.box
+        values: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[box.relative_to(piece.box)]
+        return values

@@ -1,20 +1,18 @@
-"""The tensors of one model and its optimizer on disk, by every rank for itself, for any number of ranks to read.
+"""Storage of a model's and its optimizer's tensors, written by each rank, read by any number of ranks.
 
-Each rank writes the shards that it holds into safetensors files of its own; a reading rank copies from all files the
-parts that fall into its shards. Not torch.distributed.checkpoint, though the layout follows it:
-- its `.metadata` and its byte items are pickles, and a pickle runs code when it is read; nothing here can;
-- its `get_optimizer_state_dict` takes a step of an optimizer that has taken none (torch 2.13), so that a run resumed
-  from its first checkpoint would have bias corrections of its own;
-- a full disk comes out of torch's writer as `unexpected pos 576 vs 534`; here it is a DiskSpaceError;
-- nothing is collective here, so a rank that fails leaves no other rank waiting.
+Each rank writes its shards into separate safetensors files. A reading rank copies its parts from all files.
+The layout follows torch.distributed.checkpoint, which is not used for these reasons:
+- its `.metadata` and its byte items are pickles, which can run code when they are read;
+- its `get_optimizer_state_dict` steps an optimizer that has taken no step (torch 2.13), which changes Adam's bias
+  correction after a resume from the first checkpoint;
+- its writer reports a full disk as `unexpected pos 576 vs 534`; here it is a DiskSpaceError;
+- it is collective, so a rank that fails leaves the others waiting.
 
-The files' hashes are in the manifest of the published checkpoint and are verified by `CheckpointStore` before a rank
-opens them; a file that the manifest does not list is opened too. That protects from disks, copies and crashes; whoever
-can write the folder can write a matching manifest too, which is why no byte in it may be able to run.
+`CheckpointStore` verifies hashes by the manifest before a rank opens the files. An attacker who can write the folder
+can write its manifest too, so no byte in it may be executable.
 
-Parameters that want no gradient (the base under LoRA adapters) are not saved: they are those of the start model.
-`base.json` holds their digest, type and whether it is in 4 bits, and another base is refused. `optimizer.json` holds an
-optimizer's groups and numbers.
+Frozen parameters (the base under LoRA adapters) are not saved. `base.json` has their digest, dtype and quantization.
+Another base is refused. `optimizer.json` has an optimizer's groups and numbers.
 """
 
 import json
@@ -51,11 +49,9 @@ from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
 
 SPARE_SHARE = 0.25
-"""Of a copy's size: host memory that must be left beside it, for everything else that runs there."""
-
+"""Host memory that must stay free in addition to a copy, as a share of its size."""
 SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
-"""What a checkpoint holds, by the folder in it."""
-
+"""Models and optimizers of a checkpoint, by their folder in it."""
 SHOWN_NAMES = 5
 BASE = "base.json"
 BASE_FORMAT_VERSION = 2
@@ -66,7 +62,7 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One parameter group: its parameters by name and its numbers (learning rate, betas, ...)."""
+    """A parameter group: the names of its parameters and its numbers (learning rate, betas, ...)."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, Number | tuple[Number, ...]]
@@ -74,7 +70,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """An optimizer's state besides tensors: groups, and for each parameter the keys and numbers of its state."""
+    """An optimizer's state besides tensors: groups, and the keys and numbers of each parameter's state."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -96,15 +92,14 @@ class RankShards:
 
     @torch.no_grad()
     def copied(self, buffers: dict[str, Tensor]) -> "RankShards":
-        """A copy on the host. That of a GPU's tensors is in `buffers` by name, page-locked and slow to get;
-        the next copy to the same buffers overwrites it."""
+        """Copy to the host. GPU tensors are copied to page-locked `buffers` by name, which the next copy overwrites."""
         copy = replace(self, parts=tuple(replace(part, local=_copy_part(part, buffers)) for part in self.parts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
 
     def write(self, directory: Path) -> None:
-        """Write them into `directory`, whose parent exists. Raises as `write_parts` does."""
+        """Write the shards into `directory`, whose parent exists. Raises as `write_parts` does."""
         try:
             directory.mkdir(exist_ok=True)
         except OSError as reason:
@@ -116,13 +111,12 @@ class RankShards:
             document = {"format_version": OPTIMIZER_FORMAT_VERSION, **asdict(self.optimizer)}
             write_json_atomically(directory / OPTIMIZER, document)
         if self.base is not None and self.rank == 0:
-            self.base.write(directory)
+            write_json_atomically(directory / BASE, {"format_version": BASE_FORMAT_VERSION, **asdict(self.base)})
 
 
 @dataclass(frozen=True, slots=True)
 class BaseRecord:
-    """The frozen weights under adapters: their digest (`rlcore.models.lora`), the type in which they compute and how
-    they are held (`model.lora.base`), which a checkpoint has in their place."""
+    """The frozen weights under adapters: digest (`rlcore.models.lora`), compute dtype and `model.lora.base`."""
 
     digest: str
     dtype: str
@@ -130,7 +124,7 @@ class BaseRecord:
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseRecord | None":
-        """The record of a model in memory; None where it has no adapters."""
+        """Return the record of a model in memory; None where it has no adapters."""
         if not (isinstance(model, PackedTrunk) and model.base_digest):
             return None
         base = "nf4" if is_in_4_bits(model) else "native"
@@ -138,10 +132,10 @@ class BaseRecord:
 
     @classmethod
     def read(cls, directory: Path) -> "BaseRecord":
-        """The record of a checkpoint.
+        """Read the record of a checkpoint.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is of another format.
+            CheckpointError: it is missing, damaged, or of another format.
         """
         file = directory / BASE
         try:
@@ -151,35 +145,28 @@ class BaseRecord:
             return cls(str(document["digest"]), str(document["dtype"]), str(document["base"]))
         except (OSError, ValueError, KeyError, TypeError) as reason:
             raise CheckpointError(
-                f"{file}: must say over which base adapters were trained ({reason!r}). Use another checkpoint."
+                f"{file}: must name the base over which adapters were trained ({reason!r}). Use another checkpoint."
             ) from reason
 
-    def write(self, directory: Path) -> None:
-        """Write `base.json`."""
-        write_json_atomically(directory / BASE, {"format_version": BASE_FORMAT_VERSION, **asdict(self)})
-
     def require(self, directory: Path) -> None:
-        """Raise CheckpointError where the adapters of a checkpoint were trained over another base than this."""
-        there = self.read(directory)
-        if there.base != self.base:
-            raise CheckpointError(
-                f"{directory}: its adapters were trained over a base held as {there.base}, and it is {self.base} here. "
-                f"Set model.lora.base={there.base}."
-            )
-        if there.dtype != self.dtype:
-            raise CheckpointError(
-                f"{directory}: its adapters were trained over a base in {there.dtype}, and it is {self.dtype} here. "
-                f"Set model.dtype={there.dtype}."
-            )
-        if there.digest != self.digest:
-            raise CheckpointError(
-                f"{directory}: its adapters were trained over other weights (digest {there.digest}) than those here "
-                f"({self.digest}): the model at model.path has changed. Restore it, or begin a new run."
-            )
+        """Raise CheckpointError where a checkpoint's adapters were trained over another base."""
+        saved = self.read(directory)
+        remedies = {
+            "base": f"Set model.lora.base={saved.base}",
+            "dtype": f"Set model.dtype={saved.dtype}",
+            "digest": "The model at model.path has changed: restore it, or start a new run",
+        }
+        for key, remedy in remedies.items():
+            there, here = getattr(saved, key), getattr(self, key)
+            if there != here:
+                raise CheckpointError(
+                    f"{directory}: its adapters were trained over a base with {key} {there}, and here it has {here}. "
+                    f"{remedy}."
+                )
 
 
 def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-    """The optimizer's state as it is now, besides its tensors."""
+    """Return the optimizer's current state besides its tensors."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     groups = []
     state_tensors: dict[str, tuple[str, ...]] = {}
@@ -194,7 +181,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers are state; switches (fused, foreach, capturable) belong to the code that runs now."""
+    """Select numbers; switches (fused, foreach, capturable) belong to the running code."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -208,7 +195,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """The shards that this rank writes, not copied. Raises as `local_part` does."""
+    """Return the shards that this rank writes, not copied. Raises as `local_part` does."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)
@@ -217,18 +204,18 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """Bytes of a rank's shards, and whether they are copied: without a copy training waits until they are written."""
+    """Bytes of a rank's shards, and whether they are copied. Without a copy training waits for the write."""
 
     num_bytes: int
     is_copied: bool
 
 
 class RankSaver:
-    """One rank's side of a save: copies the shards, writes the copy in a thread, drops it. One save at a time.
+    """One rank's part of a save, one save at a time: copies the shards, writes the copy in a thread, frees it.
 
     Args:
-        models: what a checkpoint holds, as it is now.
-        num_ranks: of the run, which may all share this host's memory.
+        models: returns the current models and optimizers.
+        num_ranks: ranks that may share this host's memory.
     """
 
     def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
@@ -239,7 +226,7 @@ class RankSaver:
         self._writing: Future[None] | None = None
 
     def copy(self) -> CopySize:
-        """Copy this rank's shards to the host, to be written while training goes on, if there is memory for it."""
+        """Copy this rank's shards to the host if there is memory for it."""
         shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
@@ -248,9 +235,9 @@ class RankSaver:
         return CopySize(size, is_copied)
 
     def write(self, directory: str) -> None:
-        """Begin to write the copy below `directory`, in a thread; without a copy write the shards themselves now.
+        """Start a thread that writes the copy below `directory`; without a copy write the shards now.
 
-        May be called again with another folder.
+        A second call with another folder replaces the first.
         """
         self.abandon()
         if not self._copies:
@@ -266,7 +253,7 @@ class RankSaver:
         self._writing = start_thread(write, "checkpoint-shards")
 
     def is_written(self, *, wait: bool) -> bool:
-        """Whether the thread is done, now or in the end.
+        """Return whether the thread has ended; with `wait` after its end.
 
         Raises:
             DiskSpaceError, CheckpointError: the write failed. Raised once.
@@ -280,18 +267,18 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait for the thread, whatever becomes of it: its folder is about to be removed."""
+        """Wait for the thread and ignore its result, before its folder is removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
 
     def drop(self) -> None:
-        """Free the copy's memory: the checkpoint is published. Buffers of a GPU's tensors are kept."""
+        """Free the copy's memory; buffers of GPU tensors are kept."""
         self._copies = {}
 
 
 def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
-    """Run in a thread that does not keep a dying process alive: what it leaves is a temporary, which is known."""
+    """Call `do` in a daemon thread, which does not delay the process's exit."""
     result: Future[None] = Future()
 
     def run() -> None:
@@ -307,12 +294,12 @@ def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
 
 
 def fits_in_memory(num_bytes: int) -> bool:
-    """Whether the host has room for a copy of that size."""
+    """Return whether the host has memory for a copy of that size."""
     return psutil.virtual_memory().available > num_bytes * (1 + SPARE_SHARE)
 
 
 def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
-    """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""
+    """Begin to copy a part to the host. The copy is complete after the device's `synchronize`."""
     source = part.local
     if source.device.type != "cuda":
         return source.to("cpu", copy=True)
@@ -326,7 +313,7 @@ def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Read what any number of ranks saved, in place. Without an optimizer only the weights are read.
 
-    After an error the model may hold a mixture: do not go on with it.
+    After an error the model is unusable, since it may hold a mixture.
 
     Raises:
         CheckpointError: files are missing or damaged, or are those of another model or optimizer.
@@ -375,10 +362,10 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Fill the optimizer's state, in place where it has one.
+    """Fill the optimizer's state, in place where it exists.
 
     Raises:
-        CheckpointError: nothing was saved, it is damaged, or the groups of parameters are others.
+        CheckpointError: no optimizer was saved, it is damaged, or its parameter groups differ.
     """
     record = _read_record(directory)
     named = dict(named_parameters(model))
@@ -392,32 +379,26 @@ def load_optimizer(
     packed = optimizer.state_dict()
     for group, saved in zip(packed["param_groups"], record.groups, strict=True):
         group.update(saved.numbers)
-    order = [name for group in here for name in group]
-    packed["state"] = {
-        number: {
-            **{
-                key: _state_tensor(reader, optimizer, named[name], name, key, rank)
-                for key in record.state_tensors[name]
-            },
-            **record.state_numbers[name],
-        }
-        for number, name in enumerate(order)
-        if record.state_tensors[name] or record.state_numbers[name]
-    }
+    packed["state"] = {}
+    for number, name in enumerate(name for group in here for name in group):
+        keys, numbers = record.state_tensors[name], record.state_numbers[name]
+        if keys or numbers:
+            tensors = {key: _state_tensor(reader, optimizer, named[name], name, key, rank) for key in keys}
+            packed["state"][number] = {**tensors, **numbers}
     optimizer.load_state_dict(packed)
 
 
 def _state_tensor(
     reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
 ) -> Tensor:
-    """One tensor of the state, laid out as its parameter where it has the same shape; else whole on every rank."""
+    """Read one tensor of the state: sharded as its parameter where the shapes are equal, else whole on every rank."""
     full_name = state_name(name, key)
     stored = reader.tensors.get(full_name)
     if stored is None:
         raise CheckpointError(f"a checkpoint's optimizer.json names {full_name}, but no shard file holds it")
     known = optimizer.state.get(parameter, {}).get(key)
     if isinstance(known, Tensor) and tuple(known.shape) == stored.shape and known.dtype == stored.dtype:
-        target = known  # filled in place: two optimizer states at one time may not fit
+        target = known  # filled in place, since two optimizer states may not fit into memory
     elif stored.shape == tuple(parameter.shape) and stored.shape:
         if isinstance(optimizer, OffloadedAdamW):
             target = optimizer.new_moment(parameter, stored.dtype)

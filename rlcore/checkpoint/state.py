@@ -1,4 +1,4 @@
-"""Everything that the next step depends on and that is no tensor, with the journal that belongs to it. No torch."""
+"""The loop's state: what the next step depends on besides tensors. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,58 +7,52 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rlcore.errors import CheckpointError
-from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
+from rlcore.storage.documents import first_problem, parse_json, read_ordinary, sha256_of
 
 FORMAT_VERSION = 2
 STATE = "state.json"
-"""Its name in a checkpoint's folder."""
+"""Name of the state's file in a checkpoint."""
 
 Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """State of the loop itself from one step to the next. Where the data stand follows from `num_prompts_drawn`, so it
-    is not said twice."""
+    """State of the training loop from one step to the next. `num_prompts_drawn` determines the position in the data."""
 
     step: Count
-    """Steps taken."""
     policy_version: Count
-    """Hand-overs of weights so far."""
+    """Number of weight syncs."""
     num_prompts_drawn: Count
-    """Prompts taken from the endless stream, with those that dynamic sampling dropped: epoch and place in it."""
+    """Prompts taken from the endless stream, including those that dynamic sampling dropped."""
     num_tokens: Count
-    """Prompt and answer tokens trained on."""
+    """Prompt and response tokens trained on."""
     kl_coef: float
-    """The adaptive coefficient as it is now."""
+    """Adaptive coefficient."""
     best_metric: float = float("-inf")
-    """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
+    """Best held-out score; -inf before the first."""
     best_step: Count = 0
-    """Step of the best score."""
     entropy_added: float = 0.0
-    """What the target of the entropy has added to the weight of its bonus so far."""
+    """Addition to the weight of the entropy bonus by its target."""
     pass_counts: str = ""
-    """Right and scored answers of each training row as float32, where rows are drawn by them, in base64
-    (`rlcore.batching.loader`)."""
+    """Right and scored responses of each training row, base64 of float32 (`rlcore.batching.loader`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState(LoopState):
-    """`state.json` of a checkpoint: the loop's state, with the journal and the settings that belong to it."""
+    """`state.json` of a checkpoint: the loop's state with its journal and settings."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     format_version: int = FORMAT_VERSION
-    """A newer one is refused."""
     journal_bytes: Count = 0
-    """Length of metrics.jsonl with this step's line as its last."""
+    """Length of metrics.jsonl up to this step's line."""
     journal_sha256: str = ""
-    """Of so many bytes of it."""
+    """Digest of those bytes."""
     settings_fingerprint: str
-    """Fingerprint of the settings that the numbers depend on."""
 
     def to_json(self) -> str:
-        """The state as JSON text; floats come back bit for bit."""
+        """Return the state as JSON text with exact floats."""
         return _STATE.dump_json(self, indent=1).decode() + "\n"
 
     @staticmethod
@@ -68,7 +62,7 @@ class TrainerState(LoopState):
         Raises:
             CheckpointError: missing, damaged, or of a newer format.
         """
-        remedy = f"Delete {path.parent}; the checkpoint before it will be taken."
+        remedy = f"Delete {path.parent}; the checkpoint before it will be used."
         try:
             document = parse_json(read_ordinary(path))
             version = document["format_version"]
@@ -78,23 +72,21 @@ class TrainerState(LoopState):
             raise CheckpointError(f"{path}: is damaged ({reason!r}). {remedy}") from reason
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}. Go on with the version of Millrace "
-                "that wrote it."
+                f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}. Resume with the version of "
+                "Millrace that wrote it."
             )
         try:
             return _STATE.validate_python(document)
         except ValidationError as reason:
-            first = reason.errors()[0]
-            raise CheckpointError(
-                f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}. {remedy}"
-            ) from reason
+            value = reason.errors()[0]["input"]
+            raise CheckpointError(f"{path}: {first_problem(reason)}, got {value!r}. {remedy}") from reason
 
 
 _STATE = TypeAdapter(TrainerState)
 
 
 def journal_problem(state: TrainerState, journal: Path) -> str:
-    """What is wrong with the journal from the checkpoint's point of view; '' where it fits."""
+    """Return why the journal does not fit a checkpoint; '' where it fits."""
     wanted = state.journal_bytes
     if not wanted:
         return ""

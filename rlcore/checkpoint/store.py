@@ -1,4 +1,4 @@
-"""The folder that keeps a run's checkpoints: written whole, verified before use, pruned by rule. No torch."""
+"""A run's folder of checkpoints: published whole, verified before use, pruned by rule. No torch."""
 
 import json
 import logging
@@ -27,18 +27,21 @@ from rlcore.config.fingerprint import fixed_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
 from rlcore.storage.documents import parse_json, read_ordinary
-from rlcore.storage.finished import LEFT, set_aside
-from rlcore.storage.manifest import verify_directory
+from rlcore.storage.manifest import LEFT, set_aside, verify_directory
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_beside
+
+SETTINGS = "settings.json"
+"""Name of the settings' file in a checkpoint."""
+SHOWN_DIFFERENCES = 10
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest checkpoint that can be used (None where the folder has none), and those refused before it.
+    """The newest usable checkpoint (None where there is none), and the newer ones that were refused.
 
-    `journal_problem`: what the journal lacks for it, where no checkpoint fits the journal; '' where it fits.
+    `journal_problem`: why the journal does not fit, where it fits no checkpoint; else ''.
     """
 
     checkpoint: CheckpointInfo | None
@@ -47,22 +50,22 @@ class FoundCheckpoint:
 
 
 class CheckpointStore:
-    """Checkpoints of one run. What lies on disk is the truth; the object only remembers what it has verified."""
+    """The checkpoints of one run. State is on disk; the object remembers only what it has verified."""
 
     def __init__(
         self, directory: Path, config: CheckpointConfig, settings: RunConfig, *, journal: Path | None = None
     ) -> None:
-        """`journal`: of the run, which a checkpoint to go on from has to fit."""
+        """`journal`: the run's, which a checkpoint to resume from has to fit."""
         self.directory = directory
         self._journal = journal
         self._config = config
         self._settings = fixed_settings(settings)
         self._fingerprint = settings_fingerprint(settings)
-        # (path, creation): hashing a large checkpoint takes minutes, once a process is enough.
+        # (path, creation): hashing a large checkpoint takes minutes.
         self._verified: set[tuple[Path, str]] = set()
 
     def path_of(self, step: int) -> Path:
-        """Folder of the checkpoint after `step`."""
+        """Return the folder of the checkpoint after `step`."""
         return self.directory / name_of(step)
 
     # ---------------------------------------------------------------- write
@@ -71,15 +74,14 @@ class CheckpointStore:
     def writing(
         self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
     ) -> Iterator[Path]:
-        """Publish a checkpoint: yields a folder for the ranks' shards, and renames it into place at the block's end.
+        """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the block's end.
 
-        One that lies there for the same step is replaced in one operation, or given another name (`move_out_of_the_way`). Metrics
-        that are not finite are left out. `at` is called with what is begun, and its path.
+        An existing one of the same step is replaced by one rename, or set aside (`move_out_of_the_way`). Metrics that
+        are not finite are left out. `at` is called with each stage and its path.
 
         Raises:
-            DiskSpaceError: no room. Older checkpoints are untouched, nothing is left of this one.
+            DiskSpaceError: no room. Older checkpoints are unchanged, nothing of this one remains.
             CheckpointError: the folder cannot be written.
-            RunInUseError: another process writes checkpoints here.
         """
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
@@ -91,12 +93,12 @@ class CheckpointStore:
             "metrics": {name: float(value) for name, value in sorted(metrics.items()) if math.isfinite(value)},
         }
         remove_stale_temporaries(self.directory)
-        is_there = os.path.lexists(target)
-        with published_directory(target, manifest, replace=is_there, error=CheckpointError, at=at) as folder:
+        replaces = os.path.lexists(target)
+        with published_directory(target, manifest, replace=replaces, error=CheckpointError, at=at) as folder:
             move_out_of_the_way(target)
             yield folder
             self._write_records(folder, state)
-        self._verified.add((target, created))  # its hashes were taken from what was read back a moment ago
+        self._verified.add((target, created))
 
     def _write_records(self, folder: Path, state: TrainerState) -> None:
         try:
@@ -106,40 +108,38 @@ class CheckpointStore:
             if is_out_of_room(reason):
                 raise
             raise CheckpointError(
-                f"{folder}: cannot be written ({reason}). Was the run's folder removed or made read-only while the run "
-                "was going on? Older checkpoints in it were not touched."
+                f"{folder}: cannot be written ({reason}). Was the run's folder removed or made read-only during the "
+                "run? Older checkpoints in it were not changed."
             ) from reason
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete what the retention rule does not keep; the paths deleted.
+        """Delete what the retention rule does not keep; return the deleted paths.
 
-        Nothing is deleted unless a checkpoint that stays has been verified byte for byte. Broken folders are left for
-        people to look at.
+        Nothing is deleted unless a remaining checkpoint has been verified byte for byte. Broken folders stay.
         """
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
-        doomed = prunable(checkpoints, self._config)
+        candidates = prunable(checkpoints, self._config)
         good = self._search(checkpoints, hashes=True).checkpoint
         if good is None:
             return ()
-        return tuple(info.path for info in doomed if info.step != good.step and self._delete(info.path))
+        return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename the whole checkpoints of later steps: the journal does not fit them, and the run goes on from `step`.
+        """Rename intact checkpoints of later steps, since the run continues from `step` and the journal is cut to it.
 
-        They would count as the newest ones where old ones are deleted. Broken ones stay, as ever.
+        They would count as the newest ones in pruning. Broken ones stay.
         """
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
-                set_aside(info.path, LEFT, f"{info.path}: the run goes on from step {step}", error=CheckpointError)
+                set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
 
     def _delete(self, path: Path) -> bool:
-        """Out of sight by one rename first: a crash in the middle leaves no half checkpoint under its name."""
         aside = temporary_beside(path)
         try:
-            path.rename(aside)
+            path.rename(aside)  # a crash leaves no half checkpoint under its name
         except OSError as reason:
-            log.warning("%s: cannot be deleted (%s); it goes on taking room", path, reason)
+            log.warning("%s: cannot be deleted (%s); it still uses disk space", path, reason)
             return False
         remove_tree(aside)
         return True
@@ -147,18 +147,18 @@ class CheckpointStore:
     # ---------------------------------------------------------------- read
 
     def list(self) -> Sequence[CheckpointInfo]:
-        """All checkpoints with a readable manifest, by step. Not verified."""
+        """Return all checkpoints with a readable manifest, by step, not verified."""
         return scan(self.directory).checkpoints
 
     def latest(self, *, verify: bool = True) -> CheckpointInfo | None:
-        """The checkpoint to go on from, see `find_latest`."""
+        """Return the checkpoint to resume from, see `find_latest`."""
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """The checkpoint called `last` (see `find_latest`), `best` or by its folder; None for `start`.
+        """Find a checkpoint by `last` (see `find_latest`), `best` or its folder's name; None for `start`.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: no checkpoint has that name.
         """
         if name == "start":
             return None
@@ -168,30 +168,29 @@ class CheckpointStore:
             found = next((info for info in self.list() if info.name == name), None)
         if found is None:
             names = ", ".join(info.name for info in self.list())
-            there = f"there is start, {names}. Name one that is there" if names else "there is none yet. Name start"
+            existing = f"there is start, {names}. Name one of these" if names else "there is none yet. Name start"
             lacks = "no checkpoint with a held-out score" if names and name == "best" else "no such checkpoint"
             raise CheckpointError(
-                f"checkpoint={name}: run {self.directory.parent.name} has {lacks}; {there}, or train first: millrace "
-                "train with these settings"
+                f"checkpoint={name}: run {self.directory.parent.name} has {lacks}; {existing}, or train first: "
+                "millrace train with these settings"
             )
         return found
 
     def step_of(self, name: str, *, verify: bool = True) -> int:
-        """Step of a checkpoint, see `find`; 0 for `start`."""
+        """Return the step of a checkpoint, see `find`; 0 for `start`."""
         found = self.find(name, verify=verify)
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """The newest checkpoint that is whole and fits the journal; others are refused, said so, and the one before is
-        taken. Where none fits the journal, the newest whole one is taken.
+        """Find the newest checkpoint that is intact and fits the journal, and log those refused before it.
 
-        Without `verify` sizes are checked and hashes are not.
+        Where none fits the journal, the newest intact one is returned. Without `verify` only sizes are checked.
 
         Raises:
-            CheckpointError: every checkpoint there is broken, or the newest whole one is of other settings.
+            CheckpointError: all checkpoints are broken, or the newest intact one has other settings.
         """
         found = self._find(verify=verify)
-        while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile, for newer ones
+        while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
             found = self._find(verify=verify)
         refusals = found.refusals
         if found.checkpoint is None and refusals:
@@ -202,21 +201,21 @@ class CheckpointStore:
             )
         if found.checkpoint is not None:
             for refusal in refusals:
-                _warn_once(f"checkpoint refused, taking {found.checkpoint.name}: {refusal.reason}")
+                _warn_once(f"checkpoint refused, using {found.checkpoint.name}: {refusal.reason}")
             if found.journal_problem:
-                _warn_once(f"{found.journal_problem}; {found.checkpoint.name} is taken all the same")
+                _warn_once(f"{found.journal_problem}; {found.checkpoint.name} is used nevertheless")
             require_same_settings(found.checkpoint, self._settings, self._fingerprint)
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """The whole checkpoint with the highest score, of equal ones the later; None where none has a score."""
+        """Return the intact checkpoint with the highest score, of equal ones the later."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size and, with `hashes`, every byte of each file, unless this process has done so.
+        """Check the size and, with `hashes`, every byte of each file, once in this process.
 
         Raises:
             CheckpointError: names file, rule, value and remedy.
@@ -227,13 +226,13 @@ class CheckpointStore:
             self._verified.add(known)
 
     def load_state(self, info: CheckpointInfo) -> TrainerState:
-        """What the checkpoint says besides its tensors. Raises as `verify` and `require_same_settings`."""
+        """Read a checkpoint's state. Raises as `verify` and `require_same_settings` do."""
         self.verify(info)
         require_same_settings(info, self._settings, self._fingerprint)
         return TrainerState.read(info.path / STATE)
 
     def measured_bytes(self) -> int | None:
-        """Size of the newest checkpoint: what the next one will need. None before the first."""
+        """Return the size of the newest checkpoint, which the next one will need; None before the first."""
         known = self.list()
         return known[-1].size_bytes if known else None
 
@@ -251,7 +250,7 @@ class CheckpointStore:
         return replace(found, refusals=refusals)
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> FoundCheckpoint:
-        """The last candidate that is whole; with `journal` the last that fits it too."""
+        """Find the last candidate that is intact and, with `journal`, fits the journal."""
         refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
             try:
@@ -270,17 +269,12 @@ class CheckpointStore:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Once a process: a flow searches for the newest checkpoint many times."""
+    """Log once in this process, since a flow searches for the newest checkpoint many times."""
     log.warning("%s", text)
 
 
-SETTINGS = "settings.json"
-"""Its name in a checkpoint's folder."""
-SHOWN_DIFFERENCES = 10
-
-
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Refuse a checkpoint of another run; `settings` are those that numbers depend on, by key.
+    """Refuse a checkpoint of another run. `settings`: those that numbers depend on, by key.
 
     Raises:
         CheckpointError: names the settings that differ, with both values.
@@ -288,25 +282,18 @@ def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fin
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)
-    keys = [
-        key
-        for key in sorted(theirs.keys() | settings.keys())
-        if (key in theirs, theirs.get(key)) != (key in settings, settings.get(key))
-    ]
-    shown = [
-        f"  {key}: {_setting_text(theirs, key)} in the checkpoint, {_setting_text(settings, key)} now"
-        for key in keys[:SHOWN_DIFFERENCES]
-    ]
-    if len(keys) > SHOWN_DIFFERENCES:
-        shown.append(f"  and {len(keys) - SHOWN_DIFFERENCES} more")
-    listed = "\n".join(shown)
-    folder, own = info.path.parents[1], "start a new run from these weights with settings of its own"
-    remedy = f"{own}: --fork {folder.name}@{info.step} and another run_id"
+    texts = {key: (_setting_text(theirs, key), _setting_text(settings, key)) for key in theirs.keys() | settings.keys()}
+    lines = [f"  {key}: {old} in the checkpoint, {new} now" for key, (old, new) in sorted(texts.items()) if old != new]
+    if len(lines) > SHOWN_DIFFERENCES:
+        lines[SHOWN_DIFFERENCES:] = [f"  and {len(lines) - SHOWN_DIFFERENCES} more"]
+    differences = "\n".join(lines)
+    folder = info.path.parents[1]
+    remedy = f"start a new run from these weights: --fork {folder.name}@{info.step} and another run_id"
     if folder.parent.name == "warm-starts":
-        remedy = f"delete {folder}, and the warm start begins anew"
+        remedy = f"delete {folder} to start the warm start again"
     raise CheckpointError(
-        f"{info.path}: was made with other settings, so going on would be another run:\n{listed}\n"
-        f"Set them back; or {remedy}."
+        f"{info.path}: was made with other settings, so continuing would be another run:\n{differences}\n"
+        f"Restore the settings; or {remedy}."
     )
 
 

@@ -1,8 +1,7 @@
-"""A run's room on disk: estimates of what it will write, and the wait for room before a chunk and a checkpoint.
+"""A run's room on disk: estimates of its writes, and the wait for room before a chunk and a checkpoint.
 
-Where any other write finds the disk full the run ends, and the same command resumes it from its last checkpoint.
-
-The estimates are made from the settings, and too high rather than too low. No torch.
+A run ends where another write finds the disk full, and resumes from its last checkpoint. Estimates are upper bounds by
+the settings. No torch.
 """
 
 import time
@@ -28,25 +27,21 @@ from rlcore.storage.disk import (
 )
 
 PAUSED, GOES_ON = "paused_for_disk", "disk_room"
-"""Events between which the run waits for room on a disk."""
+"""Events at the start and the end of a wait for room."""
 POLL_S = 1.0
-"""Seconds between two measurements of a full disk."""
-
 BYTES_PER_WEIGHT = 4
-"""Weights for others are written as float32, the master weights."""
+"""Exported weights are the float32 master weights."""
 BYTES_PER_TOKEN = 20
-"""Of a kept answer: id, text, three log-probabilities, advantage, packed."""
+"""Stored token of a response: id, text, three log-probabilities, advantage, compressed."""
 BYTES_PER_RESPONSE = 500
-"""Besides tokens: the problem's numbers, ids and scores."""
-
+"""Stored response without its tokens."""
 EventSink = Callable[[str, int, Mapping[str, object]], None]
 """Takes an event's name, its step and its data; `text` in the data is for display."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Waits for room before a chunk and before a checkpoint. `happened`: called at the pause and at its end; `stop`:
-    whether the run was told to stop; `prune`: deletes what the retention rule does not keep."""
+    """Waits for room before a chunk and before a checkpoint. `prune` deletes old checkpoints."""
 
     config: CheckpointConfig
     log_event: EventSink
@@ -54,11 +49,11 @@ class DiskRoom:
     prune: Callable[[], object]
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Return when there is room for `needed_bytes` and the reserve at `path`: delete what is not kept, then wait.
+        """Wait until `path` has room for `needed_bytes` and the reserve, after deleting old checkpoints.
 
         Raises:
-            DiskSpaceError: no room came in `checkpoint.wait_for_room_s`.
-            StopRequestedError: a stop was asked for while the run waited. What is committed stays.
+            DiskSpaceError: there was no room within `checkpoint.wait_for_room_s`.
+            StopRequestedError: a stop was requested during the wait. Committed data stays.
         """
         report = self.check(path, needed_bytes)
         if not report.enough:
@@ -70,10 +65,10 @@ class DiskRoom:
         self.log_event(PAUSED, step, _as_event(report))
         while not (report := self.check(path, needed_bytes)).enough:
             self._wait(deadline, report)
-        self.log_event(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
+        self.log_event(GOES_ON, step, {"text": f"{path}: there is room again, the run continues", "path": str(path)})
 
     def check(self, path: Path, needed_bytes: int) -> RoomReport:
-        """Room for so many bytes and the reserve at `path`."""
+        """Measure the room for so many bytes and the reserve at `path`."""
         return check_room(path, needed_bytes, reserve_bytes(self.config))
 
     def _wait(self, deadline: float, report: RoomReport) -> None:
@@ -82,8 +77,8 @@ class DiskRoom:
         left = deadline - time.monotonic()
         if left <= 0:
             raise DiskSpaceError(
-                f"{report} Waited {self.config.wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). What is "
-                "committed stays; the same command goes on from there."
+                f"{report} Waited {self.config.wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). Committed "
+                "data stays; the same command resumes the run."
             )
         time.sleep(min(left, POLL_S))
 
@@ -108,8 +103,10 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """What is large: weights, checkpoints, kept answers. `checkpoints_bytes`: what checkpoints will take more than now.
-    Journal, rows and validations are within the reserve."""
+    """Return the large needs: weights, checkpoints, stored responses. The reserve covers journal and validations.
+
+    `checkpoints_bytes`: growth of the checkpoints from now on.
+    """
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),
@@ -118,14 +115,14 @@ def disk_needs(
     ]
     warm, path = config.warm_start, config.model.path
     if not has_initial_policy and (warm.enabled or path is None):
-        needs.append(DiskNeed("start model", layout.root / "models", weights))
+        needs.append(DiskNeed("initial policy", layout.root / "models", weights))
     if path == SMOLLM2 and not configured_model(config).is_dir():
         needs.append(DiskNeed("SmolLM2's weights", layout.root / "models", weights))
     if not has_initial_policy and warm.enabled:
         number = num_checkpoints_at_once(
             config.checkpoint, total_steps=warm.max_steps, steps_per_chunk=warm.steps_per_chunk
         )
-        taken = number * checkpoint_bytes(num_weights)  # gone when it ends
+        taken = number * checkpoint_bytes(num_weights)
         needs.append(DiskNeed("checkpoints of the warm start", layout.root / "warm-starts", taken))
     if config.tracking.enabled:
         needs.append(DiskNeed("MLflow's artifacts", layout.root, weights))
@@ -135,10 +132,9 @@ def disk_needs(
 
 
 def _response_bytes(config: RunConfig, steps_left: int) -> int:
-    """Bytes of the answers of training that are kept."""
     settings = config.answers
     if not settings.every_steps:
         return 0
     longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-    num_answers = steps_left // settings.every_steps * config.trainer.batch_size * config.rollout.samples_per_prompt
-    return min(int(settings.max_gb * BYTES_PER_GB), num_answers * (BYTES_PER_RESPONSE + BYTES_PER_TOKEN * longest))
+    count = steps_left // settings.every_steps * config.trainer.batch_size * config.rollout.samples_per_prompt
+    return min(int(settings.max_gb * BYTES_PER_GB), count * (BYTES_PER_RESPONSE + BYTES_PER_TOKEN * longest))

@@ -1,7 +1,4 @@
-"""Faults of a run, by kind, since each kind has a remedy; each fault is a line of `faults.jsonl` in the run's folder.
-
-The journal is cut back when a run goes on from a checkpoint; this file is not. No torch: flows read and write it too.
-"""
+"""Failures of a run by kind, each a line of `faults.jsonl` in its folder, which a resume does not cut. No torch."""
 
 import json
 import logging
@@ -16,7 +13,7 @@ from rlcore.storage.documents import read_ordinary
 
 FAILURES_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-"""Of this container, else of the host."""
+"""Counters of this container, else of the host."""
 MAX_MESSAGE_CHARS = 1_000
 _DEVICE_MEMORY_WORDS = ("cuda out of memory", "cuda error: out of memory")
 _HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
@@ -26,8 +23,7 @@ log = logging.getLogger("rlcore.run.failures")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One fault. `kind`: see `MillraceError.fault`; `phase`: where ("" where unknown); `stacks`: file with what every
-    process was doing; `time`: s since the epoch."""
+    """One failure. `kind`: see `MillraceError.failure_kind`; `stacks`: a file; `time`: seconds since the epoch."""
 
     kind: str
     phase: str
@@ -45,7 +41,7 @@ _FAILURE = TypeAdapter(Failure)
 
 
 def as_known_error(error: Exception, phase: str) -> Exception:
-    """The library's error of exhausted memory as an error of our own tree; any other error as it is."""
+    """Convert a library's error of exhausted memory to a `MillraceError`; return any other error unchanged."""
     if isinstance(error, RankMemoryError):
         return error
     if isinstance(error, DeviceMemoryError) and _is_host_memory(str(error)):
@@ -72,13 +68,13 @@ def _is_host_memory(text: str) -> bool:
 
 
 def failure_from(error: Exception, phase: str, step: int) -> Failure:
-    """The fault that an error is."""
+    """Return the failure of an error."""
     kind = error.failure_kind if isinstance(error, MillraceError) else MillraceError.failure_kind
     return Failure(kind, phase, step, str(error)[:MAX_MESSAGE_CHARS])
 
 
 def append_failure(run_dir: Path, failure: Failure) -> None:
-    """Add a line, on its own where the last one was cut off. A full disk costs the line, nothing else."""
+    """Append a line, after a newline where the last one is incomplete. A full disk loses only this line."""
     try:
         with (run_dir / FAILURES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
@@ -89,11 +85,7 @@ def append_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """All faults of a run so far, oldest first; a damaged line is left out, and said so.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Read all failures of a run, oldest first; a damaged line is skipped and logged. Raises OSError."""
     try:
         lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:
@@ -103,12 +95,12 @@ def read_failures(run_dir: Path) -> list[Failure]:
         try:
             found.append(_FAILURE.validate_json(line))
         except ValueError:
-            log.warning("%s: a line is damaged and left out: %.100r", run_dir / FAILURES_FILE, line)
+            log.warning("%s: a line is damaged and skipped: %.100r", run_dir / FAILURES_FILE, line)
     return found
 
 
 def num_oom_kills() -> int:
-    """Number of processes that the kernel has killed for lack of memory, here or in this container; 0 if unknown."""
+    """Return the number of processes that the kernel has killed for lack of memory; 0 if unknown."""
     for path in OOM_COUNTERS:
         try:
             for line in path.read_text().splitlines():

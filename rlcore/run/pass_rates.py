@@ -1,9 +1,9 @@
-"""The table of pass rates: how often a run's start model solves each training row, and which rows are kept by that.
+"""The table of pass rates: how often the initial policy solves each training row, and the rows selected by it.
 
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
     pass-rates/measuring-<fingerprint>/              its parts while it is made (`rlcore.run.measuring`)
 
-The fingerprint is that of the start model, the filtered rows, the sampling, and the scorer with its code and settings.
+The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
 No torch.
 """
 
@@ -21,16 +21,14 @@ from rlcore.batching.loader import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.inputs import RunInputs, code_payload, generation_payload, planned_initial_policy
-from rlcore.run.model_digests import digests_in
-from rlcore.storage.finished import read_finished, read_finished_or_set_aside
-from rlcore.storage.manifest import MANIFEST
+from rlcore.run.inputs import RunInputs, code_payload, digests_in, generation_payload, planned_initial_policy
+from rlcore.storage.manifest import MANIFEST, read_finished, read_finished_or_set_aside
 
 PASS_RATES_FORMAT = 2
-"""Raise it when the table's columns change, or its answers for the same settings."""
+"""Raise it when the table's columns change, or its responses for the same settings."""
 TABLE = "pass_rates.parquet"
 KIND = "pass-rates"
-"""Of the table's folder, in its manifest."""
+"""Kind of the table's folder in its manifest."""
 WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8"
 SCHEMA = pa.schema(
     [
@@ -48,13 +46,13 @@ SCHEMA = pa.schema(
         ("truncated", pa.int64()),
     ]
 )
-"""`samples`: answers that have a score; `passes`: those that are right; `unscored`: those that the scorer failed on;
-`mean_score`, `mean_parts`: over those with a score, null without any; tokens and `truncated` (answers cut at
-`rollout.max_response_tokens`): over all answers. `digest`: of the prompt's tokens and the ground truth."""
+"""`samples`: responses with a score. `passes`: the right ones. `unscored`: responses on which the scorer failed.
+`mean_score`, `mean_parts`: over the scored ones, else null. `mean_tokens`, `max_tokens`, `truncated`: over all
+responses. `digest`: hash of the prompt's tokens and the ground truth."""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Folder of the run's table: the one that is given, or its own, by all that its numbers depend on."""
+    """Return the folder of the run's table: the configured one, or one named by a fingerprint."""
     if config.pass_rates.table is not None:
         return Path(config.pass_rates.table).expanduser().resolve()
     payload: dict[str, object] = {
@@ -74,23 +72,20 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
 
 
 def measured_elsewhere(directory: Path) -> Path:
-    """Where a table is measured, part by part."""
+    """Return the folder of a table's parts while it is measured."""
     return directory.with_name(f"measuring-{directory.name}")
 
 
 def _model_payload(folder: Path) -> object:
-    """A model of ours is known by its folder's name; another one by its files."""
+    """Identify Millrace's models by their folder's name, others by their files."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)
     return digests_in(folder)
 
 
-# ---------------------------------------------------------------------- reading
-
-
 @dataclass(frozen=True, slots=True)
 class PassRates:
-    """The counts of a run's training rows, part after part of a mixture, in the order of the filtered rows."""
+    """Pass counts of a run's training rows, in the order of the parts and their filtered rows."""
 
     directory: Path
     counts: PassCounts
@@ -99,19 +94,19 @@ class PassRates:
 
     @property
     def selected(self) -> tuple[np.ndarray, ...]:
-        """For each part whether each of its rows is kept: its pass rate is known and in `keep`, or all are kept."""
+        """Mask of the selected rows of each part: the pass rate is known and in `keep`, or `keep` is [0, 1]."""
         low, high = self.settings.keep
         rates = self.counts.rates()
         inside = np.ones(len(rates), dtype=bool) if (low, high) == (0, 1) else (rates >= low) & (rates <= high)
         return tuple(np.split(inside, np.cumsum(self.part_sizes)[:-1]))
 
     def selected_counts(self) -> PassCounts:
-        """The counts of the kept rows."""
+        """Return the counts of the selected rows."""
         kept = np.concatenate(self.selected)
         return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the start model on all training rows, for step 0."""
+        """Return metrics of the initial policy on all training rows, for step 0."""
         rates, kept = self.counts.rates(), np.concatenate(self.selected)
         known = rates[~np.isnan(rates)]
         return {
@@ -123,7 +118,7 @@ class PassRates:
         }
 
     def require_enough(self, batch_size: int) -> None:
-        """Raises DataError where `keep` leaves a part of the data empty, or less than a batch in all."""
+        """Raise DataError where `keep` leaves no row of a part, or less than a batch."""
         low, high = self.settings.keep
         kept = [int(part.sum()) for part in self.selected]
         of = f"of {sum(self.part_sizes):,} training rows (table {self.directory})"
@@ -140,20 +135,20 @@ class PassRates:
             )
 
     def spread(self) -> str:
-        """Shares of rows by pass rate, in words."""
+        """Return the shares of rows by pass rate as text."""
         rates = self.counts.rates()
         known = rates[~np.isnan(rates)]
         if not len(known):
-            return "not known: no answer has a score"
+            return "not known: no response has a score"
         never, always = (known == 0).mean(), (known == 1).mean()
         return f"0 for {never:.0%} of the rows, 1 for {always:.0%}, between for {1 - never - always:.0%}"
 
 
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
-    """The run's table, if it is there and whole; None where it is still to be made. A damaged one is set aside.
+    """Return the run's table; None where it is still to be made. A damaged one is set aside.
 
     Raises:
-        DataError: the table given is damaged, is none, or lacks training rows.
+        DataError: the configured table is damaged, is not a table, or lacks training rows.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
@@ -172,7 +167,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
-    """The counts of these rows; of rows with equal tokens and ground truth those of the first, in another's table."""
+    """Return the counts of these rows. Equal rows have the counts of the first one in the table."""
     known = table.column("digest").to_pylist()
     counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
     if known == list(wanted):
@@ -181,7 +176,7 @@ def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> Pass
     if missing := len([digest for digest in wanted if digest not in place]):
         raise DataError(
             f"pass_rates.table: must hold every training row, got {directory}, which lacks {missing:,} of "
-            f"{len(wanted):,}: it is of other data, another filter, template or tokenizer. Measure these rows "
+            f"{len(wanted):,}: it has other data, another filter, template or tokenizer. Measure these rows "
             "(pass_rates.samples=8), or give the table of a run with the same rows"
         )
     rows = np.array([place[digest] for digest in wanted], dtype=np.int64)
@@ -189,11 +184,7 @@ def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> Pass
 
 
 def read_table(file: Path) -> pa.Table:
-    """A table, or a part of one.
-
-    Raises:
-        DataError: it is no such file.
-    """
+    """Read a table, or a part of one. Raise DataError where the file is not one."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
@@ -204,7 +195,7 @@ def read_table(file: Path) -> pa.Table:
 
 
 def row_digests(filtered: Path) -> list[str]:
-    """16 hex digits for each row of a filtered file: of its prompt's tokens and its ground truth."""
+    """Return 16 hex digits for each row of a filtered file, a hash of prompt tokens and ground truth."""
     table = pq.read_table(filtered, columns=["prompt_ids", "ground_truth_json"])
     ids = table.column("prompt_ids").combine_chunks()
     flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
@@ -217,7 +208,7 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """What the manifest of a table says of it; `rows_by_passes`: by their right answers, from 0 to `samples`."""
+    """Return a table's manifest values. `rows_by_passes`: rows with 0 to `samples` right responses."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()

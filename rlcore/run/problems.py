@@ -1,4 +1,4 @@
-"""The problems of a run as the trainer takes them: prompts, held-out prompts, decoder, scorer."""
+"""The problems of a run: training prompts, held-out prompts, decoder, scorer."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,10 +25,13 @@ from rlcore.trainer.experience import ResponseSampler
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
+_ID_STEP = 1_000_000_000
+"""Range of one part's prompt ids, above any number of rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """Held-out prompts, how answers become text, and what scores them. `suite`: see `ValidationResult`."""
+    """Held-out prompts with the decoder and scorer of their responses. `suite`: see `ValidationResult`."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -37,7 +40,7 @@ class HeldOutProblems:
 
     @classmethod
     def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOutProblems":
-        """Read the run's own, filtered; nothing is tokenized again. Raises as `read_parts` does."""
+        """Read the run's filtered held-out rows. Raises as `read_parts` does."""
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         decode = text_decoder(tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         validation = spread(read_parts(config, inputs.validation_parquets))
@@ -45,23 +48,22 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """The held-out problems of a suite of the run; its name is their data source. Raises as `of_run` does."""
+        """Read a suite's held-out problems, whose data source is the suite's name. Raises as `of_run` does."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
         return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
 
     def held_out(self, *, limited: bool) -> tuple[Prompt, ...]:
-        """All held-out prompts, or the first `validation.max_problems` of them: while training, and of a suite in an
-        evaluation."""
+        """Return all held-out prompts, or with `limited` the first `validation.max_problems` of them."""
         limit = self.config.validation.max_problems
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """The processes of `data.environment`; None without one.
+        """Return the processes of `data.environment`; None without one.
 
         Raises:
-            ConfigError: there is no such class, or the chat template cannot append turns.
+            ConfigError: the class does not exist, or the chat template cannot append turns.
         """
         if not self.config.data.environment:
             return None
@@ -78,11 +80,11 @@ class HeldOutProblems:
         )
         return Episodes(self.config, turns, self.decode)
 
-    def build_answerer(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
-        """A function that makes the `Answerer` of given workers; scorers start now and end with `opened`.
+    def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
+        """Start scorers, which end with `opened`, and return a function from workers to their `ResponseSampler`.
 
         Raises:
-            ConfigError: as `episodes`, or there is no such scorer.
+            ConfigError: as `episodes`, or the scorer does not exist.
         """
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
@@ -90,7 +92,7 @@ class HeldOutProblems:
         return lambda group: ResponseSampler(self.config, group, scoring, self.decode, episodes)
 
     def scoring_pool(self) -> ScoringPool:
-        """Processes that score answers by the task's scorer."""
+        """Return the processes that score responses."""
         for scorer in scorers_of(self.config.data):
             require_scorer(scorer)
         sandbox.set_limits(self.config.sandbox)
@@ -99,30 +101,33 @@ class HeldOutProblems:
 
 @dataclass(frozen=True, kw_only=True)
 class Problems(HeldOutProblems):
-    """Training prompts part by part, held-out prompts, and how answers become text."""
+    """Held-out problems and training prompts by part."""
 
     inputs: RunInputs
     train: tuple[tuple[Prompt, ...], ...]
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows; nothing is tokenized again. Raises DataError as `read_parts` does, where parts of a
-        mixture cannot be mixed, and where a suite has the name of a data source."""
+        """Read the filtered rows.
+
+        Raises:
+            DataError: as `read_parts`; parts cannot be mixed; a suite has the name of a data source.
+        """
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
             raise DataError(
-                f"validation.suites: {clash[0]} is the data source of the run's own held-out problems too, so their "
-                "figures would be one; write another `name` into the suite's file"
+                f"validation.suites: {clash[0]} is the data source of the run's held-out problems too, so their "
+                "metrics would be merged; write another `name` into the suite's file"
             )
         train = tuple(map(tuple, read_parts(config, inputs.train_parquets)))
-        if isinstance(config.data, MixtureData):  # a weight that is too small is told here, not at the first step
+        if isinstance(config.data, MixtureData):  # checks the weights
             MixedStream(train, [part.weight for part in config.data.parts], seed=config.seed)
         return cls(config=config, validation=held_out.validation, decode=held_out.decode, inputs=inputs, train=train)
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The table of pass rates; None where the run has none.
+        """The table of pass rates; None where the run uses none.
 
         Raises:
             DataError: it is not made yet, or keeps too few rows.
@@ -139,7 +144,7 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def selected(self) -> tuple[tuple[Prompt, ...], ...]:
-        """The training prompts that `pass_rates.keep` leaves, part by part."""
+        """The training prompts that `pass_rates.keep` selects, by part."""
         if self.pass_rates is None:
             return self.train
         pairs = zip(self.train, self.pass_rates.selected, strict=True)
@@ -147,14 +152,14 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def stream(self) -> PromptStream[Prompt] | MixedStream:
-        """The kept prompts in their order."""
+        """The selected prompts in training order."""
         if isinstance(self.config.data, MixtureData):
             weights = [part.weight for part in self.config.data.parts]
             return MixedStream(self.selected, weights, seed=self.config.seed)
         return PromptStream(self.selected[0], seed=self.config.seed)
 
     def metrics(self) -> RowSampler | None:
-        """The kept rows with the passes counted so far, where rows are drawn by them."""
+        """Return the selected rows with their pass counts, where rows are drawn by these; else None."""
         settings = self.config.pass_rates
         if settings.draw == "uniform":
             return None
@@ -163,15 +168,11 @@ class Problems(HeldOutProblems):
         return RowSampler(ids, none if self.pass_rates is None else self.pass_rates.selected_counts(), settings)
 
 
-_ID_STEP = 1_000_000_000
-"""Numbers of one part's prompts; more than a dataset has rows."""
-
-
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
-    """The prompts of each file, one file a part. `prompt_id` is the row's index plus a billion for each part before.
+    """Read each part's prompts. `prompt_id` is the row's index plus `_ID_STEP` for each earlier part.
 
     Raises:
-        DataError: a file breaks the schema or has no row, or two parts have one name in metrics.
+        DataError: a file breaks the schema or has no row, or two parts share a name in metrics.
     """
     parts = parts_of(config.data)
     found = [read_prompts(file) for file in files]
@@ -201,7 +202,7 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """All prompts of all parts, each part in its order and spread evenly: the first N hold their share of each.
+    """Interleave the parts evenly, so the first N prompts have a share of each part.
 
     >>> [p.prompt_id for p in spread([[Prompt(i, (), "a", "") for i in range(4)], [Prompt(9, (), "b", "")]])]
     [0, 1, 9, 2, 3]
@@ -221,6 +222,6 @@ def _require_unique_names(parts: Sequence[Sequence[Prompt]]) -> None:
             first = owners.setdefault(source, index)
             if first != index:
                 raise DataError(
-                    f"data.parts: entries {first} and {index} both have rows of {source}, so their figures would be "
-                    "one; give at least one of them a name"
+                    f"data.parts: entries {first} and {index} both have rows of {source}, so their metrics would be "
+                    "merged; give at least one of them a name"
                 )

@@ -1,8 +1,8 @@
-"""The trainer process of a run: it serves commands on one descriptor and sends events on another.
+"""The trainer process of a run: it reads commands from one descriptor and sends events to another.
 
     python -m rlcore.run.process --run RUN_DIR --commands-fd N --replies-fd M [--lock-fd L]
 
-A command is a method of `Session` with its arguments, one JSON object a line; events are sent in the same form:
+A command is a method of `Session` with its arguments, one JSON object a line; events have the same form:
 
     {"command": "train", "to_step": 40}
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
@@ -12,9 +12,9 @@ A command is a method of `Session` with its arguments, one JSON object a line; e
     {"event": "done", "command": ..., "result": {...}}
     {"event": "error", "command": ..., "type": ..., "message": ...}
 
-The stages of a run name its commands (`flows.stages`). Exit codes: 0 done, 75 saved and resumable, 1 failed.
-SIGTERM and SIGINT finish the step and save; a second one ends the process at once (`rlcore.run.stop`). A phase that
-hangs ends it too (`rlcore.run.watchdog`): the next process resumes from the last checkpoint.
+The commands of a run's stages are in `flows.stages`. Exit codes: 0 done, 75 saved and resumable, 1 failed.
+SIGTERM and SIGINT finish the step and save; a second one ends the process immediately (`rlcore.run.stop`). A phase that
+hangs ends it too (`rlcore.run.watchdog`); the next process resumes from the last checkpoint.
 """
 
 import argparse
@@ -25,27 +25,158 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from rlcore.checkpoint.catalog import is_exported
+from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, DataError, MillraceError, StopRequestedError
+from rlcore.run.initial_policy import remove_leftovers
+from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.run.session import Session
-from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import Report, exit_immediately, report_and_exit
+from rlcore.run.measuring import PassRateMeasurement
+from rlcore.run.record import RunRecord
+from rlcore.run.stop import StopFlag, locked_run
+from rlcore.run.supervised import WarmStart
+from rlcore.run.training import RunTraining, Training
+from rlcore.run.watchdog import Report, Watchdog, exit_immediately, report_and_exit
+from rlcore.run.workers import RunWorkers
 from rlcore.tracking.lineage import read_origin
 from rlcore.user_code import run_code
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 POLL_S = 0.25
-"""Seconds between two checks whether a stop was asked for, while there is no command."""
+"""Seconds between two checks for a stop, while there is no command."""
 
 log = logging.getLogger("rlcore.run.process")
 
 
+class Session:
+    """A run's commands. Use as a context manager, which holds the run's lock."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        *,
+        report: Report,
+        stop: StopFlag,
+        abandon: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
+        is_locked: bool = False,
+    ) -> None:
+        """`abandon` ends the process where a phase or a stop takes too long; a thread calls it.
+
+        `is_locked`: this process has inherited the run's lock.
+        """
+        self._is_locked = is_locked
+        self._config, self._layout = config, layout
+        self._guard = Watchdog(
+            config, layout, stop=stop, report=report, abandon=abandon, step=lambda: self._current.step
+        )
+        self._has_failed = False
+        self._is_evaluated = False
+
+    @property
+    def _current(self) -> Training[Any]:
+        """The training in progress: the warm start's, else the run's."""
+        return self._warm_start.training or self._training
+
+    def __enter__(self) -> Self:
+        """Take the run's lock, unless it is inherited, and read the run's state from disk."""
+        config, layout, guard = self._config, self._layout, self._guard
+        with ExitStack() as opened:
+            if not self._is_locked:
+                opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
+            layout.require_kinds()
+            opened.enter_context(guard)
+            self._inputs = RunInputs.read(layout)
+            remove_leftovers(config, self._inputs)
+            self._record = RunRecord(config, layout, guard)
+            self._warm_start = WarmStart(config, self._inputs, guard)
+            opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
+            self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
+            self._measuring = PassRateMeasurement(self._record, self._inputs, self._workers)
+            self._training = RunTraining(self._record, self._workers)
+            guard.aside = lambda: self._current.record.saves.at
+            self._resources = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the workers, deliver the rest to the tracker, release the lock."""
+        with self._resources:
+            is_over = self._is_evaluated and not self._has_failed
+            self._record.finish(failed=self._has_failed, is_over=is_over)
+
+    # ------------------------------------------------------------------ commands
+
+    def warm_start(self) -> Mapping[str, object]:
+        """Make the model of step 0 if needed, see `WarmStart.make`."""
+        result = self._warm_start.make()
+        return {**asdict(result), "directory": str(result.directory)}
+
+    def measure_pass_rates(self) -> Mapping[str, object]:
+        """Make the table of pass rates, see `PassRateMeasurement.make`. Requires the model of step 0."""
+        return {"directory": str(self._measuring.make().directory)}
+
+    def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
+        """Train from the newest checkpoint to a step and save there, see `Training.train_to`.
+
+        Raises:
+            StopRequestedError: a stop was requested; the last finished step is saved.
+        """
+        committed = self._record.store.latest()
+        if committed is not None and committed.step >= to_step:
+            return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
+        metrics = self._training.train_to(to_step, settle=settle)
+        step = self._training.step
+        return {"step": step, "checkpoint": str(self._record.store.path_of(step)), "metrics": dict(metrics)}
+
+    def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
+        """Evaluate a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
+        self._training.settle_save()
+        summary: dict[str, float] = {}
+        for suite in (None, *self._config.validation.suites):
+            summary |= self._training.evaluate_checkpoint(checkpoint, name, suite).metrics()
+        return {"summary": summary, "file": str(self._training.file_of(name))}
+
+    def evaluate(self) -> Mapping[str, object]:
+        """Evaluate the model of step 0 on the run's suites; the journal has the result as step 0."""
+        self._is_evaluated = True
+        self._record.restore(None)  # first, since it cuts the journal, to which a suite may write events
+        summary: dict[str, float] = {}
+        for suite in self._config.validation.suites:
+            summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()
+        self._record.log_step(0, summary)
+        return {"summary": summary}
+
+    def export(self, checkpoint: str) -> Mapping[str, object]:
+        """Write a checkpoint's weights as a transformers directory in the run's folder."""
+        self._training.settle_save()
+        target = self._layout.exported_best if checkpoint == "best" else self._layout.exported_model
+        step = self._record.store.step_of(checkpoint)
+        if not is_exported(target, step):
+            self._workers.load(checkpoint)
+            self._workers.export(target, "export", facts={"step": step})
+        return {"directory": str(target), "step": step}
+
+    def save_finished(self) -> str:
+        """Save the last finished step, for a stop between two commands; see `Training.save_finished`."""
+        return self._current.save_finished()
+
+    def fail(self) -> None:
+        """Mark the run as failed."""
+        self._has_failed = True
+
+    def record_failure(self, error: Exception) -> Exception:
+        """Record an error that ends this process, and return the error to raise for it."""
+        return self._guard.record_failure(error)
+
+
 class Channel:
-    """Commands in, replies out; a reader that has gone away is no error of the training."""
+    """Commands in, replies out. A reader that has ended is not an error of the training."""
 
     def __init__(self, commands_fd: int, replies_fd: int) -> None:
         self._commands_fd = commands_fd
@@ -54,14 +185,14 @@ class Channel:
         self._lock = threading.Lock()
 
     def commands(self, stop: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
-        """Commands until the other side closes, or a stop is asked for while there is none."""
+        """Yield commands until the other side closes, or a stop is requested while there is none."""
         while not stop():
             line, found, rest = self._read.partition(b"\n")
             if found:
                 self._read = rest
                 yield json.loads(line)
                 continue
-            # Not a blocking read: Python takes that up again after a signal, and would not check for a stop.
+            # Python resumes a blocking read after a signal, and would not check for a stop.
             if not select.select([self._commands_fd], [], [], POLL_S)[0]:
                 continue
             content = os.read(self._commands_fd, 1 << 16)
@@ -70,16 +201,16 @@ class Channel:
             self._read += content
 
     def send(self, event: Mapping[str, object]) -> None:
-        """Send one event."""
+        """Send one event. The watchdog sends from a separate thread."""
         try:
-            with self._lock:  # the watch speaks from a thread of its own
+            with self._lock:
                 self._replies.write(json.dumps(event) + "\n")
         except (BrokenPipeError, ValueError):
-            log.warning("nobody reads the replies any more; going on until the next checkpoint")
+            log.warning("no process reads the replies any more; continuing until the next checkpoint")
 
 
 def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Report, stop: StopFlag) -> int:
-    """Serve commands until `close`, the end of them, or an error, which ends the process."""
+    """Run commands until `close`, their end or an error. Return the exit code."""
     for command in commands:
         arguments = dict(command)
         name = str(arguments.pop("command", None))
@@ -87,9 +218,9 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             break
         try:
             result = getattr(session, name)(**arguments)
-        except StopRequestedError as wish:
-            log.warning("%s", wish)
-            report(_error(name, wish))
+        except StopRequestedError as request:
+            log.warning("%s", request)
+            report(_error(name, request))
             return EXIT_RESUMABLE
         except Exception as error:
             log.exception("%s failed", name)
@@ -97,7 +228,7 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             session.fail()
             return _exit_code(error)
         report({"event": "done", "command": name, "result": result})
-    if stop():  # between two commands: training may be some steps beyond the last checkpoint
+    if stop():  # between two commands: training may be some steps ahead of the last checkpoint
         try:
             report(_error("stop", StopRequestedError(session.save_finished())))
         except Exception as error:
@@ -120,9 +251,7 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
     """Serve a run until it is stopped; return the exit code. `is_locked`: see `Session`."""
     report = channel.send
 
-    def give_up(error: MillraceError) -> None:
-        """End the process with this error: a phase or a stop lasts too long. Called from a thread."""
-
+    def abandon(error: MillraceError) -> None:
         def say() -> None:
             log.error("%s", error)
             report(_error("watch", error))
@@ -131,11 +260,11 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
 
     try:
         if (origin := read_origin(run_dir)) is None:
-            raise DataError(f"{run_dir / RUN_FILE}: is not there. Name the folder of a run that `millrace train` began")
+            raise DataError(f"{run_dir / RUN_FILE}: does not exist. Name a run's folder made by `millrace train`")
         config = origin.settings
         layout = RunLayout(Path(config.paths.root).resolve(), run_dir.resolve())
-        session_here = Session(config, layout, report=report, stop=stop, abandon=give_up, is_locked=is_locked)
-        with run_code(layout.code), session_here as session:
+        opened = Session(config, layout, report=report, stop=stop, abandon=abandon, is_locked=is_locked)
+        with run_code(layout.code), opened as session:
             return serve(session, channel.commands(stop), report, stop)
     except MillraceError as error:
         log.error("%s", error)
@@ -144,18 +273,18 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
 
 
 def main() -> None:
-    """Entry point of `python -m rlcore.run.process`."""
+    """Run `python -m rlcore.run.process`."""
     parser = argparse.ArgumentParser(description="The trainer process of a run.")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, with run.json in it")
     parser.add_argument("--commands-fd", type=int, required=True, help="descriptor from which commands are read")
     parser.add_argument("--replies-fd", type=int, required=True, help="descriptor to which events are written")
     parser.add_argument("--lock-fd", type=int, help="descriptor of the run's lock, which this process inherits")
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stop = StopFlag(lambda: exit_immediately(EXIT_RESUMABLE))
     stop.install()
-    channel = Channel(given.commands_fd, given.replies_fd)
-    code = run(given.run, channel, stop, is_locked=given.lock_fd is not None)
+    channel = Channel(options.commands_fd, options.replies_fd)
+    code = run(options.run, channel, stop, is_locked=options.lock_fd is not None)
     sys.stdout.flush()
     sys.exit(code)
 

@@ -1,7 +1,7 @@
-"""The record of a run: its journal, its checkpoints, the state that ties them together, and its events.
+"""The record of a run: its journal, its checkpoints and its events, kept consistent.
 
-Order matters. A step's line is in the journal before the checkpoint that contains the step is published. Going back to
-a checkpoint cuts the journal to the length that it had then.
+A step's line is in the journal before its checkpoint is published. A resume cuts the journal to the length that it had
+at the checkpoint.
 """
 
 import logging
@@ -28,7 +28,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
-from rlcore.storage.finished import LEFT, set_aside
+from rlcore.storage.manifest import LEFT, set_aside
 from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.companion import CLOSE_TIMEOUT_S
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
@@ -40,18 +40,18 @@ HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),
     *("sft/loss", "sft/accuracy", "sft/held_out_loss", "sft/reward"),
 )
-"""Metrics that travel with a progress event; all of them are in the journal."""
+"""Metrics of a progress event; the journal has all metrics."""
 
 log = logging.getLogger("rlcore.run.record")
 
 
 class RunRecord:
-    """Settings, layout, journal and checkpoints of one run, kept consistent with each other."""
+    """Settings, layout, journal and checkpoints of one run."""
 
     def __init__(
         self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
     ) -> None:
-        """`tags`: in MLflow, besides the settings' own."""
+        """`tags`: for MLflow, in addition to those of the settings."""
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
@@ -65,12 +65,12 @@ class RunRecord:
     # ------------------------------------------------------------------ checkpoints
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
+        """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. Earlier responses are written before it."""
         self.answers.start_part()
 
         def record() -> TrainerState:
             self.answers.wait()
-            journal_bytes = self.journal.sync()  # which forces the journal to the disk
+            journal_bytes = self.journal.sync()
             return TrainerState(
                 **asdict(state),
                 journal_bytes=journal_bytes,
@@ -81,7 +81,7 @@ class RunRecord:
         return self.saves.begin(state.step, record, metrics, ranks)
 
     def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """How large the first checkpoint will be; later ones are as large as those there are."""
+        """Set the size of the model, from which the size of the first checkpoint is estimated."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
@@ -89,25 +89,24 @@ class RunRecord:
         return self.store.measured_bytes() or self._first_save_bytes
 
     def room_metrics(self) -> dict[str, float]:
-        """`disk/free_gb`, `disk/needed_gb`: of the next checkpoint, with the reserve."""
+        """Return `disk/free_gb` and `disk/needed_gb` for the next checkpoint, with the reserve."""
         return self.room.check(self.layout.checkpoints, self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Wait until the next checkpoint has room. Raises as `Room.wait` does.
+        """Wait until the next checkpoint has room. Raises as `DiskRoom.wait` does.
 
-        `settle` waits for the save under way, which takes room, and lets older checkpoints go when it is committed.
+        `settle` waits for the current save, after which older checkpoints are deleted.
         """
         if not self.room.check(self.layout.checkpoints, self._next_save_bytes).enough:
             settle()
         self.room.wait(self._next_save_bytes, step=step, path=self.layout.checkpoints)
 
-    # ------------------------------------------------------------------ going back
+    # ------------------------------------------------------------------ resume
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
+        """Return the state of a checkpoint, or of step 0; cut the journal to it and abandon the current save.
 
-        Whole checkpoints of later steps, which the journal does not fit, are renamed. The steps that were cut off are
-        done again as they were, so the results of these steps stay.
+        Intact checkpoints of later steps are renamed. Results of cut steps stay, since the steps are repeated exactly.
         """
         step = 0 if info is None else info.step
         self.saves.abandon()
@@ -122,45 +121,43 @@ class RunRecord:
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _set_aside_results(self, step: int) -> None:
-        """Rename exports and the results of later steps: of equal steps they would count as those of the training to
-        come.
-        """
+        """Rename exports and results of later steps, which would count as those of the repeated training."""
         kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
-        judged = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
-        for path in (self.layout.exported_model, self.layout.exported_best, *judged):
+        results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
+        for path in (self.layout.exported_model, self.layout.exported_best, *results):
             if path.exists():
-                set_aside(path, LEFT, f"{path}: the run goes on from step {step}", error=CheckpointError)
+                set_aside(path, LEFT, f"{path}: the run continues from step {step}", error=CheckpointError)
 
     # ------------------------------------------------------------------ journal
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line of the journal. Raises DiskSpaceError where there is no room for it."""
+        """Write one line of the journal. Raise DiskSpaceError where there is no room."""
         self.journal.append_step(step, metrics)
         self.journal.require_written()
 
     def write_responses(self, step: int, table: pa.Table) -> None:
-        """Keep the answers of a step until its chunk's end, or until they are many. Raises DiskSpaceError."""
+        """Collect the responses of a step and write them in parts. Raise DiskSpaceError where there is no room."""
         self.answers.add(table)
         if self.answers.is_full:
             self.answers.start_part()
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the answers of a validation. Raises DiskSpaceError."""
+        """Write the responses of a validation. Raise DiskSpaceError where there is no room."""
         self.answers.write_validation(name, table)
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal alone."""
+        """Record an event in the journal only."""
         self.journal.append_event(name, step, data)
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal, in the log and at the flow. `text` in the data is for display."""
+        """Record an event in the journal, log it and report it to the flow. `text` in the data is for display."""
         self.log_event(name, step, data)
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """The state with a validation's score, if that is the best so far; it has none if the scorer always failed."""
+        """Return the state with a validation's score if it is the best; it has none if the scorer always failed."""
         samples = self.config.validation.samples_per_problem
         score = result.metrics().get(f"val-core/{result.data_source}/reward/mean@{samples}")
         if score is None or score <= state.best_metric:
@@ -168,18 +165,20 @@ class RunRecord:
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the save under way, and record how the run ended. `is_over`: it counts as
-        finished before its last step, and MLflow is not waited for."""
+        """Commit the current save and record the run's end.
+
+        `is_over`: it is finished before its last step, and MLflow is not waited for.
+        """
         try:
             self.saves.settle()
         except Exception as reason:
-            log.warning("the checkpoint that was being written is given up: %s", reason)
+            log.warning("the checkpoint in progress is abandoned: %s", reason)
         status: FinalStatus = "FAILED" if failed else "FINISHED" if is_over or self._is_finished else "KILLED"
         self.journal.finish(status, None if is_over else CLOSE_TIMEOUT_S)
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the last step is committed: by this process, or by one that was killed before it recorded that."""
+        """True if the last step is committed, possibly by a killed process that did not record it."""
         try:
             known = self.store.list()
         except (OSError, CheckpointError) as reason:
@@ -190,22 +189,20 @@ class RunRecord:
 
 
 class Pace:
-    """Mean seconds a step over the last steps. The first step of a process, which compiles and warms up, is left out.
-
-    `is_warm`: the process has taken a step before.
-    """
+    """Mean seconds per step over the last steps, without a process's first step, which compiles and warms up."""
 
     WINDOW_STEPS = 20
 
     def __init__(self, *, is_warm: bool) -> None:
+        """`is_warm`: the process has taken a step before."""
         self._ends: deque[float] = deque([time.monotonic()] if is_warm else [], maxlen=self.WINDOW_STEPS + 1)
 
     def tick(self) -> None:
-        """Note that a step has ended."""
+        """Record the end of a step."""
         self._ends.append(time.monotonic())
 
     def eta_s(self, steps_left: int) -> float:
-        """Seconds until `steps_left` more steps are done, at the present pace; NaN while that is not known."""
+        """Return the seconds for `steps_left` more steps; NaN before it is measured."""
         taken = len(self._ends) - 1
         if not steps_left:
             return 0.0
@@ -213,19 +210,19 @@ class Pace:
 
 
 class RunEvents:
-    """Reports one run's steps to its flow and its log, and to its journal what should last."""
+    """Events of one run's steps, for its flow, its log and its journal."""
 
     def __init__(self, record: RunRecord, stage: str, *, may_end_early: bool = False) -> None:
         self._record, self._stage, self._may_end_early = record, stage, may_end_early
         self._report = record.report
         self._total_steps = record.config.trainer.total_steps
         self._alarms_on: set[str] = set()
-        self._tell_unscored_at = 1
-        self.num_faults = 0
-        """Faults that the run went on after."""
+        self._next_unscored_report = 1
+        self.num_failures = 0
+        """Failures after which the run was resumed."""
 
     def progress(self, result: StepResult, to_step: int, pace: Pace) -> None:
-        """A step has ended, on the way to the chunk's end."""
+        """Report the end of a step."""
         step = result.state.step
         self._report(
             {
@@ -243,7 +240,7 @@ class RunEvents:
         )
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """An event for each alarm that the step before did not raise."""
+        """Record each alarm that the step before did not raise."""
         for alarm in alarms:
             if alarm.name not in self._alarms_on:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
@@ -251,19 +248,19 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Report answers without a score, at the first of them and whenever their number has doubled."""
-        if num_responses < self._tell_unscored_at:
+        """Record responses without a score, at the first and whenever their number has doubled."""
+        if num_responses < self._next_unscored_report:
             return
-        self._tell_unscored_at = 2 * num_responses
+        self._next_unscored_report = 2 * num_responses
         which = "environment" if self._record.config.data.environment else "scorer"
         text = (
-            f"data.{which} failed on {num_responses:,} answer(s) so far, which are left out of training and of held-out "
-            f"figures; the last time: {reason}"
+            f"data.{which} failed on {num_responses:,} response(s) so far, which are left out of training and "
+            f"held-out metrics; the last error: {reason}"
         )
         self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
-        """Passes of a step that ran out of memory and were done again; `micro_batch_tokens`: the budget they had."""
+        """Record forward passes that ran out of memory and were repeated. `micro_batch_tokens`: their budget."""
         for shortage in shortages:
             data = {
                 "max_tokens_per_micro_batch": max(1, micro_batch_tokens // shortage.factor),
@@ -273,31 +270,27 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Faults that this run goes on after; the journal was cut to a checkpoint just now and may not have them."""
-        faults = read_failures(self._record.layout.run_dir)
-        told = {
-            event.data.get("time")
-            for event in load_journal(self._record.layout.journal).events
-            if event.name == "fault"
-        }
-        for fault in faults:
-            if fault.time not in told:
-                self._record.log_event("fault", step, asdict(fault))
-        self.num_faults = len(faults)
+        """Record earlier failures again where the journal, which was cut to a checkpoint, lacks them."""
+        failures = read_failures(self._record.layout.run_dir)
+        events = load_journal(self._record.layout.journal).events
+        known = {event.data.get("time") for event in events if event.name == "fault"}
+        for failure in failures:
+            if failure.time not in known:
+                self._record.log_event("fault", step, asdict(failure))
+        self.num_failures = len(failures)
 
     def resumed(self, step: int, found: FoundCheckpoint) -> None:
-        """Report where the run goes on from: the newer checkpoints that were refused, and what the journal lacks where
-        no checkpoint fits it."""
-        taken = found.checkpoint
+        """Report the step of the resume, refused checkpoints, and gaps of a journal that fits no checkpoint."""
+        used = found.checkpoint
         for refusal in found.refusals:
-            text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"
+            text = f"resuming from {'the start' if used is None else used.name}: {refusal.reason}"
             self._record.record_event("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
         if problem := found.journal_problem:
             gap = missing_steps(load_journal(self._record.layout.journal), step)
-            lacks = f"it lacks {gap} for good" if gap else "some of its values may not be those that were measured"
-            text = f"going on from step {step} all the same, since no other checkpoint fits: {problem}; {lacks}"
+            lacks = f"it lacks {gap} permanently" if gap else "some of its values may differ from the measured ones"
+            text = f"resuming from step {step} nevertheless, since no other checkpoint fits: {problem}; {lacks}"
             self._record.record_event(
                 "journal_mismatch", step, {"text": text, "path": str(self._record.layout.journal)}
             )
-        if taken is not None:
-            self._report({"event": "resumed", "step": taken.step, "text": f"going on from step {taken.step}"})
+        if used is not None:
+            self._report({"event": "resumed", "step": used.step, "text": f"resuming from step {used.step}"})

@@ -1,13 +1,13 @@
-"""A stop that is asked for by signal, and the wait for a run's lock, which it ends.
+"""Stops requested by signal, and the wait for a run's lock, which a stop ends.
 
-The rule, which docs/operations.md explains to users:
+The rule (docs/operations.md):
 
-- The first SIGTERM or SIGINT asks: the step is finished and saved.
-- A second SIGINT ends the process at once: somebody pressed Ctrl-C again.
-- A second SIGTERM ends it at once if it comes later than `SAME_REQUEST_S` after the first. Within that time it is the same
-  wish, arriving twice: a supervisor signals the process and its group.
-- The signal with which the kernel tells of our parent's end (`flows.server.launch`) is no second wish, whenever it
-  comes: who cancels a flow signals us first and ends the flow later, in the middle of our save.
+- The first SIGTERM or SIGINT is a request: the step is finished and saved.
+- A second SIGINT (Ctrl-C again) ends the process immediately.
+- A second SIGTERM more than `SAME_REQUEST_S` after the first ends it immediately. An earlier one is the same request,
+  since a supervisor signals the process and its group.
+- The kernel's signal at our parent's end (`flows.server.launch`) is never a second request. Cancelling a flow signals
+  this process first and ends the flow later, during the save.
 """
 
 import logging
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
 SAME_REQUEST_S = 5.0
 """Two SIGTERMs within this time are one."""
 LOCK_WAIT_S = 90.0
-"""A trainer whose flow has ended may still be saving: wait that long for it."""
+"""Time that a trainer without its flow may still need for saving."""
 POLL_S = 0.2
 
 log = logging.getLogger("rlcore.run.stop")
 
 
 class StopFlag:
-    """Set by the first SIGTERM or SIGINT. `end_now` must not return."""
+    """Flag set by the first SIGTERM or SIGINT. `end_now` must not return."""
 
     def __init__(self, end_now: Callable[[], None]) -> None:
         self._end_now = end_now
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self._parent = os.getppid()
 
     def install(self) -> None:
-        """Take the signals over. Call again after `ray.init`, which takes SIGTERM for itself."""
+        """Install the signal handlers. Call again after `ray.init`, which replaces the one of SIGTERM."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         parent, self._parent = self._parent, os.getppid()
-        if self._asked_at is None:
-            self._asked_at = now
-        elif number == signal.SIGINT or (now - self._asked_at > SAME_REQUEST_S and parent == self._parent):
+        if self._requested_at is None:
+            self._requested_at = now
+        elif number == signal.SIGINT or (now - self._requested_at > SAME_REQUEST_S and parent == self._parent):
             self._end_now()
 
     def __call__(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._asked_at is not None
+        """Return whether a stop was requested."""
+        return self._requested_at is not None
 
     def seconds_since_request(self) -> float | None:
-        """Seconds since a stop was asked for; None while none was."""
-        return None if self._asked_at is None else time.monotonic() - self._asked_at
+        """Return the seconds since a stop was requested; None before."""
+        return None if self._requested_at is None else time.monotonic() - self._requested_at
 
 
 @contextmanager
@@ -74,19 +74,20 @@ def locked_run(
     *,
     waits_for_holder: bool = True,
 ) -> "Iterator[RunLock]":
-    """Hold the run's lock inside the block, without temporaries that a killed process has left. If another process has
-    the lock, reports that immediately, and waits; for a holder that is alive only if `is_holder_waited_for`.
+    """Hold the run's lock inside the block, and remove temporaries of killed processes.
+
+    If another process has the lock, report that and wait. A live holder is waited for only if `waits_for_holder`.
 
     Raises:
         RunInUseError: it is still held after `wait_s`; names process, host and since when.
-        StopRequestedError: a stop was asked for meanwhile.
+        StopRequestedError: a stop was requested meanwhile.
     """
-    # The command line takes signals from here, and reads no settings for it.
+    # The command line imports this module before it reads settings.
     from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
     from rlcore.storage.publish import remove_stale_temporaries
 
     deadline = time.monotonic() + wait_s
-    told = False
+    is_reported = False
     with ExitStack() as held:
         while True:
             try:
@@ -96,14 +97,14 @@ def locked_run(
                 is_alive = (holder := read_holder(run_dir / RUN_LOCK)) is not None and holder.process() is not None
                 if time.monotonic() >= deadline or (is_alive and not waits_for_holder):
                     raise
-                if not told:
-                    told = True
+                if not is_reported:
+                    is_reported = True
                     how_long = "until it ends" if math.isinf(wait_s) else f"up to {wait_s:g} s: it may be saving"
                     text = f"{reason}. Waiting {how_long}"
                     log.warning("%s", text)
                     report({"event": "note", "text": text})
             if stop():
-                raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
+                raise StopRequestedError("stopped while waiting for the run's lock; nothing was started")
             time.sleep(POLL_S)
         remove_stale_temporaries(run_dir)
         yield lock

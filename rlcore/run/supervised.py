@@ -1,8 +1,8 @@
-"""The warm start: a training of its own that makes the model of step 0, by the machinery of a run, in one command.
+"""The warm start: a supervised training that makes the model of step 0.
 
-It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, so it goes on where
-it was, and settings that follow from those of the run. Its result is published under `models/<fingerprint>`, where runs
-of equal settings find it; its journal stays where it is.
+It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, from which it
+resumes. Its result is published under `models/<fingerprint>` for
+all runs of equal settings.
 """
 
 import gc
@@ -32,14 +32,14 @@ from rlcore.run.initial_policy import (
     InitialPolicy,
     known_initial_policy,
     remove_checkpoints,
+    stage_layout,
+    stage_settings,
 )
 from rlcore.run.inputs import (
     RunInputs,
     configured_model,
     ensure_configured_model,
     planned_initial_policy,
-    stage_layout,
-    stage_settings,
 )
 from rlcore.run.problems import Problems, spread
 from rlcore.run.record import RunRecord
@@ -47,7 +47,7 @@ from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import TrainingWorkers
-from rlcore.storage.finished import FINGERPRINT, read_finished_or_set_aside
+from rlcore.storage.manifest import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.lineage import Origin
 from rlcore.trainer.experience import ResponseSampler
@@ -57,12 +57,12 @@ from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
 MIN_CHECK_PROBLEMS = 16
-"""Fewer sampled answers say nothing about a reward."""
+"""Minimum number of sampled responses for a reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """Demonstrations in the order in which they are shown, and those held out."""
+    """Demonstrations in training order, and held-out ones."""
 
     shown: PromptStream[Demonstration]
     held_out: tuple[Demonstration, ...]
@@ -72,25 +72,21 @@ class Demonstrations:
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Demonstrations":
-        """Read the tokenized demonstrations; nothing is tokenized again.
-
-        Raises:
-            DataError: there is none.
-        """
-        warm, own = config.warm_start, inputs.demonstrations_directory
-        if own is not None:
-            rows, held_out = (read_demonstrations(own / f"{split}.parquet") for split in ("train", "validation"))
+        """Read the tokenized demonstrations. Raise DataError where there is none."""
+        warm, folder = config.warm_start, inputs.demonstrations_directory
+        if folder is not None:
+            rows, held_out = (read_demonstrations(folder / f"{split}.parquet") for split in ("train", "validation"))
         else:
             rows = [row for file in inputs.train_parquets for row in read_solutions(file)]
             held_out = [row for file in inputs.validation_parquets for row in read_solutions(file)]
         fitting = [row for row in rows if len(row.token_ids) <= warm.max_tokens]
         if not fitting:
             longest = f": all {len(rows):,} are longer than warm_start.max_tokens={warm.max_tokens}" if rows else ""
-            manifests = [read_finished_or_set_aside(part) for part in inputs.parts] if own is None else []
-            untold = [manifest.values.get("unwritten_solutions") for manifest in manifests if manifest is not None]
-            why = "".join(f". Of {one['rows']:,} solutions the chat template {one['why']}" for one in untold if one)
+            manifests = [read_finished_or_set_aside(part) for part in inputs.parts] if folder is None else []
+            unwritten = [manifest.values.get("unwritten_solutions") for manifest in manifests if manifest is not None]
+            why = "".join(f". Of {one['rows']:,} solutions the chat template {one['why']}" for one in unwritten if one)
             raise DataError(
-                f"{own or inputs.filtered_directory}: warm_start.enabled needs demonstrations, and there is none"
+                f"{folder or inputs.filtered_directory}: warm_start.enabled needs demonstrations, and there is none"
                 f"{longest}{why}. Set warm_start.enabled=false, name a file (warm_start.demonstrations), or use a task "
                 "that writes extra_info.solution"
             )
@@ -99,83 +95,86 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """The demonstrations of a step, some of them misdirected."""
+        """Return the demonstrations of a step, some of them misdirected."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
-        wrong = (rng.random(count) < self.misdirected_share).tolist()
-        chosen = self.shown.take(position, count)
+        misdirected = (rng.random(count) < self.misdirected_share).tolist()
+        rows = self.shown.take(position, count)
         return [
-            row.misdirected if beside and row.misdirected is not None else row
-            for row, beside in zip(chosen, wrong, strict=True)
+            row.misdirected if is_misdirected and row.misdirected is not None else row
+            for row, is_misdirected in zip(rows, misdirected, strict=True)
         ]
 
 
 class SupervisedWorkers(TrainingWorkers):
-    """The ranks of a warm start, with its demonstrations."""
+    """The ranks of a warm start."""
 
     _trainer: SupervisedTrainer
-    _answerer: ResponseSampler | None = None
-    """Where the sampled reward ends the stage."""
+    _sampler: ResponseSampler | None = None
+    """Present where the sampled reward ends the stage."""
     _problems: Sequence[Prompt] = ()
-    """Those whose answers it is measured on."""
+    """Problems on which the reward is sampled."""
 
-    def __init__(self, record: RunRecord, inputs: RunInputs, lessons: Demonstrations, start_model: Path) -> None:
-        super().__init__(record, start_model)
+    def __init__(self, record: RunRecord, inputs: RunInputs, demonstrations: Demonstrations, source: Path) -> None:
+        super().__init__(record, source)
         self._inputs = inputs
-        self._lessons = lessons
+        self._demonstrations = demonstrations
 
     def sync_weights(self, version: int) -> None:
-        """Engines get the weights where answers are asked for, right before."""
+        """Do nothing: engines get the weights right before sampling."""
 
     def measure(self, step: int) -> dict[str, float]:
-        """Held-out loss, and the sampled reward where it ends the stage."""
+        """Return the held-out loss, and the sampled reward where it ends the stage."""
         self.start()
         with self._guard.phase("testing"):
-            metrics = self._trainer.held_out(self._lessons.held_out)
-        if self._answerer is not None and step:
+            metrics = self._trainer.held_out(self._demonstrations.held_out)
+        if self._sampler is not None and step:
             super().sync_weights(step)
             with self._guard.phase("testing"):
-                metrics[REWARD] = self._reward(self._answerer, step)
+                metrics[REWARD] = self._reward(self._sampler, step)
         return metrics
 
-    def _reward(self, answerer: ResponseSampler, step: int) -> float:
-        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on."""
-        config = answerer.config
+    def _reward(self, sampler: ResponseSampler, step: int) -> float:
+        """Return the mean score of one sampled response to each problem, without those that have no score."""
+        config = sampler.config
         requests = make_requests(self._problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
-        answers = answerer.sample(requests, config.rollout.sampling, policy_version=step)
-        totals = [score.total for _, score, _ in answers if score.failure is None]
+        responses = sampler.sample(requests, config.rollout.sampling, policy_version=step)
+        totals = [score.total for _, score, _ in responses if score.failure is None]
         if not totals:
             raise DataError(
-                f"data.scorer: {config.data.scorer} failed on all {len(answers)} answers of the warm start, the last "
-                f"time: {answers[-1][1].failure}. Repair it, or set warm_start.enabled=false"
+                f"data.scorer: {config.data.scorer} failed on all {len(responses)} responses of the warm start, with "
+                f"the last error: {responses[-1][1].failure}. Repair it, or set warm_start.enabled=false"
             )
         return sum(totals) / len(totals)
 
     def _start(self) -> None:
-        config, lessons = self.config, self._lessons
-        answerer_of: Callable[[WorkerGroup], ResponseSampler] | None = None
+        config, demonstrations = self.config, self._demonstrations
+        build_sampler: Callable[[WorkerGroup], ResponseSampler] | None = None
         if config.warm_start.stop_at_reward is not None:
             problems = Problems.read(config, self._inputs)
-            answerer_of = problems.build_answerer(self._inputs, self._open)
+            build_sampler = problems.build_sampler(self._inputs, self._open)
             self._problems = spread(problems.train)[: max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)]
         self._start_group()
         size = config.warm_start.batch_size
         self._trainer = SupervisedTrainer(
-            config, self.group, lambda drawn, step: lessons.draw(drawn, step, size), enter_phase=self._guard.phase
+            config,
+            self.group,
+            lambda drawn, step: demonstrations.draw(drawn, step, size),
+            enter_phase=self._guard.phase,
         )
-        self._answerer = answerer_of and answerer_of(self.group)
+        self._sampler = build_sampler and build_sampler(self.group)
 
     def _take_step(self, state: LoopState) -> StepResult:
-        return self._trainer.step(state, epoch=self._lessons.shown.epoch_at(state.num_prompts_drawn))
+        return self._trainer.step(state, epoch=self._demonstrations.shown.epoch_at(state.num_prompts_drawn))
 
 
 class SupervisedTraining(Training[SupervisedWorkers]):
-    """Supervised steps until one of the ends that the settings name."""
+    """Supervised steps until the settings' end."""
 
     STAGE = "warm-start"
 
     @property
     def may_end_early(self) -> bool:
-        """Whether a sampled reward or the held-out loss may end it before its last step."""
+        """True if a sampled reward or the held-out loss may end the training early."""
         warm = self._config.warm_start
         return warm.stop_at_reward is not None or (warm.patience is not None and warm.held_out_rows > 0)
 
@@ -193,7 +192,7 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
-    """Whether the sampled reward is reached, or the held-out loss has not fallen for as long as `patience` says."""
+    """Return whether the sampled reward is reached, or the held-out loss has not fallen for `patience` checks."""
     warm = config.warm_start
     if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
         return True
@@ -202,22 +201,21 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 
 
 class WarmStart:
-    """Makes the model of step 0. While it trains it holds its folder's lock and its workers; after an error until
-    `close`."""
+    """Makes the model of step 0. It holds its folder's lock and its workers, after an error until `close`."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
         self._directory = planned_initial_policy(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
-        self._untaught = self._layout.run_dir / UNTRAINED
+        self._untrained = self._layout.run_dir / UNTRAINED
         self._open = ExitStack()
         self.training: SupervisedTraining | None = None
 
     def make(self) -> InitialPolicy:
-        """Make the model of step 0, unless it is there. A warm start resumes from its newest checkpoint.
+        """Return the model of step 0, making it if needed. A warm start resumes from its newest checkpoint.
 
         Raises:
-            StopRequestedError: a stop was asked for; the last finished step is saved.
+            StopRequestedError: a stop was requested; the last finished step is saved.
         """
         config, guard = self._config, self._guard
         if config.model.path is not None:
@@ -230,13 +228,13 @@ class WarmStart:
             return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
         known = known_initial_policy(config, self._inputs)
-        if known is not None:  # made by another run while this one waited for the lock
+        if known is not None:  # made by another run during the wait
             self.close(failed=False)
             return known
-        self.training = self._has_begun()
+        self.training = self._open_training()
         self._publish(self.training, self._train(self.training))
         gc.collect()
-        release_cached_memory()  # the workers that follow may be other processes
+        release_cached_memory()  # the run's workers may be other processes
         return InitialPolicy.of(self._directory, read_finished_or_set_aside(self._directory), cached=False)
 
     def close(self, *, failed: bool, is_over: bool = False) -> None:
@@ -247,7 +245,6 @@ class WarmStart:
                 training.record.finish(failed=failed, is_over=is_over)
 
     def _train(self, training: SupervisedTraining) -> CheckpointInfo:
-        """The checkpoint with which the training ends."""
         store, end = training.record.store, training.record.config.trainer.total_steps
         newest = store.latest()
         if newest is None or not self._has_ended(training.record, newest):
@@ -256,26 +253,25 @@ class WarmStart:
             assert newest is not None, "training has committed one"
         return newest
 
-    def _has_begun(self) -> SupervisedTraining:
-        lessons = Demonstrations.read(self._config, self._inputs)
-        settings = stage_settings(self._config, len(lessons.shown))
-        if lessons.num_dropped:
+    def _open_training(self) -> SupervisedTraining:
+        demonstrations = Demonstrations.read(self._config, self._inputs)
+        settings = stage_settings(self._config, len(demonstrations.shown))
+        if demonstrations.num_dropped:
             limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
-            text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
+            text = f"{demonstrations.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
         Origin(settings).write(self._layout.run_dir)
         record = RunRecord(settings, self._layout, self._guard, tags={"stage": "warm-start"})
-        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, lessons, self._source()))
+        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, self._source()))
         return SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
-        """Folder of the model that is trained."""
         if self._config.model.path is not None:
             return configured_model(self._config)
-        if read_finished_or_set_aside(self._untaught) is None:
-            with published_directory(self._untaught, {"kind": "model"}) as made:
+        if read_finished_or_set_aside(self._untrained) is None:
+            with published_directory(self._untrained, {"kind": "model"}) as made:
                 build_model(self._config, made)
-        return self._untaught
+        return self._untrained
 
     def _has_ended(self, record: RunRecord, newest: CheckpointInfo) -> bool:
         best = record.store.load_state(newest).best_step
@@ -283,25 +279,25 @@ class WarmStart:
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
     def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
-        """The checkpoint with the lowest held-out loss as a model's folder, the last where a reward was wanted."""
+        """Publish the checkpoint with the lowest held-out loss, or the last where a reward ends the stage."""
         record, workers = training.record, training.workers
         training.settle_save()
-        wants_reward = self._config.warm_start.stop_at_reward is not None
-        taken = newest if wants_reward else record.store.best() or newest
-        workers.load(taken.name)
+        ends_at_reward = self._config.warm_start.stop_at_reward is not None
+        source = newest if ends_at_reward else record.store.best() or newest
+        workers.load(source.name)
         facts: dict[str, JsonValue] = {
             FINGERPRINT: self._directory.name,
-            "steps": taken.step,
+            "steps": source.step,
             "steps_taken": newest.step,
         }
-        facts |= {name.partition("/")[2]: taken.metrics[name] for name in METRICS if name in taken.metrics}
+        facts |= {name.partition("/")[2]: source.metrics[name] for name in METRICS if name in source.metrics}
         workers.export(self._directory, "start_model", facts=facts)
         self.close(failed=False, is_over=True)
         remove_checkpoints(self._layout)
 
 
 def build_model(config: RunConfig, folder: Path) -> None:
-    """Write a model made from nothing, with its tokenizer, into a folder."""
+    """Write a randomly initialized model with its tokenizer into a folder."""
     build_scratch_tokenizer(config.model.scratch, folder)
     tokenizer = load_tokenizer(folder)
     build_scratch_model(

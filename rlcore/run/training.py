@@ -1,6 +1,6 @@
-"""The training of a run: steps, their lines in the journal, checkpoints where chunks end, and the way back.
+"""The training loop of a run: steps, their lines in the journal, checkpoints at chunk ends, and resumes.
 
-The state of the run is the newest committed checkpoint; what is held here can be rebuilt from it.
+The run's state is its newest committed checkpoint, from which everything here can be rebuilt.
 """
 
 import time
@@ -26,16 +26,15 @@ from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.experience import all_unscored_error
 from rlcore.trainer.step import StepResult
 
-ALARMS_HINT = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
+ALARMS_HINT = "See its metrics, then change the settings, or alarms.*, which may change when a run is resumed"
 
 W = TypeVar("W", bound=TrainingWorkers)
 
 
 class Training(Generic[W]):
-    """Goes from one checkpoint to the next, and keeps the last finished step between two calls."""
+    """A training from checkpoint to checkpoint, which keeps the last finished step between two calls."""
 
     STAGE = "train"
-    """Its name in events."""
 
     def __init__(self, record: RunRecord, workers: W) -> None:
         self._config, self._layout = record.config, record.layout
@@ -47,24 +46,24 @@ class Training(Generic[W]):
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved_step = -1
-        """Step of the newest checkpoint: on disk, or being written."""
+        """Step of the newest checkpoint, on disk or in progress."""
         self._seconds_for_saves = 0.0
         self._meter: CostMeter | None = None
 
     @property
     def may_end_early(self) -> bool:
-        """Whether a figure may end it before its last step."""
+        """True if a metric may end the training before its last step."""
         return False
 
     @property
     def step(self) -> int:
-        """The last finished step of this process; 0 before the first."""
+        """Last finished step of this process; 0 before the first."""
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step, and save where a chunk ends and there. Returns the metrics of the last step.
+        """Train to a step, save at chunk ends and at that step, and return the metrics of the last step.
 
-        `settle`: the checkpoint of that step is committed on return; otherwise the next call trains on meanwhile.
+        `settle`: commit the last checkpoint before the return; otherwise it is written during the next call.
         """
         state = self._begin()
         self.record.wait_for_room(state.step, self.settle_save)
@@ -85,27 +84,26 @@ class Training(Generic[W]):
         return self._metrics
 
     def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
-        """Whether the training ends with this step, before the last one that it may take."""
         return False
 
     def settle_save(self) -> None:
-        """Wait for the checkpoint under way, if there is one."""
+        """Wait for the current save, if there is one."""
         self._saving(self.record.saves.settle)
 
     def save_finished(self) -> str:
-        """Save the last finished step, if it is not: a stop was asked for. Says what is saved."""
+        """Save the last finished step if needed, after a stop. Return a message."""
         if self._state is None or self.workers.holds != name_of(self._state.step):
-            return "the trainer was told to stop; start again to go on from its last checkpoint"
+            return "the trainer was stopped; start again to resume from its last checkpoint"
         self._save_before(self._state)
-        return f"stopped after step {self._state.step}, which is saved; start again to go on"
+        return f"stopped after step {self._state.step}, which is saved; start again to resume"
 
     # ------------------------------------------------------------------ start
 
     def _begin(self) -> LoopState:
-        """The state to go on from: in memory after a chunk, else from the newest checkpoint, else step 0."""
+        """Return the state to continue from: in memory after a chunk, else the newest checkpoint, else step 0."""
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
-            return self._state  # perhaps ahead of its newest checkpoint, which is still being written
+            return self._state  # possibly ahead of its newest checkpoint
         self.settle_save()
         found = self.record.store.find_latest()
         newest = found.checkpoint
@@ -119,25 +117,23 @@ class Training(Generic[W]):
         return self._state
 
     def _record_start(self, state: LoopState) -> LoopState:
-        """Step 0: the held-out score before any training."""
         metrics, state = self._evaluate(state)
         self._check_responses()
         self.record.log_step(0, {**metrics, **self._cost()})
         return state
 
     def _cost(self) -> dict[str, float]:
-        """What the run has cost so far; the journal, by its first call, is the one that is gone on with."""
+        """Return the run's cost. The meter reads the journal after a resume has cut it."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
 
     def _check_responses(self) -> None:
-        """Audit the reward, where there is one, once the model of step 0 is measured."""
+        """Audit the reward after the evaluation of step 0."""
 
     # ------------------------------------------------------------------ a step
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
-        """Take one step, and write its line."""
         try:
             result = self.workers.step(state)
         except UnscoredError as error:  # the step has changed nothing yet
@@ -145,7 +141,7 @@ class Training(Generic[W]):
             raise self._add_remedy(error) from error
         except StepAbandonedError as error:
             self._save_before(state)
-            raise StopRequestedError(f"{error}; step {state.step} is saved; start again to go on") from error
+            raise StopRequestedError(f"{error}; step {state.step} is saved; start again to resume") from error
         step = result.state.step
         self._events.shortages(step, result.shortages, self.workers.config.trainer.max_tokens_per_micro_batch)
         self._metrics, self._state = self._write_line(result)
@@ -156,23 +152,20 @@ class Training(Generic[W]):
         return self._state, result.alarms
 
     def _end_if_fatal(self, state: LoopState, alarms: Sequence[Alarm]) -> None:
-        """Save and end where an alarm's action is stop."""
         if fatal := [alarm for alarm in alarms if alarm.action == "stop"]:
             self._save_before(state)
             raise AlarmError(f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. {ALARMS_HINT}")
 
     def _add_remedy(self, error: UnscoredError) -> UnscoredError:
-        """The error with what is saved, and how to go on."""
         self.settle_save()
         newest = self.record.store.latest()
-        text = f"{error}. Mend what failed and start the same command again"
+        text = f"{error}. Repair it and start the same command again"
         if newest is not None:
-            fork = f"--fork {self._layout.run_dir.name}@{newest.step} and a run_id of its own"
-            text += f": step {newest.step} is saved. Where the scorer's code has to change, go on by {fork}"
+            fork = f"--fork {self._layout.run_dir.name}@{newest.step} and another run_id"
+            text += f": step {newest.step} is saved. Where the scorer's code has to change, continue by {fork}"
         return UnscoredError(text)
 
     def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
-        """Validate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
         after = result.state
@@ -183,8 +176,8 @@ class Training(Generic[W]):
             metrics |= found
         self._write_responses(result)
         metrics |= self._system.sample() | self.record.room_metrics() | self._cost()
-        if self._events.num_faults:
-            metrics["fault/num_retries"] = float(self._events.num_faults)
+        if self._events.num_failures:
+            metrics["fault/num_retries"] = float(self._events.num_failures)
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
@@ -195,31 +188,29 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ held-out problems
 
     def _is_due(self, step: int) -> bool:
-        """Whether something is measured after this step."""
         raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
-        """The model of this state on the held-out problems that are due, and the state with its score."""
+        """Return metrics of the evaluations that are due, and the state with its score."""
         raise NotImplementedError
 
     def _write_responses(self, result: StepResult) -> None:
-        """Keep the answers of a step, where it has any."""
+        """Store the responses of a step."""
 
     # ------------------------------------------------------------------ saves
 
     def _begin_save(self, state: LoopState) -> None:
-        """Begin a checkpoint of this state, when the one under way is committed."""
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
         if not self._ends_chunk(state.step) and not self._is_over(state, metrics):
-            # The start model is the best of the chunks' ends, whatever stop came between.
+            # The model with the best loss is chosen among chunk ends, independent of stops.
             metrics.pop(HELD_OUT_LOSS, None)
         self._saving(lambda: self.record.begin_save(state, metrics, self.workers))
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step: no further one has changed anything."""
+        """Save the last finished step, whose weights the workers still hold."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)
@@ -230,7 +221,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Go on with the save under way; the time in which the loop stands still for it stands in a step's line."""
+        """Advance the current save; the time that the loop waits for it is a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -244,7 +235,7 @@ class Training(Generic[W]):
 
 
 class RunTraining(Training[RunWorkers]):
-    """The reinforcement learning of a run, judged by answers to held-out problems."""
+    """The reinforcement learning of a run, evaluated on held-out problems."""
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step, total = state.step, self._config.trainer.total_steps
@@ -273,27 +264,27 @@ class RunTraining(Training[RunWorkers]):
             return
         findings = self.workers.audit(ValidationResult.read(file))
         if findings:
-            text = f"{self._config.data.scorer} pays for what is no answer: {'; '.join(map(str, findings))}"
+            text = f"{self._config.data.scorer} pays for responses that are no answers: {'; '.join(map(str, findings))}"
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Judge what the workers hold on the held-out problems, or a suite's, and keep the result under this name.
+        """Evaluate the workers' weights on the held-out problems, or a suite's, and store the result by name.
 
         Raises:
-            UnscoredError: no problem has a score; nothing is kept.
+            UnscoredError: no problem has a score; nothing is stored.
         """
         if suite is None:
-            result, answers = self.workers.validate(name, step)
+            result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
-            self.record.write_validation(name, answers)
+            self.record.write_validation(name, responses)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.metrics())})
             self._events.unscored(step, *self.workers.unscored)
         else:
             result, reason = self.workers.validate_suite(suite, name, step)
             self._require_metrics(result, suite)
             if count := len(result.failures):
-                which = f"suite {suite.name}: {count:,} answer(s) have no score"
-                text = f"{which} and are in no figure; the last one: {reason}"
+                which = f"suite {suite.name}: {count:,} response(s) have no score"
+                text = f"{which} and are in no metric; the last error: {reason}"
                 data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
                 self.record.record_event("scorer_failed", step, data)
         self._write_result(result, suite)
@@ -306,7 +297,7 @@ class RunTraining(Training[RunWorkers]):
             raise self._add_remedy(all_unscored_error(where, data.environment or data.scorer, result.failures))
 
     def evaluate_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Judge a checkpoint on all held-out problems, or on all of a suite; a result of training is taken over."""
+        """Evaluate a checkpoint on all held-out problems or a suite, reusing a result of training."""
         step = self.record.store.step_of(checkpoint)
         result = (
             self._known_result(step, suite)
@@ -321,7 +312,7 @@ class RunTraining(Training[RunWorkers]):
         return result
 
     def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
-        """Where a result of this name is kept."""
+        """Return the file of a result."""
         folder = self._layout.validation if suite is None else self._layout.suites / suite.name
         return folder / f"{name}.json"
 
@@ -329,7 +320,7 @@ class RunTraining(Training[RunWorkers]):
         result.write(self.file_of(result.name, suite))
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """The result of this name; None: of this step's validation in training, where that one saw all problems."""
+        """Return the stored result of `name`, or by default of the step's validation if it used all problems."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():

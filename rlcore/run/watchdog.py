@@ -1,8 +1,7 @@
-"""Ends a run whose phase lasts too long, or which does not stop when it is told to, and records faults.
+"""A watchdog that ends a run whose phase or stop takes too long, and records failures.
 
-The trainer says which phase it is in; a thread compares the time with the phase's deadline. Python threads cannot run
-while C code keeps the interpreter lock, so a timer of `faulthandler`, which needs none, stands behind: it writes the
-stacks to the log and ends the process.
+A thread compares the time of the current phase with its deadline. Where C code holds the interpreter lock, a timer
+of `faulthandler` writes the stacks and ends the process.
 """
 
 import _thread
@@ -29,11 +28,11 @@ from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
 
 Report = Callable[[Mapping[str, object]], None]
-"""Takes an event for the flow."""
+"""Function that sends an event to the flow."""
 
 POLL_S = 0.25
 LAST_RESORT_S = 60.0
-"""Beyond a phase's deadline: by then the thread has acted, unless it could not run."""
+"""Time after a phase's deadline at which the timer of `faulthandler` ends the process."""
 
 PHASES = {
     "start_s": ("start",),
@@ -46,25 +45,23 @@ PHASES = {
     "save_s": ("save_checkpoint", "commit", "export", "start_model", "profile"),
     "load_s": ("load",),
 }
-"""The phases of each key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""
+"""Phases of each key in `runtime.deadlines`. Phases of a step are named as their `timing_s` metrics."""
 DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
 BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "values", "adv"})
-"""Phases that change nothing: a step that is given up in them leaves the weights of the step before."""
+"""Phases before the weights change, in which a step can be abandoned."""
 
 TRACKING_MODULE = "rlcore.tracking"
-"""The process that delivers metrics: it outlives the trainer on purpose, until everything is delivered."""
-
+"""The process that delivers metrics, which outlives the trainer until everything is delivered."""
 FINAL_REPORT_S = 5.0
-"""For the final output of a process that ends at once: its reader may be gone."""
-
+"""Time for the final output of a process, whose reader may have ended."""
 STACKS_S = 40.0
-"""For the stacks of all processes of a run that hangs: each is asked and waited for."""
+"""Time for collecting the stacks of all processes after a hang."""
 
 log = logging.getLogger("rlcore.run.watchdog")
 
 
 class StepAbandonedError(StopRequestedError):
-    """A stop was asked for and the step takes too long: it is given up before it changed anything."""
+    """The step took too long after a stop request and was abandoned before it changed the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +72,12 @@ class _Running:
 
 
 class Watchdog:
-    """Compares the time of each phase, of a save and of a stop with its deadline, in a thread; records a run's faults,
-    with the stacks of all processes. A context manager, entered before workers start.
+    """Deadlines of phases and stops, and the record of a run's failures. Use as a context manager around the workers.
 
     Args:
-        stop: whether the run was told to stop. The step has half of `runtime.stop_deadline_s` to finish then, and the
-            run all of it to end.
-        give_up: reports an error and ends the process; called from a thread.
-        step: the last finished step.
+        stop: flag of a stop request. The step then has half of `runtime.stop_deadline_s`, the run all of it.
+        abandon: reports an error and ends the process; called from a thread.
+        step: returns the last finished step.
     """
 
     def __init__(
@@ -97,21 +92,21 @@ class Watchdog:
     ) -> None:
         self.stop, self.report = stop, report
         self._layout = layout
-        self._give_up = abandon
+        self._abandon = abandon
         self._step = step
         self._deadlines = config.runtime.deadlines
         self._stop_deadline_s = config.runtime.stop_deadline_s
         self._last_phase = ""
         self._has_hung = False
         self.aside: Callable[[], str] = str
-        """The save under way beside the phases, for the message about a hang."""
+        """Stage of the concurrent save, for the message about a hang."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
         self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
-        """Start the thread. Processes that are started from here on can be asked for their stacks."""
+        """Start the thread. Processes started from now on can dump their stacks."""
         stacks.open_folder(self._folder)
         self._thread.start()
         return self
@@ -127,12 +122,12 @@ class Watchdog:
         """Watch the block as this phase.
 
         Raises:
-            StepAbandonedError: at its begin, where a stop waits too long and nothing has been changed yet.
+            StepAbandonedError: before the block, where a stop waits too long and the weights are unchanged.
         """
         self._last_phase = name
         waited = self.stop.seconds_since_request()
         if waited is not None and waited > self._stop_deadline_s / 2 and name in BEFORE_THE_UPDATE:
-            raise StepAbandonedError(f"the step was given up before {name}: a stop was asked for {waited:.0f} s ago")
+            raise StepAbandonedError(f"the step was abandoned before {name}: a stop was requested {waited:.0f} s ago")
         limit_s = float(getattr(self._deadlines, DEADLINE_OF[name]))
         outer = self._running
         self._running = (*outer, _Running(name, time.monotonic(), limit_s))
@@ -144,7 +139,7 @@ class Watchdog:
             self._arm_last_resort()
 
     def _arm_last_resort(self) -> None:
-        """Set the timer for the innermost phase: a process has one such timer."""
+        """Set the process's only such timer for the innermost phase."""
         faulthandler.cancel_dump_traceback_later()
         if self._running:
             innermost = self._running[-1]
@@ -164,78 +159,76 @@ class Watchdog:
                 return
 
     def num_failures(self, kind: str) -> int:
-        """Count the run's faults of this kind."""
-        return sum(fault.kind == kind for fault in read_failures(self._layout.run_dir))
+        """Return the number of the run's failures of this kind."""
+        return sum(failure.kind == kind for failure in read_failures(self._layout.run_dir))
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process; the error as one of ours, where it is a known fault."""
-        ours = as_known_error(error, self._last_phase)
-        found = failure_from(ours, self._last_phase, self._step())
-        if not self._has_hung:  # what is ended after a hang raises here, and is no fault of its own
-            # The others may still wait for a rank that is lost: their stacks say where.
-            self._record(self._with_stacks(found) if isinstance(ours, WorkerLostError) else found)
-        return ours
+        """Record an error that ends this process, and return it as a `MillraceError` where it is a known failure."""
+        known = as_known_error(error, self._last_phase)
+        failure = failure_from(known, self._last_phase, self._step())
+        if not self._has_hung:  # errors after a hang are its consequences
+            # Other ranks may still wait for the lost one.
+            self._record(self._with_stacks(failure) if isinstance(known, WorkerLostError) else failure)
+        return known
 
     def _on_hang(self, phase: str, seconds: float) -> None:
         self._has_hung = True
         where = f"in {phase} after step {self._step()}"
         key = f"runtime.deadlines.{DEADLINE_OF[phase]}"
         message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._phase_of_save()}"
-        found = [Failure(HangError.failure_kind, phase, self._step(), message)]
-        # What hangs may be the file system that the stacks and the fault would be written to.
-        _run_with_timeout(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
-        fault = found[-1]
-        _run_with_timeout(FINAL_REPORT_S, lambda: self._record(fault))
-        self._give_up(HangError(f"{message}. What every process was doing: {fault.stacks}"))
+        failures = [Failure(HangError.failure_kind, phase, self._step(), message)]
+        # The file system of the stacks and the failure may hang too.
+        _run_with_timeout(STACKS_S, lambda: failures.append(self._with_stacks(failures[0])))
+        failure = failures[-1]
+        _run_with_timeout(FINAL_REPORT_S, lambda: self._record(failure))
+        self._abandon(HangError(f"{message}. Stacks of every process: {failure.stacks}"))
 
     def _phase_of_save(self) -> str:
-        """What the save under way is at, if there is one."""
         saving = self.aside()
         return f"; {saving}" if saving else ""
 
     def _stop_takes_too_long(self) -> None:
         running = self._running
         where = f"{running[-1].phase if running else 'its end'}{self._phase_of_save()}"
-        self._give_up(
+        self._abandon(
             StopRequestedError(
-                f"runtime.stop_deadline_s: told to stop, the run had not ended after {self._stop_deadline_s:g} s (in "
-                f"{where}), and was ended. Start again to go on from the last checkpoint"
+                f"runtime.stop_deadline_s: the run had not ended {self._stop_deadline_s:g} s after a stop request (in "
+                f"{where}), and was killed. Start again to resume from the last checkpoint"
             )
         )
 
-    def _with_stacks(self, fault: Failure) -> Failure:
+    def _with_stacks(self, failure: Failure) -> Failure:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         file = self._layout.failures / f"stacks-{stamp}-{os.getpid()}.txt"
         try:
-            write_text_atomically(file, f"{fault}\n{fault.message}\n\n{stacks.report(self._folder)}")
-        except Exception as reason:  # the fault itself matters more than its picture
+            write_text_atomically(file, f"{failure}\n{failure.message}\n\n{stacks.report(self._folder)}")
+        except Exception as reason:  # the failure itself must be recorded
             log.warning("the stacks could not be written: %s", reason)
-            return fault
-        return replace(fault, stacks=str(file))
+            return failure
+        return replace(failure, stacks=str(file))
 
-    def _record(self, fault: Failure) -> None:
+    def _record(self, failure: Failure) -> None:
         self.report(
             {
                 "event": "fault",
-                "text": f"{fault}; stacks: {fault.stacks}" if fault.stacks else str(fault),
-                "kind": fault.kind,
-                "phase": fault.phase,
-                "step": fault.step,
+                "text": f"{failure}; stacks: {failure.stacks}" if failure.stacks else str(failure),
+                "kind": failure.kind,
+                "phase": failure.phase,
+                "step": failure.step,
             }
         )
-        log.error("fault: %s: %s", fault, fault.message)
-        append_failure(self._layout.run_dir, fault)
+        log.error("failure: %s: %s", failure, failure.message)
+        append_failure(self._layout.run_dir, failure)
 
 
 def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
-    """Run `say` for a few seconds at most, and end at once: the reader may be stopped, and its pipe be full."""
+    """Call `say` for at most `FINAL_REPORT_S`, since the reader's pipe may be full, and end the process."""
     _run_with_timeout(FINAL_REPORT_S, say)
     exit_immediately(code)
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """End this process and what it has started, without cleaning up. What it has written to the journal is delivered by
-    the process beside it, which sees that it has ended."""
+    """End this process and its children without cleanup. The tracking process delivers the rest of the journal."""
     _run_with_timeout(FINAL_REPORT_S, sys.stdout.flush)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -245,7 +238,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Wait that long at most. The caller may be a signal's handler in the middle of a write, or of `threading`."""
+    """Call `do` in a thread and wait that long. Safe in a signal handler that has interrupted `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

@@ -1,4 +1,4 @@
-"""The workers of a run, with the data that they work on and the checkpoint whose weights they hold."""
+"""The workers of a run, their data, and the checkpoint whose weights they hold."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,15 +33,14 @@ from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
-"""What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
-
+"""State of the workers during a step and after a failed one: the weights of no checkpoint."""
 SHORT_RANK = "one of several ranks ran out of memory before"
 NUM_AUDITED = 8
-"""Problems on which the reward is audited before the first step: about a hundred scores."""
+"""Problems of the reward's audit before the first step, about a hundred scores."""
 
 
 class ProfileWindow:
-    """The steps of which every rank writes a trace. One that gets too large ends the window."""
+    """Steps of which every rank writes a trace. A trace that is too large ends the window."""
 
     def __init__(self, record: RunRecord, group: WorkerGroup) -> None:
         self._settings, self._folder = record.config.runtime.profile, record.layout.profile
@@ -52,7 +51,7 @@ class ProfileWindow:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """The block is this step: it is recorded, and what was recorded is written, where the step is in the window."""
+        """Record the block, which is this step, where the step is in the window."""
         if step not in self._steps:
             yield
             return
@@ -66,30 +65,33 @@ class ProfileWindow:
             self._steps = range(0)
             text = (
                 f"profile of step {step}: {max(sizes):.1f} MB is over runtime.profile.max_mb={limit:g}: the trace is "
-                "not kept and no further step is profiled. Raise it, or profile a run with fewer or shorter answers"
+                "deleted and no further step is profiled. Raise it, or profile a run with fewer or shorter responses"
             )
         self._guard.report({"event": "note", "text": text})
 
 
 class TrainingWorkers:
-    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept: `start` sets
-    what has no value before. `config`: the training's settings, fitted to this host's memory."""
+    """The ranks of a training, started at their first use. Use as a context manager.
+
+    `start` sets the attributes below.
+    """
 
     config: RunConfig
+    """The training's settings, fitted to this host's memory."""
     group: WorkerGroup
     _profile: ProfileWindow
 
-    def __init__(self, record: RunRecord, start_model: Path) -> None:
+    def __init__(self, record: RunRecord, initial_policy: Path) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
         self._record, self._guard = record, record.guard
         self._open = ExitStack()
         self._is_started = False
         self._version = 0
-        self.start_model = start_model
+        self.initial_policy = initial_policy
         self.found: Mapping[str, object] = {}
-        """What the ranks found at their start, once they are started."""
+        """Facts about the ranks, once they are started."""
         self.holds: str | None = None
-        """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
+        """Name of the checkpoint whose weights the workers hold, or `MID_STEP`; None before the first is loaded."""
 
     def __enter__(self) -> Self:
         return self
@@ -99,28 +101,28 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.unscored`; (0, "") where no answers are learned from."""
+        """See `ScoringPool.failures`; (0, "") in a supervised training."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
-        """What each rank has used since its start; nothing on a CPU."""
+        """Return the GPU use of each rank since its start; nothing on a CPU."""
         if not self._is_started or self.found.get("device_name") == "CPU":
             return []
         return [use for use in self.group.each(Worker.gpu_use) if use is not None]
 
     def load(self, checkpoint: str) -> None:
-        """Put a checkpoint's weights into workers and engines."""
+        """Load a checkpoint's weights into workers and engines."""
         workers = self.start().group
         found = self._record.store.find(checkpoint)
         name = "start" if found is None else found.name
         if self.holds == name:
             return
         if found is None:
-            if self.holds is not None:  # trained weights are in the workers: the start is read again
+            if self.holds is not None:  # the workers hold trained weights
                 workers.each(Worker.reset)
             version = 0
         else:
-            saved = self._record.store.load_state(found)  # verifies every byte before a rank opens a file
+            saved = self._record.store.load_state(found)  # verifies every byte
             version = saved.policy_version
             with self._guard.phase("load"):
                 workers.each(Worker.load, str(found.path))
@@ -128,27 +130,27 @@ class TrainingWorkers:
         self.holds, self._version = name, version
 
     def sync_weights(self, version: int) -> None:
-        """Give the policy's weights to the engines."""
+        """Send the policy's weights to the engines."""
         with self._guard.phase("update_weights"):
-            handed_over = self.start().group.each(Worker.sync_weights, version)[0]
-        if handed_over.warning:
-            self._report({"event": "note", "text": handed_over.warning})
+            weight_sync = self.start().group.each(Worker.sync_weights, version)[0]
+        if weight_sync.warning:
+            self._report({"event": "note", "text": weight_sync.warning})
 
     def export(self, target: Path, phase: str, *, facts: Mapping[str, JsonValue]) -> None:
-        """Write what the workers hold as a transformers directory, see `export_transformers`."""
+        """Write the workers' weights as a transformers directory, see `export_transformers`."""
         group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
             weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
         with self._guard.phase(phase):
-            export_transformers(weights, self.start_model, target, facts=facts, lora=lora, adapters=adapters)
+            export_transformers(weights, self.initial_policy, target, facts=facts, lora=lora, adapters=adapters)
 
     def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a verb of a save on every rank; its answers have the deadline of the phase `save_checkpoint`."""
+        """Call a method of `RankSaver` on every rank, with the deadline of the phase `save_checkpoint`."""
         with self._guard.phase("save_checkpoint"):
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Take one step. The caller records it and notes whose weights the workers hold then."""
+        """Take one step. The caller records it and sets `holds`."""
         self.start()
         self.holds = MID_STEP
         with self._profile.around(state.step + 1):
@@ -157,7 +159,7 @@ class TrainingWorkers:
         return result
 
     def start(self) -> Self:
-        """Start the workers, if they are not."""
+        """Start the workers if needed."""
         if not self._is_started:
             self.config = fit_run(self._config, self._layout.run_dir, self._report)
             self._start()
@@ -165,43 +167,42 @@ class TrainingWorkers:
         return self
 
     def _start(self) -> None:
-        """Read the data, then start the workers."""
         raise NotImplementedError
 
     def _take_step(self, state: LoopState) -> StepResult:
         raise NotImplementedError
 
     def _start_group(self, probe: Sequence[Prompt] = ()) -> None:
-        """Start the ranks, whose hand-overs are judged by the prompts of `probe`."""
+        """Start the ranks. `probe`: prompts that check the weight syncs."""
         try:
             with self._guard.phase("start"):
-                self.group = group = start_workers(self.config, str(self.start_model))
+                self.group = group = start_workers(self.config, str(self.initial_policy))
                 self._open.callback(group.close)
                 group.each(Worker.set_probe, probe)
                 if times := self._guard.num_failures(RankMemoryError.failure_kind):
                     group.each(Worker.split_micro_batches, times)
                     self._report(
-                        {"event": "note", "text": f"passes in {2**times} times the micro-batches: {SHORT_RANK}"}
+                        {"event": "note", "text": f"forward passes in {2**times} times the micro-batches: {SHORT_RANK}"}
                     )
                 info = group.each(Worker.info)[0]
         finally:
-            self._guard.stop.install()  # Ray takes SIGTERM for itself
+            self._guard.stop.install()  # Ray replaces the handler of SIGTERM
         self._record.set_num_trained_parameters(info.num_trained)
         text = (
             f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
             f"attention {info.attention}"
         )
         self._report({"event": "note", "text": text})
-        kept = ("device_name", "num_parameters", "dtype", "attention")
-        self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in kept}}
+        names = ("device_name", "num_parameters", "dtype", "attention")
+        self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in names}}
         self._profile = ProfileWindow(self._record, group)
 
 
 class RunWorkers(TrainingWorkers):
-    """The ranks of a run, with its problems."""
+    """The ranks of a reinforcement learning run."""
 
     _held_out: HeldOutProblems
-    _answerer: ResponseSampler
+    _sampler: ResponseSampler
 
     def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
         super().__init__(record, planned_initial_policy(record.config, inputs.filtered_directory))
@@ -209,48 +210,52 @@ class RunWorkers(TrainingWorkers):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.unscored`."""
-        return self.start()._answerer.unscored
+        """See `ScoringPool.failures`."""
+        return self.start()._sampler.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
-        """Judge the workers' weights on the held-out problems, while training on the first `validation.max_problems`.
-        Returns the result and the table of its answers."""
-        answerer = self.start()._answerer
-        kept: list[pa.Table] = []
+        """Evaluate the workers' weights on the held-out problems; return the result and the table of responses.
 
-        def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
-            rollouts, scores, texts = zip(*answers, strict=True)
-            kept.append(response_table(step, rollouts, scores, texts, answerer.decode, validation=name, greedy=greedy))
+        During training the first `validation.max_problems` are used.
+        """
+        sampler = self.start()._sampler
+        tables: list[pa.Table] = []
+
+        def store(responses: Sequence[ScoredResponse], greedy: bool) -> None:
+            rollouts, scores, texts = zip(*responses, strict=True)
+            tables.append(response_table(step, rollouts, scores, texts, sampler.decode, validation=name, greedy=greedy))
 
         prompts = self._held_out.held_out(limited=name.startswith("step-"))
         with self._guard.phase("testing"):
-            result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, on_scored=keep)
-        return result, pa.concat_tables(kept)
+            result = validate(sampler, prompts, name=name, step=step, policy_version=self._version, on_scored=store)
+        return result, pa.concat_tables(tables)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
-        """Judge them on a suite's problems, by a scorer and an environment that are started for it. Returns the result
-        and why the last answer without a score has none."""
+        """Evaluate the weights on a suite's problems, with a separate scorer and environment.
+
+        Return the result and the last scoring error.
+        """
         problems = HeldOutProblems.for_suite(self.start().config, self.inputs, suite)
         is_evaluation = not self.inputs.has_training_rows
         prompts = problems.held_out(limited=is_evaluation or name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
-            answerer = problems.build_answerer(self.inputs.for_suite(suite.name), opened)(self.group)
+            sampler = problems.build_sampler(self.inputs.for_suite(suite.name), opened)(self.group)
             result = validate(
-                answerer, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
+                sampler, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
             )
-            return result, answerer.unscored[1]
+            return result, sampler.unscored[1]
 
     @property
     def problems(self) -> Problems:
-        """What a run that trains works on."""
+        """The problems of a run that trains."""
         problems = self.start()._held_out
         assert isinstance(problems, Problems), "an evaluation has no training rows"
         return problems
 
     def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
-        """Answers by the weights that the workers hold to some training prompts, those to one prompt side by side.
+        """Sample responses to training prompts with the workers' weights, grouped by prompt.
 
-        The random numbers follow from the run's seed and the row's place, `first_row` for the first prompt.
+        Random numbers depend on the run's seed and the row's index, which is `first_row` for the first prompt.
         """
         config = self.start().config
         requests = make_requests(
@@ -258,24 +263,26 @@ class RunWorkers(TrainingWorkers):
         )
         with self._guard.phase("testing"):
             return response_results(
-                self._answerer.sample(requests, config.rollout.sampling, policy_version=self._version)
+                self._sampler.sample(requests, config.rollout.sampling, policy_version=self._version)
             )
 
-    def audit(self, judged: ValidationResult) -> tuple[AuditFinding, ...]:
-        """Answers that the scorer pays for and must not; see `audit_reward`."""
+    def audit(self, result: ValidationResult) -> tuple[AuditFinding, ...]:
+        """Return responses that the scorer pays for and must not, see `audit_reward`."""
         cases = [
-            Case(problem.prompt_text, problem.ground_truth_json, tuple(answer.text for answer in problem.samples[:2]))
-            for problem in judged.problems[:NUM_AUDITED]
+            Case(
+                problem.prompt_text, problem.ground_truth_json, tuple(response.text for response in problem.samples[:2])
+            )
+            for problem in result.problems[:NUM_AUDITED]
         ]
-        scoring = self.start()._answerer.scoring
+        scoring = self.start()._sampler.scoring
         with self._guard.phase("testing"), scoring.without_counting():
             return audit_reward(cases, scoring)
 
     def responses_of(self, result: StepResult) -> pa.Table:
-        """The answers of a step as they are kept."""
+        """Return the table of a step's responses."""
         experience, batch = result.experience, result.batch
-        assert experience is not None, "a step of reinforcement learning has answers"
-        assert batch is not None, "and the batch made of them"
+        assert experience is not None, "a step of reinforcement learning has responses"
+        assert batch is not None, "and their batch"
         return response_table(
             result.state.step,
             experience.rollouts,
@@ -289,19 +296,19 @@ class RunWorkers(TrainingWorkers):
     def _start(self) -> None:
         is_trained = self.inputs.has_training_rows
         self._held_out = (Problems.read if is_trained else HeldOutProblems.of_run)(self.config, self.inputs)
-        answerer_of = self._held_out.build_answerer(self.inputs, self._open)
+        build_sampler = self._held_out.build_sampler(self.inputs, self._open)
         self._start_group(self._held_out.held_out(limited=True)[:NUM_PROMPTS])
-        self._answerer = answerer_of(self.group)
+        self._sampler = build_sampler(self.group)
 
     @cached_property
     def _trainer(self) -> Trainer:
-        """Made for the first step: which rows it draws from is known once their pass rates are."""
-        collector = ExperienceCollector(self._answerer, self.problems.stream, self.problems.metrics())
+        """The trainer, made at the first step, when pass rates are known."""
+        collector = ExperienceCollector(self._sampler, self.problems.stream, self.problems.metrics())
         failures = self._layout.failures
         return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)
 
     def _take_step(self, state: LoopState) -> StepResult:
         if not isinstance(self._held_out, Problems):
             step = f"step {state.step + 1}"
-            raise DataError(f"{step}: this is an evaluation, which has held-out problems alone; start a run")
+            raise DataError(f"{step}: this is an evaluation, which has held-out problems only; start a run")
         return self._trainer.step(state, epoch=self._held_out.stream.epoch_at(state.num_prompts_drawn))

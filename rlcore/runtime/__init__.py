@@ -1,1 +1,1 @@
-"""Where workers live: in this process or as Ray actors."""
+"""Workers of a run: the groups that run them, Ray clusters, and queries of devices."""

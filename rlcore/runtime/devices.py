@@ -1,7 +1,7 @@
-"""What torch sees of this machine's GPUs, found out in other processes: who asks loads no torch and holds no GPU.
+"""Queries of this machine's GPUs in other processes, so the caller loads no torch and holds no GPU.
 
 python -m rlcore.runtime.devices                                # JSON: torch, CUDA, architectures, GPUs
-python -m rlcore.runtime.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce that meets in FILE
+python -m rlcore.runtime.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce with rendezvous FILE
 """
 
 import json
@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 PROBE_S = 120.0
-"""Deadline of one process: torch may be imported from a slow disk."""
+"""Deadline of one process, which may import torch from a slow disk."""
 RENDEZVOUS_S = 60.0
-"""Deadline of the ranks for one another."""
+"""Timeout of the ranks' rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """`cuda`: the CUDA that torch was built with, '' for a CPU build. `architectures`: what it has code for."""
+    """Devices and build of torch. `cuda`: its CUDA version, '' for a CPU build. `architectures`: supported ones."""
 
     torch: str
     cuda: str
@@ -46,16 +46,16 @@ def find_devices() -> Devices:
     """Find the devices that torch sees.
 
     Raises:
-        OSError: torch cannot be imported, or CUDA cannot be used; with the last line that the process wrote.
+        OSError: torch cannot be imported, or CUDA cannot be used; with the last line of the process's errors.
     """
     return TypeAdapter(Devices).validate_json(output_of([sys.executable, "-P", "-m", __name__]))
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Standard output of a process.
+    """Return the standard output of a process.
 
     Raises:
-        OSError: it has failed, with the last line of its errors, or has not ended in time.
+        OSError: it failed, with the last line of its errors, or did not end in time.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -67,14 +67,13 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def all_reduce(num_ranks: int, backend: str) -> None:
-    """Let the ranks sum their numbers: with backend nccl one rank a GPU, with gloo on the CPU.
+    """Test an all-reduce of the ranks: with backend nccl one rank per GPU, with gloo on the CPU.
 
     Raises:
-        OSError: a rank has failed, with the last line of the first that did, for whom the others wait; or they have
-            not ended in time.
+        OSError: a rank failed, with the last line of the first one's errors, or they did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        words = [str(num_ranks), str(Path(folder) / "meeting"), backend]
+        words = [str(num_ranks), str(Path(folder) / "rendezvous"), backend]
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(rank), *words],
@@ -86,9 +85,9 @@ def all_reduce(num_ranks: int, backend: str) -> None:
             ends = {threads.submit(rank.communicate): number for number, rank in enumerate(ranks)}
             try:
                 for end in as_completed(ends, timeout=PROBE_S):
-                    number, said = ends[end], end.result()[1].strip().splitlines()
+                    number, lines = ends[end], end.result()[1].strip().splitlines()
                     if code := ranks[number].returncode:
-                        raise OSError(f"rank {number}: {said[-1] if said else f'exit code {code}'}")
+                        raise OSError(f"rank {number}: {lines[-1] if lines else f'exit code {code}'}")
             except TimeoutError:
                 raise OSError(f"the ranks have not ended in {PROBE_S:g} s") from None
             finally:
@@ -129,10 +128,10 @@ def _describe() -> Devices:
 
 
 def main() -> None:
-    """Entry point of both uses."""
+    """Run `python -m rlcore.runtime.devices`."""
     if len(sys.argv) > 1:
-        rank, num_ranks, meeting, backend = sys.argv[1:]
-        _run_rank(int(rank), int(num_ranks), meeting, backend)
+        rank, num_ranks, rendezvous, backend = sys.argv[1:]
+        _run_rank(int(rank), int(num_ranks), rendezvous, backend)
     else:
         print(json.dumps(TypeAdapter(Devices).dump_python(_describe(), mode="json")))
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a run: one worker in the trainer's own process, or Ray actors."""
+"""Start of a run's workers: one worker in the trainer's process, or Ray actors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate
@@ -19,22 +19,22 @@ class LocalGroup:
         self._worker.setup("")
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on the one worker."""
+        """Call the method on the only worker."""
         return [verb(self._worker, *args, **kwargs)]
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Completed[R]:
-        """Call the verb with the only tuple of arguments."""
+        """Call the method with the only tuple of arguments."""
         (only,) = arguments
         return Completed([verb(self._worker, *only)])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """The values: they are where the worker is."""
+        """Return the values unchanged."""
         return values
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call the verb with the only tuple of arguments; `take(0, item)` for each item."""
+        """Call the method with the only tuple of arguments, and `take(0, item)` for each item."""
         (only,) = arguments
         for item in verb(self._worker, *only):
             take(0, item)
@@ -45,7 +45,7 @@ class LocalGroup:
 
 
 def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
-    """Start all ranks of a run on `model_directory`, ready for their first call."""
+    """Start all ranks of a run with the model in `model_directory`."""
     if config.runtime.backend == "ray":
         restrict_ray(config.runtime.ray_address)
         from rlcore.runtime.ray import RayGroup

@@ -1,4 +1,4 @@
-"""Ray actors: one worker a rank, in one placement group with a bundle for each. The only module that imports ray."""
+"""Ray actors: one worker per rank, in one placement group with one bundle each. Only this module imports ray."""
 
 import os
 import pickle
@@ -36,11 +36,11 @@ from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
 
 ALL_FAIL_WAIT_S = 10.0
-"""After one rank's error: time for the others to show whether a rank has died, which is then the cause."""
+"""Time after a rank's error to detect a dead rank, which is then the cause."""
 
 
 class RankProcess(Worker):
-    """A worker in a process of its own, which can be asked for its stacks."""
+    """A worker in a separate process, which can dump its stacks."""
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         stacks.register(f"rank-{rank}")
@@ -49,27 +49,25 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Address at which the ranks meet, asked of rank 0: where Ray's other nodes find this one. By its own name a
-        machine may find itself on loopback, as Debian's /etc/hosts has it."""
+        """Return rank 0's rendezvous address: that of its Ray node, since its host name may resolve to loopback."""
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """The items of a verb that yields, pickled, as its arguments are: of hundreds of objects Ray makes hundreds of
-        entries of its own, in three times the time."""
+        """Yield a generator method's items, pickled as its arguments are. Ray takes three times as long for objects."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCall(Generic[R]):
-    """A call that the actors have begun."""
+    """A call in progress."""
 
     group: "RayGroup"
     references: list[Any]
 
     def result(self) -> list[R]:
-        """Wait for the answers, by rank."""
+        """Wait for the results, by rank."""
         return self.group.get(self.references)
 
 
@@ -81,7 +79,7 @@ class RayGroup:
         self.deadline_s = config.runtime.deadlines.longest_s()
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
-        torch.set_num_threads(1)  # small tensors: more threads only wait for each other
+        torch.set_num_threads(1)  # tensors are small
         raise_malloc_thresholds()
         tune_garbage_collection()
         self._session = start_ray(config)
@@ -120,22 +118,22 @@ class RayGroup:
         self.each(Worker.setup, rendezvous)
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on every rank with the same arguments; answers by rank."""
+        """Call the method on every rank with the same arguments; return results by rank."""
         return self.get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "PendingCall[R]":
-        """Call the verb on rank i with `arguments[i]`."""
+        """Start the method on rank i with `arguments[i]`."""
         calls = zip(self._actors, arguments, strict=True)
         return PendingCall(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Put the values into Ray's store, as `begin` would; references to them."""
+        """Put the values into Ray's store and return references."""
         return [ray.put(value) for value in values]
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a verb that yields on rank i with `arguments[i]`; `take(rank, item)` here for each item as it comes."""
+        """Call a generator method on rank i with `arguments[i]`, and `take(rank, item)` for each item as it arrives."""
         streams: dict[Any, int] = {}
         for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True)):
             method = actor.stream.options(num_returns="streaming")
@@ -143,7 +141,9 @@ class RayGroup:
         while streams:
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=self.deadline_s)
             if not ready:
-                raise HangError(f"runtime.deadlines: no worker answered in {self.deadline_s:g} s; they count as hung")
+                raise HangError(
+                    f"runtime.deadlines: no worker answered in {self.deadline_s:g} s; they are considered hung"
+                )
             stream: Any = ready[0]
             reference = next(stream, None)
             if reference is None:
@@ -152,23 +152,23 @@ class RayGroup:
                 take(streams[stream], pickle.loads(self.get([reference])[0]))
 
     def get(self, references: list[Any]) -> list[Any]:
-        """All answers, or the failure as one of our own errors; of several that of a rank that has died."""
+        """Return all results, or raise a `MillraceError`; of several errors that of a dead rank."""
         try:
             return ray.get(references, timeout=self.deadline_s)
         except GetTimeoutError as error:
             raise HangError(
-                f"runtime.deadlines: the workers did not answer in {self.deadline_s:g} s and count as hung"
+                f"runtime.deadlines: the workers did not answer in {self.deadline_s:g} s, so they hang"
             ) from error
         except RayError as error:
-            found = self._cause(error)
-            if not isinstance(found, RayTaskError):
-                raise _worker_lost(found) from found
-            if isinstance(found.cause, MillraceError):
-                raise found.cause from found
-            raise found from None
+            cause = self._cause(error)
+            if not isinstance(cause, RayTaskError):
+                raise _worker_lost(cause) from cause
+            if isinstance(cause.cause, MillraceError):
+                raise cause.cause from cause
+            raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """The first error, or that of a dead rank: its peers fail too, in the collective that it has left."""
+        """Return the first error, or that of a dead rank, whose peers fail in the collective."""
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]
@@ -180,7 +180,7 @@ class RayGroup:
         return first
 
     def close(self) -> None:
-        """Kill all actors and give their resources back; a private cluster ends with it, and so does its folder."""
+        """Kill all actors and free their resources. End a private cluster and remove its folder."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -195,18 +195,17 @@ class RayGroup:
 
 
 def _send_tensors_as_arrays() -> None:
-    """Let this process send tensors as Ray sends arrays: their bytes as they are. Pickled by torch they take twice the
-    time."""
+    """Serialize tensors as Ray serializes arrays, in half the time of torch's pickles."""
     ray.util.register_serializer(torch.Tensor, serializer=as_array, deserializer=as_tensor)
 
 
 def as_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
-    """A tensor's bytes, its type and its shape; it arrives on the CPU, detached."""
+    """Return a tensor's bytes, dtype and shape."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
 def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
-    """The tensor; a copy, since what lies in Ray's store can't be written to."""
+    """Return the tensor on the CPU, copied from Ray's read-only store."""
     data, dtype, shape = sent
     tensor = torch.empty(shape, dtype=dtype)
     tensor.view(-1).view(torch.uint8).numpy()[:] = data
@@ -214,8 +213,7 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
 
 
 def neighbours(nodes: Mapping[int, str]) -> list[int]:
-    """Bundles in the order of the ranks, from bundle -> node: those of a node side by side, as ranks that share an
-    engine should be. Ray deals out bundles in any order.
+    """Return the bundles in the order of the ranks, those of a node together. Ray assigns bundles in any order.
 
     >>> neighbours({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
@@ -237,16 +235,16 @@ def _worker_lost(error: RayError) -> WorkerLostError:
 
 
 def start_ray(config: RunConfig) -> Path | None:
-    """Connect to the cluster of `runtime.ray_address`, or start a private one, quiet and without telemetry.
+    """Connect to the cluster of `runtime.ray_address`, or start a private one without telemetry.
 
-    Returns the session folder of a cluster that it started, else None. `restrict_ray` comes before, in this process.
+    Return the session folder of a started cluster, else None. Requires `restrict_ray` in this process.
     """
     if ray.is_initialized():
         return None
     address = None if config.runtime.ray_address is None else address_of(config.runtime.ray_address)
     if address is not None and (problem := unreachable(address)):
         raise WorkerLostError(problem)
-    # Where workers find this package and the tasks' scorers when they run from a checkout.
+    # Workers import this package and the tasks' scorers from a checkout.
     path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
     common: dict[str, Any] = {
         "logging_level": "warning",
@@ -258,13 +256,13 @@ def start_ray(config: RunConfig) -> Path | None:
             ray.init(address=address, **common)
         return None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Processes that Ray starts ahead serve no rank: ranks have an environment of their own.
+    # Prestarted processes serve no rank, since ranks have a separate environment.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     wanted = config.runtime.num_workers * config.runtime.threads_per_worker
     remove_dead_sessions()
     with _raise_worker_lost("a private Ray cluster did not start"), _keep_sigterm_handler():
         started: Any = ray.init(
-            address="local",  # else RAY_ADDRESS in the environment, or a head of this user, goes before
+            address="local",  # otherwise RAY_ADDRESS or a head of this user has priority
             num_cpus=max(wanted, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=store_bytes(config),
@@ -276,9 +274,9 @@ def start_ray(config: RunConfig) -> Path | None:
 
 @contextmanager
 def _raise_worker_lost(what: str) -> Iterator[None]:
-    """Whatever Ray raises while a cluster or its workers start is a lost worker: another start may succeed.
+    """Convert Ray's errors during a start to WorkerLostError, since another start may succeed.
 
-    Where a process of Ray's own has died it raises RuntimeError, ConnectionError or a bare Exception.
+    Where a process of Ray has died, it raises RuntimeError, ConnectionError or a bare Exception.
     """
     try:
         yield
@@ -290,25 +288,25 @@ def _raise_worker_lost(what: str) -> Iterator[None]:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, and ends the process at one: actors load models for minutes then.
+    """Restore the handler of SIGTERM, which Ray replaces at its start by one that ends the process.
 
     Raises:
-        StopRequestedError: one came while Ray started; it has been handed to the handler that was there before.
+        StopRequestedError: a SIGTERM arrived during Ray's start; the previous handler has been called.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours, is_asked = signal.getsignal(signal.SIGTERM), False
+    handler, is_requested = signal.getsignal(signal.SIGTERM), False
     try:
         yield
-    except SystemExit:  # of Ray's own handler
-        is_asked = True
+    except SystemExit:  # raised by Ray's handler
+        is_requested = True
     finally:
-        signal.signal(signal.SIGTERM, ours)
-    if is_asked:
+        signal.signal(signal.SIGTERM, handler)
+    if is_requested:
         ray.shutdown()
         signal.raise_signal(signal.SIGTERM)
-        raise StopRequestedError("stopped while Ray was starting; start again to go on from the last checkpoint")
+        raise StopRequestedError("stopped while Ray was starting; start again to resume from the last checkpoint")
 
 
 def _uses_gpu(config: RunConfig) -> bool:
@@ -318,7 +316,6 @@ def _uses_gpu(config: RunConfig) -> bool:
 
 
 def _rank_environment(num_threads: int) -> dict[str, str]:
-    """Variables of a rank's process: its threads, and the run's folders for stacks and code."""
     folders = (stacks.FOLDER_VARIABLE, user_code.FOLDER_VARIABLE)
     return {
         "OMP_NUM_THREADS": str(num_threads),

@@ -1,4 +1,4 @@
-"""Room on disk: how much there is, how much is needed, what to say when it is too little."""
+"""Room on disk: measurements, estimates of checkpoint sizes, and errors about too little room."""
 
 import errno
 import os
@@ -11,24 +11,22 @@ from rlcore.errors import DiskSpaceError, MillraceError, UnwritableError
 from rlcore.storage.documents import find_obstacle
 
 BYTES_PER_GB = 1e9
-# float32 master weights and the two float32 moments of AdamW.
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
-# Headers, index, trainer state and manifest; the share is for blocks of the file system that are not full.
+"""float32 master weights and the two float32 moments of AdamW."""
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
+"""Headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
-
+"""Blocks of the file system that are partly filled."""
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Writers in Rust and C++ (safetensors, torch) pass the reason on as text alone.
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
-
-
+"""Messages of writers in Rust and C++ (safetensors, torch), which pass no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 """Bytes of a unit, largest first."""
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
-    """The largest unit of which it is a tenth or more, so that a column of such sizes shows no zeros; GB for nothing.
+    """Return the largest unit of which the size is at least a tenth; GB for zero.
 
     >>> unit_for(2.4e6), unit_for(0)
     ((1000000.0, 'MB'), (1000000000.0, 'GB'))
@@ -39,7 +37,7 @@ def unit_for(num_bytes: float) -> tuple[float, str]:
 
 
 def size(num_bytes: float) -> str:
-    """One size.
+    """Format a size.
 
     >>> size(77.4e9), size(4_200_000), size(0)
     ('77.4 GB', '4.2 MB', '0.0 GB')
@@ -49,25 +47,25 @@ def size(num_bytes: float) -> str:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself or the closest parent that exists."""
+    """Return the path itself or its closest parent that exists."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that an ordinary user may still write on the file system of `path` (or of its nearest existing parent)."""
+    """Return the bytes that an ordinary user may still write on the file system of `path`."""
     stats = os.statvfs(nearest_existing(path))
     return stats.f_bavail * stats.f_frsize
 
 
 def free_files(path: Path) -> int | None:
-    """Files that may still be made on the file system of `path`; None where it sets no number."""
+    """Return the number of files that the file system of `path` can still hold; None where it has no limit."""
     stats = os.statvfs(nearest_existing(path))
     return stats.f_favail if stats.f_files else None
 
 
 def is_out_of_room(error: BaseException | None) -> bool:
-    """Whether this error, or one that led to it, is a full disk or an exhausted quota."""
+    """Return whether this error, or one of its causes, is a full disk or an exhausted quota."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -80,17 +78,17 @@ def is_out_of_room(error: BaseException | None) -> bool:
 
 
 def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = UnwritableError) -> MillraceError:
-    """The error for a folder in which nothing can be written."""
-    if (other := find_obstacle(folder)) is not None:
-        return error(f"{folder}: must be a folder, and {other} is none. Move that away, or choose another folder.")
+    """Return the error for a folder that cannot be written."""
+    if (obstacle := find_obstacle(folder)) is not None:
+        return error(f"{folder}: must be a folder, and {obstacle} is none. Move that away, or choose another folder.")
     remedy = "Make the folder writable, or choose another paths.root"
     if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        remedy = "Mend that, or choose another paths.root"
+        remedy = "Correct that, or choose another paths.root"
     return error(f"{folder}: cannot be written ({reason}). {remedy}.")
 
 
 def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None = None) -> DiskSpaceError:
-    """The error to raise for a write that failed for lack of room."""
+    """Return the error for a write that failed for lack of room."""
     needed = "" if needed_bytes is None else f"at least {needed_bytes} bytes were to be written, "
     free = f"{free_bytes(path)} bytes are free on that file system"
     error = DiskSpaceError(
@@ -103,7 +101,7 @@ def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None =
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Bytes that something is going to write below a path."""
+    """Bytes that will be written below a path."""
 
     what: str
     path: Path
@@ -112,10 +110,7 @@ class DiskNeed:
 
 @dataclass(frozen=True, slots=True)
 class RoomReport:
-    """Room on the file system of `path`: what is to be written, what must stay free, what is free.
-
-    `free_files`: how many files may still be made; None where the file system sets no number.
-    """
+    """Room on the file system of `path`. `free_files` is None where the file system has no limit."""
 
     path: Path
     needed_bytes: int
@@ -130,12 +125,12 @@ class RoomReport:
 
     @property
     def enough(self) -> bool:
-        """Whether the folder has enough room."""
+        """True if the room suffices."""
         return self.missing_bytes == 0 and self.free_files != 0
 
     @property
     def problem(self) -> str:
-        """What is missing, where there is not enough."""
+        """The lack of room as text, valid where there is not enough."""
         if not self.missing_bytes:
             return f"{self.path}: {NO_FILES}"
         return (
@@ -145,7 +140,7 @@ class RoomReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`disk/free_gb` and `disk/needed_gb`, GB of 1e9 bytes; the reserve counts as needed."""
+        """`disk/free_gb` and `disk/needed_gb` (with the reserve), in GB of 1e9 bytes."""
         return {
             "disk/free_gb": self.free_bytes / BYTES_PER_GB,
             "disk/needed_gb": (self.needed_bytes + self.reserve_bytes) / BYTES_PER_GB,
@@ -159,12 +154,12 @@ class RoomReport:
 
 
 def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
-    """Measure. Quotas are not seen here: they show as a failed write."""
+    """Measure the room at a path. Quotas are not measured; they show as a failed write."""
     return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path), free_files(path))
 
 
 def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[RoomReport, ...]:
-    """One report for each file system that the needs touch, in the order of their first mention."""
+    """Return one report for each file system of the needs, in the order of their first mention."""
     by_device: dict[int, list[DiskNeed]] = {}
     for need in needs:
         by_device.setdefault(nearest_existing(need.path).stat().st_dev, []).append(need)
@@ -174,13 +169,13 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:
-    """Estimate for one checkpoint before the first is written. Count the critic's too; frozen ones are not saved."""
+    """Estimate the size of the first checkpoint. Count the critic's parameters too; frozen ones are not saved."""
     tensors = num_trained_parameters * BYTES_PER_TRAINED_PARAMETER
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 
 
 def num_checkpoints_at_once(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
-    """Most checkpoints on disk at one time: all that retention keeps, and the one being written before it prunes."""
+    """Return the largest number of checkpoints on disk: those that retention keeps and the one being written."""
     total = -(-total_steps // steps_per_chunk)
     kept = config.keep_last + config.keep_best
     if config.keep_every_steps:
@@ -189,5 +184,5 @@ def num_checkpoints_at_once(config: CheckpointConfig, *, total_steps: int, steps
 
 
 def reserve_bytes(config: CheckpointConfig) -> int:
-    """`checkpoint.reserve_gb` in bytes."""
+    """Return `checkpoint.reserve_gb` in bytes."""
     return int(config.reserve_gb * BYTES_PER_GB)

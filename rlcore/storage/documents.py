@@ -1,4 +1,4 @@
-"""Reading of small files that may be damaged: whatever is wrong with one is an OSError or a ValueError."""
+"""Small files that may be damaged, whose problems are OSError or ValueError, and addresses of sqlite files."""
 
 import errno
 import hashlib
@@ -8,6 +8,7 @@ import stat
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote, unquote
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,13 +17,15 @@ from rlcore.errors import DataError
 T = TypeVar("T")
 
 READ_BLOCK_BYTES = 1 << 20
+SQLITE = "sqlite:///"
+_URI_QUERY = "file:"
 
 
 def open_ordinary(path: Path) -> BinaryIO:
-    """An ordinary file, open for reading.
+    """Open an ordinary file for reading.
 
     Raises:
-        OSError: it cannot be opened, or is none: opening a FIFO would wait for a writer, a device may never end.
+        OSError: it cannot be opened or is not an ordinary file. Opening a FIFO would wait for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -32,16 +35,16 @@ def open_ordinary(path: Path) -> BinaryIO:
 
 
 def read_ordinary(path: Path) -> bytes:
-    """The content of an ordinary file; raises as `open_ordinary` does."""
+    """Return the content of an ordinary file. Raises as `open_ordinary` does."""
     with open_ordinary(path) as file:
         return file.read()
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """The files that a pattern finds in a folder; none where it is not there.
+    """Return the files that match a pattern in a folder; none where the folder does not exist.
 
     Raises:
-        OSError: the folder may not be read, of which `Path.glob` says nothing.
+        OSError: the folder cannot be read, which `Path.glob` does not report.
     """
     if folder.is_dir():
         os.close(os.open(folder, os.O_RDONLY))
@@ -49,18 +52,14 @@ def files_of(folder: Path, pattern: str) -> list[Path]:
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """What takes the place of a folder or of one above it: a file, a link that leads nowhere. None: nothing does."""
+    """Return the file or dangling link at the path of a folder or of a parent; None where there is none."""
     folder = folder.absolute()
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    return None if there.is_dir() else there
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    return None if nearest.is_dir() else nearest
 
 
 def sha256_of(path: Path, num_bytes: int | None = None) -> str:
-    """Hex digest of an ordinary file, or of its first `num_bytes`; of all where it is shorter.
-
-    Raises:
-        OSError: as `open_ordinary`.
-    """
+    """Return the hex digest of an ordinary file, or of its first `num_bytes`. Raises as `open_ordinary` does."""
     digest = hashlib.sha256()
     left = sys.maxsize if num_bytes is None else num_bytes
     with open_ordinary(path) as file:
@@ -71,7 +70,7 @@ def sha256_of(path: Path, num_bytes: int | None = None) -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The JSON value. Nesting so deep that Python's parser gives up is a ValueError like any other damage."""
+    """Parse JSON. Raise ValueError instead of RecursionError where it is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -79,23 +78,47 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
-    """A JSON file as a typed value; None where there is no file.
+    """Read a JSON file as a typed value; None where there is no file.
 
     Raises:
-        DataError: it cannot be read, or is of another form. `remedy`: what to do, or what happens without it.
+        DataError: it cannot be read or has another form. The message ends with `remedy`.
     """
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        told = f"{path}: cannot be read ({first_problem(error)})"
-        raise DataError(f"{told}; {remedy}" if remedy else told) from error
+        problem = f"{path}: cannot be read ({first_problem(error)})"
+        raise DataError(f"{problem}; {remedy}" if remedy else problem) from error
 
 
 def first_problem(error: Exception) -> str:
-    """What is wrong with a file, in a line: of a ValidationError the first place and its message."""
+    """Return an error as one line; of a ValidationError the first location and its message."""
     if not isinstance(error, ValidationError):
         return str(error)
     detail = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, detail['loc'])) or 'content'}: {detail['msg']}"
+
+
+def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
+    """Return the SQLAlchemy address of an absolute path. `scheme` may name a driver.
+
+    SQLAlchemy ends a path at a `?`, so such a path takes sqlite's URI form, slashes escaped for MLflow.
+
+    >>> sqlite_address(Path("/data/50%/mlflow.db"))
+    'sqlite:////data/50%/mlflow.db'
+    >>> sqlite_address(Path("/why?/mlflow.db"))
+    'sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true'
+    """
+    text = str(file)
+    return f"{scheme}{_URI_QUERY}{quote(text, safe='')}?uri=true" if "?" in text else f"{scheme}{text}"
+
+
+def sqlite_file(address: str) -> Path:
+    """Return the file of an sqlite address.
+
+    >>> sqlite_file("sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true"), sqlite_file("sqlite:///mlflow.db?timeout=5")
+    (PosixPath('/why?/mlflow.db'), PosixPath('mlflow.db'))
+    """
+    text = address.partition(":///")[2].partition("?")[0]
+    return Path(unquote(text.removeprefix(_URI_QUERY)) if text.startswith(_URI_QUERY) else text)

@@ -1,4 +1,4 @@
-"""A file of lines, one JSON value each, that survives a kill, a full disk and a torn last line."""
+"""A file of JSON lines that survives a kill, a full disk and a torn last line."""
 
 import errno
 import itertools
@@ -19,10 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class LineFile:
-    """A file that grows by whole lines, each in a single unbuffered write at its end.
+    """A file that grows by whole lines, each appended in a single unbuffered write.
 
-    A line that finds no room stays in memory and is written with the next one, so that a full disk costs no value;
-    `sync` is where the lack of room is told.
+    A line that finds no room stays in memory and is written with the next one. `sync` raises while room is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +37,6 @@ class LineFile:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _cut_torn_line(self) -> None:
-        """The next line must not be glued to the half line that a killed process left."""
         size = self.size_bytes
         whole = _end_of_last_line(self.path, size)
         if whole < size:
@@ -47,21 +45,21 @@ class LineFile:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk. Lines that found no room are not in it."""
+        """Bytes on disk, without lines that found no room."""
         return os.fstat(self._fd).st_size
 
     def append(self, value: Mapping[str, object]) -> None:
-        """Add one line. Never raises for lack of room."""
+        """Add one line. A full disk raises no error here."""
         line = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
             self._pending.append(line)
             self._write_pending()
 
     def require_written(self) -> None:
-        """Write what found no room before.
+        """Write the lines that found no room before.
 
         Raises:
-            DiskSpaceError: lines are still in memory because they could not be written.
+            DiskSpaceError: lines are still in memory.
         """
         with self._lock:
             self._write_pending()
@@ -76,14 +74,14 @@ class LineFile:
                 raise error
 
     def sync(self) -> int:
-        """Force everything to the disk and return the size in bytes; raises as `require_written` does."""
+        """Force all lines to the disk and return the size in bytes. Raises as `require_written` does."""
         self.require_written()
         with self._lock:
             os.fsync(self._fd)
             return self.size_bytes
 
     def _write_pending(self) -> None:
-        """Write all that waits. After a failed or short write the file is as before: no reader sees half a line."""
+        """Write the pending lines. After a failed or short write the file is unchanged."""
         if not self._pending:
             return
         data, before = b"".join(self._pending), self.size_bytes
@@ -97,7 +95,7 @@ class LineFile:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write what waits, if there is room, and let go of the file."""
+        """Write the pending lines, if there is room, and close the file."""
         with self._lock:
             if self._fd >= 0:
                 self._write_pending()
@@ -111,18 +109,14 @@ class LineFile:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
-        """Go back to the first `to_bytes` bytes. What is cut is kept beside, in `metrics.abandoned-<k>.jsonl`; lines
-        that found no room are dropped.
+        """Cut the file to its first `to_bytes` bytes and drop pending lines.
 
-        The shortened journal is a new file put in the place of the old one, so that a reader that has the old one open
-        reads on undisturbed.
-
-        Returns:
-            The file with the cut lines; None if nothing was cut.
+        The cut lines are saved in `metrics.abandoned-<k>.jsonl`, whose path is returned; None if nothing was cut. The
+        shortened file replaces the old one by a rename, so an open reader continues on the old one.
 
         Raises:
-            TrackingError: the journal is shorter, or no line ends at that byte.
-            DiskSpaceError: no room for what is cut; the journal is as it was.
+            TrackingError: the file is shorter, or no line ends at that byte.
+            DiskSpaceError: no room for the cut lines; the file is unchanged.
         """
         with self._lock:
             self._write_pending()
@@ -132,8 +126,8 @@ class LineFile:
                 return None
             if to_bytes > size or _end_of_last_line(self.path, to_bytes) != to_bytes:
                 raise TrackingError(
-                    f"{self.path}: asked to go back to byte {to_bytes} (a checkpoint's), but the file has {size} bytes "
-                    "or no line ends there. The file was changed or replaced since that checkpoint; put it back."
+                    f"{self.path}: cannot be cut to byte {to_bytes} (a checkpoint's), since it has {size} bytes or no "
+                    "line ends there. The file was changed or replaced after that checkpoint; restore it."
                 )
             names = (f"{self.path.stem}.abandoned-{k}{self.path.suffix}" for k in itertools.count(1))
             aside = next(path for name in names if not (path := self.path.with_name(name)).exists())
@@ -156,7 +150,7 @@ class LineFile:
 
 
 def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
-    """Each whole line from a byte on as (its JSON value, the byte after it); the value is None if unreadable."""
+    """Yield each whole line from a byte on as (JSON value or None if unreadable, the byte after it)."""
     rest, offset = b"", start
     while block := os.pread(fd, READ_BLOCK_BYTES, offset + len(rest)):
         *lines, rest = (rest + block).split(b"\n")
@@ -169,7 +163,7 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
 
 
 def _end_of_last_line(path: Path, size: int) -> int:
-    """The byte after the last newline within the first `size` bytes."""
+    """Return the byte after the last newline within the first `size` bytes."""
     with path.open("rb") as file:
         end = size
         while end > 0:

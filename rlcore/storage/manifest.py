@@ -1,12 +1,18 @@
-"""`manifest.json`: what a published directory says of itself, and the check that it is true."""
+"""`manifest.json` of a published directory, its verification, and the reuse of directories that are finished.
+
+A directory is hashed at its first use in a process. Later uses compare sizes, times and inodes, and hash only changes.
+"""
 
 import hashlib
 import json
+import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -18,15 +24,24 @@ from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 
 S = TypeVar("S")
 R = TypeVar("R")
+Stamp = tuple[int, int, int, int]
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS_KEY = "parts"
-"""Entry of a mixture's manifest: names of the folders beside it that it stands for, in order."""
-# What the manifest says itself; a publisher's values may not use these names.
+"""Key of a mixture's manifest: names of the sibling folders that it combines, in order."""
+FINGERPRINT = "fingerprint"
+"""Key of a manifest: the name under which the directory was published."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
-# sha256 lets go of the interpreter's lock: more threads read a large checkpoint at the disk's speed.
 MAX_HASH_THREADS = 8
+"""sha256 releases the interpreter's lock, so more threads read a large checkpoint at the disk's speed."""
+SETTLED_NS = 1_000_000_000
+"""Minimum age of a file whose hash is remembered: a file may change twice within one tick of the file system."""
+DAMAGED, LEFT = "damaged", "left"
+"""Labels of what was set aside: damaged, or later than the step from which the run continues."""
+
+log = logging.getLogger(__name__)
+_hashed: dict[Path, list[Stamp]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,74 +55,69 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `manifest.json` says: the publisher's own values, and every file."""
+    """The content of `manifest.json`: the publisher's values and all files."""
 
     values: Mapping[str, Any]
     files: tuple[FileEntry, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all listed files."""
+        """Total bytes of the listed files."""
         return sum(entry.size_bytes for entry in self.files)
 
 
 def manifest_text(values: Mapping[str, JsonValue], entries: tuple[FileEntry, ...]) -> str:
-    """The manifest as it is written, with a digest of itself."""
+    """Return the manifest's text, with a digest of itself."""
     taken = RESERVED & set(values)
     assert not taken, f"manifest keys {sorted(taken)} are the manifest's own"
-    document: dict[str, JsonValue] = {
-        **values,
-        "format_version": FORMAT_VERSION,
-        "files": [{"name": entry.name, "size_bytes": entry.size_bytes, "sha256": entry.sha256} for entry in entries],
-    }
+    files: list[JsonValue] = [asdict(entry) for entry in entries]
+    document: dict[str, JsonValue] = {**values, "format_version": FORMAT_VERSION, "files": files}
     document["manifest_sha256"] = manifest_digest(document)
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def manifest_digest(document: Mapping[str, Any]) -> str:
-    """Digest of the manifest but for itself, independent of layout: a flipped bit in the manifest is found too."""
+    """Return the digest of a manifest without its `manifest_sha256`, independent of layout."""
     body = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """What the directory says of itself; None where there is no manifest, so no finished directory.
+    """Read a directory's manifest; None where there is none, so the directory was never finished.
 
     Raises:
-        error: the manifest cannot be read, is damaged, or of a newer format.
+        error: the manifest cannot be read, is damaged, or has a newer format.
     """
     path = directory / MANIFEST
+    again = f"delete {directory} and make it again"
     try:
         content = read_ordinary(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as reason:
-        raise error(
-            f"{path}: cannot be read ({reason}). Give it back as an ordinary file that may be read, or delete "
-            f"{directory} and make it again."
-        ) from reason
+        raise error(f"{path}: cannot be read ({reason}). Restore it as a readable file, or {again}.") from reason
     try:
         document = parse_json(content)
         version = document["format_version"]
     except (ValueError, KeyError, TypeError) as reason:
-        raise error(f"{path}: is damaged: not a manifest ({reason!r}). Delete {directory} and make it again.") from None
+        raise error(f"{path}: is damaged: not a manifest ({reason!r}). To continue, {again}.") from None
     if version != FORMAT_VERSION:
         raise error(
             f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}. Read it with the version of Millrace "
-            f"that wrote it, or delete {directory} and make it again."
+            f"that wrote it, or {again}."
         )
     try:
         if document["manifest_sha256"] != manifest_digest(document):
             raise ValueError("manifest_sha256 does not fit its content")
         files = tuple(FileEntry(**entry) for entry in document["files"])
     except (ValueError, KeyError, TypeError) as reason:
-        raise error(f"{path}: is damaged: {reason}. Delete {directory} and make it again.") from None
+        raise error(f"{path}: is damaged: {reason}. To continue, {again}.") from None
     values = {key: value for key, value in document.items() if key not in RESERVED}
     return Manifest(MappingProxyType(values), files)
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """The format version of a directory that a newer Millrace has written, by a file in it; None for any other."""
+    """Return the format version of a file in the directory where it is above `known`, else None."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -119,7 +129,7 @@ def verify_directory(directory: Path, *, hashes: bool = True, error: type[Millra
     """Check every listed file: presence, size, and (with `hashes`) its sha256.
 
     Raises:
-        error: names the file, the rule it breaks, the value found, and what to do.
+        error: names the file, the rule, the value found and the remedy.
     """
     manifest = read_manifest(directory, error=error)
     if manifest is None:
@@ -132,13 +142,13 @@ def _verify_file(directory: Path, entry: FileEntry, *, hashes: bool, error: type
     path, remedy = directory / entry.name, f"Delete {directory} and make it again, or restore the file."
     inside = PurePosixPath(entry.name)
     if inside.is_absolute() or ".." in inside.parts:
-        raise error(f"{directory / MANIFEST}: file names must lie inside the directory, got {entry.name!r}. {remedy}")
+        raise error(f"{directory / MANIFEST}: file names must be inside the directory, got {entry.name!r}. {remedy}")
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise error(f"{path}: must be an ordinary file. {remedy}")
-        if found.st_size != entry.size_bytes:
-            raise error(f"{path}: size must be {entry.size_bytes} bytes, got {found.st_size}. {remedy}")
+        if status.st_size != entry.size_bytes:
+            raise error(f"{path}: size must be {entry.size_bytes} bytes, got {status.st_size}. {remedy}")
         if not hashes:
             return
         digest = sha256_of(path)
@@ -151,13 +161,89 @@ def _verify_file(directory: Path, entry: FileEntry, *, hashes: bool, error: type
 
 
 def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
-    """`do` of every item, results in order; the first error in that order is raised."""
+    """Call `do` on each item in threads; results in order. Raises the first error in that order."""
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(do, items))
 
 
 def part_directories(directory: Path) -> tuple[Path, ...]:
-    """The folders that a mixture of datasets stands for; of any other folder, itself."""
+    """Return the folders that a mixture of datasets combines; of any other folder, itself."""
     manifest = read_manifest(directory)
     names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
     return tuple(directory.parent / str(name) for name in names) or (directory,)
+
+
+# ---------------------------------------------------------------- finished directories
+
+
+def read_finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
+    """Return the manifest of a published directory that is intact; None where nothing was ever finished.
+
+    Raises:
+        error: it is damaged, cannot be read, or has a newer format; names file, rule, value and remedy.
+    """
+    manifest = read_manifest(directory, error=error)
+    if manifest is None:
+        return None
+    name = manifest.values.get(FINGERPRINT, directory.name)
+    if name != directory.name:
+        raise error(f"{directory}: is the folder of {name} under another name. Rename it back, or delete it.")
+    begun_ns = time.time_ns()
+    stamps = _stamps(directory, manifest)
+    if stamps and _hashed.get(directory) == stamps:
+        return manifest
+    verify_directory(directory, error=error)
+    if stamps and max(max(changed, modified) for changed, modified, _, _ in stamps) < begun_ns - SETTLED_NS:
+        _hashed[directory] = stamps
+    return manifest
+
+
+def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = DataError) -> tuple[Manifest | None, str]:
+    """Return `read_finished` and its damage as text; '' where it is intact or was never finished.
+
+    Raises:
+        error: it has a newer format, which is not damage.
+    """
+    try:
+        return read_finished(directory, error=error), ""
+    except error as damage:
+        if newer_format(directory) is not None:
+            raise
+        return None, str(damage)
+
+
+def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
+    """Return `read_finished`; a damaged directory is renamed, which is logged, and the result is None.
+
+    Raises:
+        error: it has a newer format, or cannot be renamed.
+    """
+    manifest, damage = read_finished_or_reason(directory, error=error)
+    if damage:
+        set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)
+    return manifest
+
+
+def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = DataError) -> Path:
+    """Rename a file or folder to `<name>.<label>.<k>`, log why, and return the new path.
+
+    Raises:
+        error: it cannot be renamed.
+    """
+    names = (path.with_name(f"{path.name}.{label}.{number}") for number in count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    try:
+        path.rename(aside)
+    except OSError as reason:
+        raise error(f"{why}; {path} cannot be renamed ({reason}). Move it away, then run again.") from reason
+    log.warning("%s: it is kept as %s", why, aside.name)
+    return aside
+
+
+def _stamps(directory: Path, manifest: Manifest) -> list[Stamp]:
+    """Return change time, modification time, inode and size of each file; an empty list where one is not readable."""
+    try:
+        files = [(directory / name).stat() for name in (MANIFEST, *(entry.name for entry in manifest.files))]
+    except OSError:
+        return []
+    return [(file.st_ctime_ns, file.st_mtime_ns, file.st_ino, file.st_size) for file in files]

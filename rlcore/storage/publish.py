@@ -1,8 +1,7 @@
-"""Directories that are whole or absent.
+"""Directories that are published whole or not at all.
 
-A finished directory is written beside its place, hashed, flushed to the disk and published by one rename, with
-`manifest.json` written last inside it. So whoever sees the directory sees all of it, and whoever reads it can check
-every byte.
+A directory is written under a temporary name, hashed, flushed to disk and renamed into place,
+`manifest.json` last. So a reader sees all of the directory and can verify every byte.
 """
 
 import ctypes
@@ -28,6 +27,16 @@ from rlcore.storage.documents import sha256_of
 from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_text, read_manifest
 
+OWNER = ".owner.lock"
+TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
+YOUNG_S = 60.0
+"""Minimum age of a stale temporary folder: its lock is taken microseconds after its creation."""
+YOUNG_FILE_S = 3_600.0
+"""Minimum age of a stale temporary file, which has no lock."""
+CHECK_INTERVAL_S = 0.001
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
 log = logging.getLogger(__name__)
 
 
@@ -40,16 +49,15 @@ def published_directory(
     error: type[MillraceError] = DataError,
     at: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Path]:
-    """Write a directory: yields a temporary one beside `target`, and renames it into place at the end of the block.
+    """Write a directory: yield a temporary folder and rename it to `target` at the end of the block.
 
-    A killed process leaves a `.tmp-` folder at most, which `remove_stale_temporaries` knows. `manifest` is read after
-    the block, so the block may still fill it. If another process has published `target` meanwhile, theirs stays and
-    ours is dropped; with `replace` ours takes its place. After an exception nothing is left of the temporary directory
-    and the exception goes on. `at` is called with what is begun and its path, for a file system that hangs.
+    A killed process leaves at most a `.tmp-` folder, see `remove_stale_temporaries`. After an exception nothing
+    remains. A directory that another process has published meanwhile stays, unless `replace`. `manifest` is read after
+    the block. `at` is called with each stage and its path, for reports about a file system that hangs.
 
     Raises:
         DiskSpaceError: a write in the block, or the publishing, found no room.
-        error: `target` is in the way (not a finished directory), or cannot be written.
+        error: `target` exists and is not a finished directory, or cannot be written.
     """
     if not replace:
         _require_free_or_finished(target, error)
@@ -67,7 +75,7 @@ def published_directory(
         raise out_of_room(target, reason, needed_bytes=written or None) from reason
     finally:
         owner.release()
-        remove_tree(temporary)  # already gone where it was published; the former target where that was replaced
+        remove_tree(temporary)  # holds the former target where that was replaced
 
 
 def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, FileLock]:
@@ -87,9 +95,9 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Mark the temporary as alive. Without locks on this file system its process id alone does so."""
+    """Lock the temporary. On a file system without locks its process id alone shows that it is in use."""
     try:
-        while not owner.try_acquire():  # another process looks whether it is stale, and lets go at once
+        while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
     except OSError as reason:
         if is_out_of_room(reason):
@@ -127,8 +135,6 @@ def _publish(
 
 
 def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEntry, ...]:
-    """Hash every file below for the manifest, and flush it to disk together with its folder."""
-
     def entry_of(path: Path) -> FileEntry:
         entry = FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, sha256_of(path))
         flush_to_disk(path)
@@ -137,7 +143,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
     paths = sorted(directory.rglob("*"))
     for path in paths:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise error(f"{path}: only ordinary files can be published; copy what the link points to")
+            raise error(f"{path}: only ordinary files can be published; copy the file that the link points to")
     if (directory / MANIFEST) in paths:
         raise error(f"{directory / MANIFEST}: is written by the publishing itself; leave it out")
     entries = in_threads(entry_of, [path for path in paths if path.is_file() and path != directory / OWNER])
@@ -155,7 +161,7 @@ def _rename_into_place(temporary: Path, target: Path, *, replace: bool, error: t
             remove_tree(aside)
         return
     try:
-        temporary.rename(target)  # fails on a directory that is not empty: a finished one is never overwritten
+        temporary.rename(target)  # fails on a directory with content: a finished one is never overwritten
     except OSError:
         _require_free_or_finished(target, error)
         theirs, ours = read_manifest(target, error=error), read_manifest(temporary, error=error)
@@ -166,9 +172,9 @@ def _rename_into_place(temporary: Path, target: Path, *, replace: bool, error: t
 
 
 def _require_free_or_finished(target: Path, error: type[MillraceError]) -> None:
-    in_the_way = os.path.lexists(target) and not target.is_dir()
-    unfinished = target.is_dir() and not os.path.lexists(target / MANIFEST) and _has_content(target)
-    if in_the_way or unfinished:
+    is_file = os.path.lexists(target) and not target.is_dir()
+    is_unfinished = target.is_dir() and not os.path.lexists(target / MANIFEST) and _has_content(target)
+    if is_file or is_unfinished:
         raise error(
             f"{target}: is in the way: it is no finished directory (it has no {MANIFEST}), and may be yours. "
             "Move or delete it, then run again."
@@ -182,13 +188,15 @@ def _has_content(directory: Path) -> bool:
         return True
 
 
+# ---------------------------------------------------------------- single files
+
+
 @contextmanager
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Replace a file by one rename after a flush: yields the new one; a reader sees the old file or the new one, never
-    a part.
+    """Replace a file by one rename after a flush: yield the new file. A reader sees the old file or the new one.
 
     Raises:
-        DiskSpaceError: no room, for `needed_bytes` where that is known; the old file is untouched.
+        DiskSpaceError: no room, for `needed_bytes` where that is known; the old file is unchanged.
         UnwritableError: the folder cannot be written.
     """
     temporary = temporary_beside(path)
@@ -205,26 +213,25 @@ def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[Binar
             temporary.unlink()
         if is_out_of_room(reason):
             raise out_of_room(path, reason, needed_bytes=needed_bytes) from reason
-        if isinstance(reason, OSError) and not isinstance(reason, IsADirectoryError):  # that is in the file's place
+        if isinstance(reason, OSError) and not isinstance(reason, IsADirectoryError):
             raise unwritable(path.parent, reason) from reason
         raise
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """`replaced_file` with this text, in UTF-8."""
+    """Write a UTF-8 text by `replaced_file`."""
     content = text.encode()
     with replaced_file(path, len(content)) as file:
         file.write(content)
 
 
 def write_json_atomically(path: Path, value: JsonValue) -> None:
-    """`write_text_atomically` of indented JSON. NaN and infinity are no JSON: ValueError."""
+    """Write indented JSON by `write_text_atomically`. NaN and infinity raise ValueError."""
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_secret_once(path: Path, secret: str) -> None:
-    """Make a file that its owner alone may read, whole or not at all; one that is there, perhaps made by another
-    process meanwhile, stays."""
+    """Write a file that only its owner may read. An existing one stays."""
     with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name) as file:  # of mode 0600
         file.write(secret)
         file.flush()
@@ -233,13 +240,13 @@ def write_secret_once(path: Path, secret: str) -> None:
             os.link(file.name, path)
         except FileExistsError:
             pass
-        except OSError:  # a file system without links: not whole at once
+        except OSError:  # a file system without links
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as own:
                 own.write(secret)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have a file's bytes, or a folder's entries, on the disk: they are there after a power loss too."""
+    """Force a file's bytes, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -247,37 +254,30 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-OWNER = ".owner.lock"
-TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
-# Between the birth of a temporary and the taking of its lock lie microseconds; younger ones are left alone.
-YOUNG_S = 60.0
-# A single file has no lock of its own; none takes an hour to write.
-YOUNG_FILE_S = 3_600.0
-CHECK_INTERVAL_S = 0.001
+# ---------------------------------------------------------------- temporaries
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so that a rename never crosses a file system."""
+    """Return a new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so a rename stays in one file system."""
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a folder; what is gone already is no error."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    elif os.path.lexists(path):  # of a missing one a read-only file system says that it is read-only
+    elif os.path.lexists(path):  # unlink on a read-only file system fails for a missing file too
         with suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
 
 
 def size_bytes(directory: Path) -> int:
-    """Bytes of all files below, 0 where there are none."""
+    """Return the bytes of all files below a folder."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove what dead processes left beside published directories, or of the one of that name alone; what a live one
-    is writing stays."""
+    """Remove temporaries of dead processes in a folder, or only those for the name `of`. Return their paths."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
@@ -289,8 +289,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether its lock is free and its process dead. Where only a process id is known, which may be another's by now,
-    its age decides."""
+    """Return whether its lock is free and its process dead. Age decides where the process id may be reused."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False
@@ -300,7 +299,7 @@ def _is_stale(path: Path) -> bool:
         try:
             if not owner.try_acquire(create=False):
                 return False
-        except FileNotFoundError:  # it is being published at this moment
+        except FileNotFoundError:  # it is being published now
             return False
         except OSError:
             return dead
@@ -311,12 +310,8 @@ def _is_stale(path: Path) -> bool:
         return False
 
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-
-
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two existing paths of one file system atomically (Linux renameat2); False where that is not offered."""
+    """Swap two existing paths of one file system atomically (Linux renameat2); False where that is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

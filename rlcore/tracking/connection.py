@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 from rlcore.config import TrackingConfig
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import TrackingError
+from rlcore.storage.documents import SQLITE, sqlite_address, sqlite_file
 from rlcore.storage.locks import HeldLock
-from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
 
 Value = TypeVar("Value")
 

@@ -18,7 +18,7 @@ from rlcore.config import TrackingConfig
 from rlcore.config.base import leaves
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import TrackingError
-from rlcore.storage.sqlite import SQLITE
+from rlcore.storage.documents import SQLITE
 from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.connection import accepted_values, connect, explain_error, mlflow_name, resolve_uri
 from rlcore.tracking.lineage import RUN_ID_TAG

@@ -25,8 +25,8 @@ def store_at(folder: Path) -> CheckpointStore:
     return CheckpointStore(folder, CheckpointConfig(keep_last=2, keep_best=0), SETTINGS)
 
 
-def save_for_ever(folder: Path, committed: int) -> None:
-    """Go on from the newest checkpoint: a step, a save, a prune. Says each committed step into a pipe."""
+def save_endlessly(folder: Path, committed: int) -> None:
+    """Resume from the newest checkpoint and repeat a step, a save, a prune. Report committed steps to a pipe."""
     store = store_at(folder)
     model, optimizer = build(seed=1)
     newest = store.latest()
@@ -57,18 +57,18 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             os.close(reader)
-            save_for_ever(folder, writer)
+            save_endlessly(folder, writer)
         os.close(writer)
         with os.fdopen(reader) as pipe:
-            told = [int(pipe.readline()) for _ in range(moments.randint(1, 3))]
+            reported = [int(pipe.readline()) for _ in range(moments.randint(1, 3))]
             time.sleep(moments.uniform(0.0, 0.15))  # about a step, a save and a prune on a busy machine
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            told += [int(line) for line in pipe.read().split()]
+            reported += [int(line) for line in pipe.read().split()]
         found = store_at(folder).find_latest()
         seen.append(
             {
-                "told": told[-1],
+                "reported": reported[-1],
                 "newest": 0 if found.checkpoint is None else found.checkpoint.step,
                 "refusals": [refusal.reason for refusal in found.refusals],
                 "num_checkpoints": len(store_at(folder).list()),

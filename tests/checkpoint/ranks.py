@@ -1,7 +1,7 @@
-"""What each gloo rank of the checkpoint tests runs.
+"""The program of each gloo rank of the checkpoint tests.
 
 python -m tests.checkpoint.ranks RANK WORLD_SIZE OUT
-python -m tests.checkpoint.ranks RANK WORLD_SIZE OUT FROM TO     goes on from a checkpoint for a step, and saves
+python -m tests.checkpoint.ranks RANK WORLD_SIZE OUT FROM TO     resumes from a checkpoint for a step, and saves
 """
 
 import os

@@ -77,7 +77,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that a checkpoint must bring back, whole, by a way of its own: torch's state dicts."""
+    """Return the whole state that a checkpoint must restore, from torch's state dicts."""
     found = {f"model.{name}": whole(value).clone() for name, value in model.state_dict().items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""What the command line shows of checkpoints and does with them."""
+"""Listing, finding, pruning and exporting of checkpoints."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.helpers.published import edit_manifest, flip
 from tests.models.tiny import policy_of, write_model
 
 
-def test_the_list_shows_broken_ones_too(tmp_path):
+def test_list_includes_broken_checkpoints(tmp_path):
     store = store_at(tmp_path)
     for step, score in ((1, 0.5), (2, None), (3, 0.25), (4, 0.0)):
         save(store, step, score)
@@ -49,7 +49,7 @@ def test_the_list_shows_broken_ones_too(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "step"), [("2", 2), ("step-000003", 3), ("last", 3), ("best", 1), ("000002", 2)])
-def test_a_checkpoint_by_its_name(tmp_path, name, step):
+def test_find_checkpoint_by_name(tmp_path, name, step):
     store = store_at(tmp_path)
     for number, score in ((1, 0.5), (2, 0.25), (3, None)):
         save(store, number, score)
@@ -57,7 +57,7 @@ def test_a_checkpoint_by_its_name(tmp_path, name, step):
 
 
 @pytest.mark.parametrize("name", ["7", "best", "first"])
-def test_a_name_that_is_none_lists_those_there_are(tmp_path, name):
+def test_unknown_name_error_lists_checkpoints(tmp_path, name):
     save(store_at(tmp_path), 1)
     with pytest.raises(CheckpointError, match=f"no checkpoint '{name}'; there are: step-000001"):
         find_checkpoint(tmp_path / "checkpoints", name)
@@ -65,14 +65,14 @@ def test_a_name_that_is_none_lists_those_there_are(tmp_path, name):
         find_checkpoint(tmp_path / "absent", "last")
 
 
-def test_a_checkpoint_that_cannot_be_read_says_why(tmp_path):
+def test_unreadable_checkpoint_error_has_the_reason(tmp_path):
     edit_manifest(save(store_at(tmp_path), 1), format_version=99)
     for name in ("1", "step-000001"):
         with pytest.raises(CheckpointError, match="format_version must be 1, got 99"):
             find_checkpoint(tmp_path / "checkpoints", name)
 
 
-def test_the_plan_is_what_pruning_does(tmp_path):
+def test_plan_equals_prune(tmp_path):
     config = CheckpointConfig(keep_last=2, keep_best=0)
     store = store_at(tmp_path, keep_last=2, keep_best=0)
     for step in range(1, 6):
@@ -89,7 +89,7 @@ def test_the_plan_is_what_pruning_does(tmp_path):
     [None, *(LoraConfig(rank=2, target_modules=("q_proj", "down_proj"), base=base) for base in ("native", "nf4"))],
     ids=["full", "lora", "lora-nf4"],
 )
-def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: LoraConfig | None):
+def test_export_is_a_transformers_directory(tmp_path: Path, lora: LoraConfig | None):
     scratch = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_integer=20)
     start = build_scratch_tokenizer(scratch, tmp_path / "start")
     size = len(AutoTokenizer.from_pretrained(start))
@@ -127,7 +127,7 @@ def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: Lor
     assert not (tmp_path / "again").exists()
 
 
-def test_adapters_are_saved_without_their_base_and_refuse_another(tmp_path: Path) -> None:
+def test_adapters_refuse_another_base(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2)
 
     def adapted(seed: int, dtype: str = "float32", lora: LoraConfig = lora):
@@ -141,13 +141,17 @@ def test_adapters_are_saved_without_their_base_and_refuse_another(tmp_path: Path
     trained = 4 * sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     assert trained < written < trained + 20_000
     load_shards(saved, model=adapted(0), optimizer=None)
-    with pytest.raises(CheckpointError, match=r"other weights .*the model at model\.path has changed"):
+    with pytest.raises(CheckpointError, match=r"over a base with digest .*The model at model\.path has changed"):
         load_shards(saved, model=adapted(1), optimizer=None)
-    with pytest.raises(CheckpointError, match=r"base in float32, and it is bfloat16 here\. Set model\.dtype=float32"):
+    with pytest.raises(
+        CheckpointError, match=r"base with dtype float32, and here it has bfloat16\. Set model\.dtype=float32"
+    ):
         load_shards(saved, model=adapted(0, "bfloat16"), optimizer=None)
     in_4_bits = LoraConfig(rank=2, base="nf4")
-    with pytest.raises(CheckpointError, match=r"held as native, and it is nf4 here\. Set model\.lora\.base=native"):
+    with pytest.raises(
+        CheckpointError, match=r"base with base native, and here it has nf4\. Set model\.lora\.base=native"
+    ):
         load_shards(saved, model=adapted(0, lora=in_4_bits), optimizer=None)
     (saved / "base.json").unlink()
-    with pytest.raises(CheckpointError, match=r"base\.json: must say over which base"):
+    with pytest.raises(CheckpointError, match=r"base\.json: must name the base"):
         load_shards(saved, model=adapted(0), optimizer=None)

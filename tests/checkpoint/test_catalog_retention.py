@@ -1,4 +1,4 @@
-"""Which checkpoints stay, against the rule written down naively."""
+"""The retention rule, against a naive version of it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ def naive(scores: dict[int, float | None], *, last: int, best: int, every: int) 
     st.integers(0, 4),
     st.sampled_from([0, 1, 5, 20]),
 )
-def test_against_the_naive_twin(scores, last, best, every):
+def test_kept_steps_equal_the_naive_rule(scores, last, best, every):
     checkpoints = [info(step, {} if score is None else {SCORE: score}) for step, score in scores.items()]
     config = CheckpointConfig(keep_last=last, keep_best=best, keep_every_steps=every)
     kept = kept_steps(checkpoints, config)
@@ -59,5 +59,5 @@ def test_against_the_naive_twin(scores, last, best, every):
         ({"val-core/a/reward/mean@4": 0.0}, 0.0),
     ],
 )
-def test_the_score_is_the_held_out_reward(metrics, expected):
+def test_score_is_the_held_out_reward(metrics, expected):
     assert info(1, metrics).score == expected

@@ -1,4 +1,4 @@
-"""A save: the state of the moment it was asked for, no error lost, and what is no full disk is not taken for one."""
+"""Saves concurrent with training: the state of the request, errors, abandoned saves."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlcore.checkpoint.save import CheckpointSaver, Saved, prune
-from rlcore.checkpoint.shards import CopySize, RankSaver, fits_in_memory, load_shards, rank_shards
+from rlcore.checkpoint.shards import CopySize, RankSaver, load_shards, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError, DiskSpaceError
@@ -44,7 +44,7 @@ def loaded(path: Path) -> tuple[SmallModel, object]:
     return model, optimizer
 
 
-def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
+def test_copy_is_independent_of_later_training(tmp_path):
     model, optimizer = build(seed=1)
     train(model, optimizer, 2)
     expected = state_of(model, optimizer)
@@ -56,7 +56,7 @@ def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["poll", "settle"])
-def test_training_goes_on_while_it_is_written(tmp_path, ending):
+def test_training_continues_during_a_save(tmp_path, ending):
     ranks, store, saver = parts(tmp_path)
     for step in (1, 2):
         train(ranks.model, ranks.optimizer, 1)
@@ -65,22 +65,15 @@ def test_training_goes_on_while_it_is_written(tmp_path, ending):
         train(ranks.model, ranks.optimizer, 1)
         assert ended(saver, ending) == Saved(step, store.path_of(step), {})
         assert saver.at == ""
-        assert saver.poll() is None, "told once"
+        assert saver.poll() is None, "reported once"
         newest = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS).latest()
         assert newest is not None
         assert newest.path == store.path_of(step)
         assert_same(state_of(*loaded(newest.path)), expected)
 
 
-def test_nothing_is_under_way_before_the_first(tmp_path):
-    _, _, saver = parts(tmp_path)
-    assert (saver.poll(), saver.settle()) == (None, None)
-    saver.abandon()
-    assert saver.at == ""
-
-
 @pytest.mark.parametrize("ending", ["poll", "settle"])
-def test_a_full_disk_surfaces_at_the_next_call_and_leaves_nothing(small_disk, ending):
+def test_full_disk_is_raised_by_the_next_call(small_disk, ending):
     ranks, store, saver = parts(small_disk, small_disk)
     save(store, 1)
     begin(saver, 2, ranks)
@@ -95,7 +88,7 @@ def test_a_full_disk_surfaces_at_the_next_call_and_leaves_nothing(small_disk, en
     assert ended(saver, ending).step == 2
 
 
-def test_a_full_disk_during_the_publishing_surfaces_too(small_disk):
+def test_full_disk_during_publishing_is_raised(small_disk):
     """The shards find room, the manifest does not."""
     ranks, store, saver = parts(small_disk)
     begin(saver, 1, ranks)
@@ -108,7 +101,7 @@ def test_a_full_disk_during_the_publishing_surfaces_too(small_disk):
 
 
 @pytest.mark.parametrize("fail", ["begin", "abandon"])
-def test_what_is_given_up_leaves_nothing_and_frees_the_folder(tmp_path, monkeypatch, fail):
+def test_abandoned_save_leaves_nothing(tmp_path, monkeypatch, fail):
     ranks, store, saver = parts(tmp_path)
     if fail == "begin":
         with monkeypatch.context() as patched:
@@ -135,7 +128,7 @@ def _refused(mkdir: Callable[..., None]) -> Callable[..., None]:
     return refuse
 
 
-def test_abandoning_while_it_is_published_waits_for_the_end(tmp_path):
+def test_abandon_completes_a_publication(tmp_path):
     ranks, store, saver = parts(tmp_path)
     begin(saver, 1, ranks)
     ranks.saver.is_written(wait=True)
@@ -145,15 +138,7 @@ def test_abandoning_while_it_is_published_waits_for_the_end(tmp_path):
     assert steps(store) == [1, 2]
 
 
-def test_two_at_a_time_are_a_mistake(tmp_path):
-    ranks, _, saver = parts(tmp_path)
-    begin(saver, 1, ranks)
-    with pytest.raises(AssertionError, match="settle or abandon"):
-        saver.begin(2, lambda: state_at(2), {}, ranks)
-    saver.settle()
-
-
-def test_a_ranks_error_is_raised_once_and_stops_writing(tmp_path):
+def test_error_of_a_rank_is_raised_once(tmp_path):
     ranks, store, saver = parts(tmp_path)
     begin(saver, 1, ranks)
     ranks.saver.write(str(tmp_path / "absent"))  # in place of the folder that is open
@@ -166,14 +151,14 @@ def test_a_ranks_error_is_raised_once_and_stops_writing(tmp_path):
     assert steps(store) == [1]
 
 
-def test_a_save_reports_its_phase_and_needs_room_for_all_ranks(tmp_path):
-    asked: list[Any] = []
+def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
+    waits: list[Any] = []
     seen: list[str] = []
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
 
-    class Asking(NoWaiting):
+    class RecordingRoom(NoWaiting):
         def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-            asked.append((step, path, needed_bytes))
+            waits.append((step, path, needed_bytes))
 
     class TwoRanks(Ranks):
         def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
@@ -182,7 +167,7 @@ def test_a_save_reports_its_phase_and_needs_room_for_all_ranks(tmp_path):
             return found * 2 if verb is RankSaver.copy else found
 
     ranks = TwoRanks()
-    saver = CheckpointSaver(store, Asking())
+    saver = CheckpointSaver(store, RecordingRoom())
     size = sum(
         part.local.numel() * part.local.element_size() for part in rank_shards(ranks.model, ranks.optimizer).parts
     )
@@ -195,8 +180,8 @@ def test_a_save_reports_its_phase_and_needs_room_for_all_ranks(tmp_path):
     at = saver.at
     folder = at.removeprefix("checkpoint of step 3: writing shards to ")
     assert Path(folder).parent == store.directory
-    assert seen == ["", f"checkpoint of step 3: opening a folder beside {store.path_of(3)}", at]
-    assert asked == [(3, store.directory, int(2 * size * 1.01) + 4 * 2**20)]
+    assert seen == ["", f"checkpoint of step 3: opening a folder for {store.path_of(3)}", at]
+    assert waits == [(3, store.directory, int(2 * size * 1.01) + 4 * 2**20)]
     assert saver.settle() == Saved(3, store.path_of(3), {"a": 1.0})
     assert (saver.at, ranks.saver._copies) == ("", {})
 
@@ -204,7 +189,7 @@ def test_a_save_reports_its_phase_and_needs_room_for_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("num_ranks", "spare", "is_copied"), [(1, 1, True), (1, 0, False), (2, 1, True), (2, 0, False)]
 )
-def test_the_ranks_of_a_host_share_its_memory(
+def test_ranks_of_a_host_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int, spare: int, is_copied: bool
 ) -> None:
     model, optimizer = build(seed=1)
@@ -216,14 +201,14 @@ def test_the_ranks_of_a_host_share_its_memory(
     assert sorted(saver._copies) == (["critic", "policy"] if is_copied else [])
 
 
-def test_without_memory_for_a_copy_the_checkpoint_is_there_at_once(tmp_path, monkeypatch):
+def test_save_without_memory_for_a_copy_is_synchronous(tmp_path, monkeypatch):
     monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=0))
     ranks, store, saver = parts(tmp_path)
     assert saver.begin(1, lambda: state_at(1), {}, ranks) == Saved(1, store.path_of(1), {})
     assert_same(state_of(*loaded(store.path_of(1))), state_of(ranks.model, ranks.optimizer))
 
 
-def test_old_ones_go_when_a_new_one_is_there(tmp_path):
+def test_save_prunes_old_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=1, keep_best=0), SETTINGS)
     ranks, saver = Ranks(), CheckpointSaver(store, NoWaiting())
     for step in (1, 2):
@@ -232,7 +217,7 @@ def test_old_ones_go_when_a_new_one_is_there(tmp_path):
     assert steps(store) == [2]
 
 
-def test_nothing_is_under_way_after_a_save_that_could_not_begin(tmp_path):
+def test_save_that_cannot_begin_leaves_nothing(tmp_path):
     ranks, store, saver = parts(tmp_path)
 
     def fails() -> Any:
@@ -244,14 +229,8 @@ def test_nothing_is_under_way_after_a_save_that_could_not_begin(tmp_path):
     assert steps(store) == []
 
 
-def test_old_ones_that_cannot_be_deleted_are_told(tmp_path, caplog):
+def test_failed_prune_is_logged(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
     store.directory.write_text("no folder")
     prune(store)
     assert "old checkpoints were not deleted: " in caplog.text
-
-
-def test_a_copy_leaves_a_quarter_of_its_size_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=1_250))
-    assert fits_in_memory(999)
-    assert not fits_in_memory(1_000)

@@ -30,12 +30,12 @@ def on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("way", ["at once", "by a copy"])
-def test_a_round_trip_on_the_gpu(tmp_path, way):
+@pytest.mark.parametrize("way", ["directly", "by a copy"])
+def test_round_trip_on_the_gpu(tmp_path, way):
     model, optimizer = on_gpu(seed=1)
     step(model, optimizer)
     expected = state_of(model, optimizer)
-    if way == "at once":
+    if way == "directly":
         save_shards(tmp_path / "policy", model=model, optimizer=optimizer)
     else:
         saver = RankSaver(lambda: {"policy": (model, optimizer)}, num_ranks=1)

@@ -34,7 +34,7 @@ def left_by_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return out
 
 
-def test_every_rank_wrote_its_own_part(left_by_ranks):
+def test_every_rank_writes_its_part(left_by_ranks):
     files = sorted(left_by_ranks.glob("from-ranks/*.safetensors"))
     assert len(files) == len(list(left_by_ranks.glob("read-*"))) * len({file.name[:10] for file in files})
     sizes = [file.stat().st_size for file in files]
@@ -42,13 +42,13 @@ def test_every_rank_wrote_its_own_part(left_by_ranks):
     assert max(sizes) < 1.5 * min(sizes)
 
 
-def test_one_to_ranks(left_by_ranks):
+def test_ranks_read_one(left_by_ranks):
     model, optimizer = build(seed=1)
     train(model, optimizer, 2)
     assert_same(load_file(left_by_ranks / "read-0"), state_of(model, optimizer))
 
 
-def test_one_to_ranks_to_one(left_by_ranks):
+def test_one_reads_ranks_and_continues(left_by_ranks):
     expected, its_optimizer = build(seed=1)
     train(expected, its_optimizer, 2)
     model, optimizer = build(seed=9)
@@ -60,18 +60,18 @@ def test_one_to_ranks_to_one(left_by_ranks):
 
 
 @pytest.mark.parametrize("folder", ["trained", "from-copies"])
-def test_trained_on_ranks_to_one(left_by_ranks, folder):
+def test_one_reads_trained_ranks(left_by_ranks, folder):
     """Parameters that a pass without backward left gathered are saved as the shards that they are."""
     model, optimizer = build(seed=9)
     load_shards(left_by_ranks / folder, model=model, optimizer=optimizer)
     assert_same(state_of(model, optimizer), load_file(left_by_ranks / "trained-0"))
 
 
-def test_ranks_to_ranks(left_by_ranks):
+def test_ranks_read_ranks(left_by_ranks):
     assert_same(load_file(left_by_ranks / "reread-0"), load_file(left_by_ranks / "trained-0"))
 
 
-def test_moments_that_wait_on_the_host(left_by_ranks):
+def test_offloaded_moments_are_readable_by_one(left_by_ranks):
     """Trained and saved by ranks with an offloaded optimizer, read by one without."""
     model, optimizer = build(seed=9)
     load_shards(left_by_ranks / "offloaded", model=model, optimizer=optimizer)
@@ -79,7 +79,7 @@ def test_moments_that_wait_on_the_host(left_by_ranks):
 
 
 @pytest.mark.lengthy
-def test_eight_then_four_then_one_go_on_with_the_same_bits(tmp_path):
+def test_eight_then_four_then_one_continue_bit_equal(tmp_path):
     """Each reads what the others had, weights and moments; all the training is that of one, up to rounding."""
     model, optimizer = build(seed=1)
     train(model, optimizer, 2)
@@ -100,7 +100,7 @@ def test_eight_then_four_then_one_go_on_with_the_same_bits(tmp_path):
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_training_on_ranks_is_training_on_one(left_by_ranks):
+def test_training_on_ranks_equals_training_on_one(left_by_ranks):
     model, optimizer = build(seed=1)
     train(model, optimizer, 4)
     trained = load_file(left_by_ranks / "trained-0")

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is broken is refused by name and the one before is taken."""
+"""The folder of checkpoints: broken ones are refused by name and the one before is used."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from tests.helpers.published import edit_manifest, flip
 from tests.storage.small_disk import fill
 
 
-def test_what_is_written_is_listed_found_and_read(tmp_path):
+def test_store_lists_finds_and_reads_checkpoints(tmp_path):
     store = store_at(tmp_path)
     assert store.latest() is None
     assert store.measured_bytes() is None
@@ -42,14 +42,14 @@ def test_what_is_written_is_listed_found_and_read(tmp_path):
     assert store.load_state(newest) == state_at(1_000_000)
 
 
-def test_metrics_that_are_not_finite_are_left_out(tmp_path):
+def test_non_finite_metrics_are_left_out(tmp_path):
     store = store_at(tmp_path)
     with store.writing(state_at(1), {"a": float("nan"), "b": float("inf"), "c": 0.1}):
         pass
     assert dict(store.list()[0].metrics) == {"c": 0.1}
 
 
-def test_the_best_is_the_highest_and_of_equal_ones_the_later(tmp_path):
+def test_best_has_the_highest_and_latest_score(tmp_path):
     store = store_at(tmp_path)
     assert store.best() is None
     save(store, 1)
@@ -91,7 +91,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "newer format": (lambda path: edit_manifest(path, format_version=99), "format_version must be 1, got 99"),
     "renamed": (lambda path: edit_manifest(path, step=7), "is of checkpoint 7, not of checkpoint 3"),
     "no checkpoint": (lambda path: edit_manifest(path, kind="model"), "is of model"),
-    "manifest without keys": (lambda path: edit_manifest(path, without="metrics"), "lacks what a checkpoint's says"),
+    "manifest without keys": (lambda path: edit_manifest(path, without="metrics"), "lacks values of a checkpoint"),
     "deep manifest": (lambda path: (path / "manifest.json").write_text("[" * 200_000), "is damaged"),
     "pipe for a manifest": (lambda path: instead(path / "manifest.json", os.mkfifo), "is no ordinary file"),
     "folder for a manifest": (lambda path: instead(path / "manifest.json", Path.mkdir), "cannot be read"),
@@ -113,11 +113,11 @@ KEPT = (
     "newer format", "pipe for a manifest", "folder for a manifest", "unreadable manifest", "file for a folder",
     "link to itself",
 )  # fmt: skip
-"""Those that get another name; what can be read and is wrong gives way."""
+"""Damage of folders that are set aside; others are replaced."""
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, caplog, damage):
+def test_broken_checkpoint_is_refused_for_the_one_before(tmp_path, caplog, damage):
     writer = store_at(tmp_path)
     for step in (1, 2, 3):
         save(writer, step)
@@ -131,10 +131,10 @@ def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, c
     assert refusal.path == writer.path_of(3)
     with pytest.raises(CheckpointError, match=message):
         raise CheckpointError(refusal.reason)
-    assert "taking step-000002" in caplog.text
+    assert "using step-000002" in caplog.text
     assert str(writer.path_of(3)) in caplog.text
     assert reader.load_state(found.checkpoint).step == 2
-    # The run goes on and comes to the same step again: the broken one gives way.
+    # The run continues and reaches the same step: the broken one is replaced.
     save(reader, 3)
     newest = store_at(tmp_path).latest()
     assert newest is not None
@@ -143,7 +143,7 @@ def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, c
     assert any((tmp_path / "checkpoints").glob("step-000003.*")) == (damage in KEPT)
 
 
-def test_a_newer_state_format_is_refused_and_kept(tmp_path, caplog):
+def test_newer_state_format_is_refused_and_kept(tmp_path, caplog):
     store = store_at(tmp_path)
     save(store, 2)
     with store.writing(replace(state_at(3), format_version=9), {}):
@@ -157,33 +157,13 @@ def test_a_newer_state_format_is_refused_and_kept(tmp_path, caplog):
     assert (tmp_path / "checkpoints" / "step-000003.format-9.1" / "state.json").read_bytes() == newer
 
 
-def test_a_newer_format_is_kept_at_its_step(tmp_path, caplog):
-    store = store_at(tmp_path, keep_last=1, keep_best=0)
-    kept = []
-    for number in (1, 2):
-        path = save(store, 3, content=f"written by a newer one, {number}")
-        edit_manifest(path, format_version=99)
-        save(store_at(tmp_path), 3)
-        assert f"{path}: is of format version 99, newer than ours: it is kept as" in caplog.text
-        kept.append(tmp_path / "checkpoints" / f"step-000003.format-99.{number}")
-    save(store, 4)
-    store.prune()
-    assert steps(store) == [4]
-    for number, path in enumerate(kept, 1):
-        assert (path / "policy" / "rank.safetensors").read_text() == f"written by a newer one, {number} of 3"
-        edit_manifest(path, format_version=1)
-        path.rename(store.path_of(3))
-        store_at(tmp_path).verify(store.list()[0])
-        path.with_name("step-000003").rename(path)
-
-
-def test_a_folder_of_checkpoints_that_is_none_is_refused(tmp_path):
+def test_file_instead_of_the_folder_is_refused(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read .*nobody knows whether"):
+    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read .*it is unknown whether"):
         store_at(tmp_path).latest()
 
 
-def test_settings_that_cannot_be_read_are_one_clear_error(tmp_path):
+def test_unreadable_settings_are_an_error(tmp_path):
     settings = save(store_at(tmp_path), 1) / "settings.json"
     settings.write_text("[" * settings.stat().st_size)
     with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*nested too deeply"):
@@ -215,7 +195,7 @@ def journaled(tmp_path) -> Path:
     ("kept", "reason"),
     [('{"step": 1}\n{"step": 2}\n', "was cut"), ('{"step": 1}\n{"step": 2}\n{"step": 9}\n', "was changed")],
 )
-def test_a_checkpoint_that_the_journal_fits_is_taken(tmp_path, journaled, caplog, kept, reason):
+def test_newest_checkpoint_that_fits_the_journal_is_used(tmp_path, journaled, caplog, kept, reason):
     journaled.write_text(kept)
     found = with_journal(tmp_path).find_latest()
     assert found.checkpoint is not None
@@ -230,7 +210,7 @@ def test_a_checkpoint_that_the_journal_fits_is_taken(tmp_path, journaled, caplog
 
 
 @pytest.mark.parametrize("reason", ["was changed", "is lost"])
-def test_the_newest_is_taken_where_none_fits_the_journal(tmp_path, journaled, caplog, reason):
+def test_newest_is_used_where_none_fits_the_journal(tmp_path, journaled, caplog, reason):
     if reason == "is lost":
         journaled.unlink()
     else:
@@ -243,7 +223,7 @@ def test_the_newest_is_taken_where_none_fits_the_journal(tmp_path, journaled, ca
     assert found.journal_problem in caplog.text
 
 
-def test_a_journal_that_went_on_after_the_checkpoint_fits(tmp_path, journaled):
+def test_longer_journal_fits_a_checkpoint(tmp_path, journaled):
     with journaled.open("a") as file:
         file.write('{"step": 4}\n')
     found = with_journal(tmp_path).find_latest()
@@ -254,7 +234,7 @@ def test_a_journal_that_went_on_after_the_checkpoint_fits(tmp_path, journaled):
 # ---------------------------------------------------------------- what is looked at
 
 
-def test_without_hashes_only_sizes_are_checked(tmp_path):
+def test_latest_without_hashes_checks_sizes_only(tmp_path):
     store = store_at(tmp_path)
     flip(save(store, 1) / "policy" / "rank.safetensors", 0)
     reader = store_at(tmp_path)
@@ -264,15 +244,7 @@ def test_without_hashes_only_sizes_are_checked(tmp_path):
         reader.load_state(found)
 
 
-def test_unless_told_otherwise_hashes_are_checked(tmp_path):
-    store = store_at(tmp_path)
-    save(store, 1)
-    flip(save(store, 2) / "policy" / "rank.safetensors", 0)
-    assert store_at(tmp_path).step_of("last") == 1
-    assert store_at(tmp_path).step_of("last", verify=False) == 2
-
-
-def test_if_all_are_broken_the_run_does_not_start_over_by_itself(tmp_path):
+def test_all_checkpoints_broken_is_an_error(tmp_path):
     store = store_at(tmp_path)
     for step in (1, 2):
         (save(store, step) / "policy" / "rank.safetensors").unlink()
@@ -280,7 +252,7 @@ def test_if_all_are_broken_the_run_does_not_start_over_by_itself(tmp_path):
         store_at(tmp_path).latest()
 
 
-def test_what_is_no_checkpoint_is_no_candidate(tmp_path):
+def test_other_names_are_no_candidates(tmp_path):
     store = store_at(tmp_path)
     save(store, 1)
     for name in (".tmp-step-000002-1-0123abcd", "step-2", "step-000002.bak", "notes", "step-00000x"):
@@ -308,15 +280,14 @@ def test_other_settings_are_refused_with_both_values(tmp_path):
     assert "seed: 1 in the checkpoint, 7 now" in message
     assert message.count(" in the checkpoint, ") == 2
     assert message.endswith(
-        "Set them back; or start a new run from these weights with settings of its own: --fork "
-        f"{tmp_path.name}@1 and another run_id."
+        f"Restore the settings; or start a new run from these weights: --fork {tmp_path.name}@1 and another run_id."
     )
     with pytest.raises(CheckpointError, match="other settings"):
         store.load_state(store.list()[0])
 
 
 @pytest.mark.parametrize(("count", "more"), [(10, ""), (12, "\n  and 2 more")])
-def test_of_many_settings_that_differ_ten_are_shown(tmp_path: Path, count: int, more: str) -> None:
+def test_ten_of_many_different_settings_are_shown(tmp_path: Path, count: int, more: str) -> None:
     folder = save(store_at(tmp_path), 1)
     info = scan(tmp_path / "checkpoints").checkpoints[0]
     theirs = {f"key-{number:02d}": number for number in range(count - 1)}
@@ -327,14 +298,15 @@ def test_of_many_settings_that_differ_ten_are_shown(tmp_path: Path, count: int, 
     lines = [*lines, "  new: absent in the checkpoint, null now"][:10]
     shown = "\n".join(lines)
     assert str(caught.value).startswith(
-        f"{folder}: was made with other settings, so going on would be another run:\n{shown}{more}\nSet them back; or"
+        f"{folder}: was made with other settings, so continuing would be another run:\n{shown}{more}\n"
+        "Restore the settings; or"
     )
     (folder / "settings.json").write_text("[]")
     with pytest.raises(CheckpointError, match=rf"settings\.json: holds no settings\. Restore it, or delete {folder}\."):
         require_same_settings(info, {}, "another")
 
 
-def test_a_name_that_is_none_says_which_there_are(tmp_path: Path) -> None:
+def test_unknown_name_error_lists_checkpoints(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     assert store.find("start") is None
     assert store.step_of("start") == 0
@@ -352,11 +324,11 @@ def test_a_name_that_is_none_says_which_there_are(tmp_path: Path) -> None:
         store.find("step-000002")
     assert str(caught.value) == (
         f"checkpoint=step-000002: run {tmp_path.name} has no such checkpoint; there is start, step-000001, "
-        "step-000003. Name one that is there, or train first: millrace train with these settings"
+        "step-000003. Name one of these, or train first: millrace train with these settings"
     )
 
 
-def test_one_that_cannot_be_deleted_goes_on_taking_room(
+def test_checkpoint_that_cannot_be_deleted_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = store_at(tmp_path, keep_last=1, keep_best=0)
@@ -371,22 +343,14 @@ def test_one_that_cannot_be_deleted_goes_on_taking_room(
 
     monkeypatch.setattr(Path, "rename", refused)
     assert store.prune() == (store.path_of(2),)
-    assert f"{store.path_of(1)}: cannot be deleted ([Errno 16] Device or resource busy); it goes on" in caplog.text
+    assert (
+        f"{store.path_of(1)}: cannot be deleted ([Errno 16] Device or resource busy); it still uses disk space"
+        in caplog.text
+    )
     assert steps(store) == [1, 3]
 
 
-def test_the_best_is_hashed_before_it_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = store_at(tmp_path)
-    for step, score in ((1, 0.5), (2, 0.75)):
-        save(store, step, score)
-    flip(store.path_of(2) / "policy" / "rank.safetensors", 0)
-    best = store_at(tmp_path).best()
-    assert best is not None
-    assert best.step == 1
-    assert f"checkpoint refused: {store.path_of(2)}/policy/rank.safetensors: hash must be" in caplog.text
-
-
-def test_a_verified_checkpoint_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_checkpoint_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = store_at(tmp_path)
     save(writer, 1)
     reader = store_at(tmp_path)
@@ -406,14 +370,16 @@ def test_a_verified_checkpoint_is_hashed_once(tmp_path: Path, monkeypatch: pytes
     assert hashed == [False, False, True, False], "its writer has hashed it; a look at sizes does not count"
 
 
-def test_a_warm_start_of_other_settings_is_no_run_to_fork(tmp_path):
+def test_warm_start_of_other_settings_has_its_remedy(tmp_path):
     stage = tmp_path / "warm-starts" / "warm-start-0123"
     save(store_at(stage), 1)
-    with pytest.raises(CheckpointError, match=rf"Set them back; or delete {stage}, and the warm start begins anew\.$"):
+    with pytest.raises(
+        CheckpointError, match=rf"Restore the settings; or delete {stage} to start the warm start again\.$"
+    ):
         store_at(stage, RunConfig(seed=7)).latest()
 
 
-def test_settings_that_change_no_number_may_change(tmp_path):
+def test_settings_without_effect_on_numbers_may_change(tmp_path):
     save(store_at(tmp_path), 1)
     newest = store_at(tmp_path, RunConfig(name="renamed", tracking=TrackingConfig(enabled=False))).latest()
     assert newest is not None
@@ -422,22 +388,7 @@ def test_settings_that_change_no_number_may_change(tmp_path):
 # ---------------------------------------------------------------- writing and pruning
 
 
-def test_an_error_while_writing_leaves_the_others(tmp_path):
-    store = store_at(tmp_path)
-    save(store, 1)
-
-    def fail() -> None:
-        with store.writing(state_at(2), {}) as folder:
-            (folder / "policy").mkdir()
-            raise RuntimeError("a rank died")
-
-    with pytest.raises(RuntimeError, match="a rank died"):
-        fail()
-    assert steps(store) == [1]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-000001"]
-
-
-def test_a_full_disk_keeps_the_last_good_checkpoint(small_disk):
+def test_full_disk_keeps_the_last_good_checkpoint(small_disk):
     store = store_at(small_disk)
     save(store, 1)
     for num_pages in range(4):  # shard, state, settings, manifest: a page each, so it fills at another
@@ -454,7 +405,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(small_disk):
     assert steps(store) == [1, 2]
 
 
-def test_the_same_step_again_takes_the_place(tmp_path):
+def test_same_step_is_replaced(tmp_path):
     store = store_at(tmp_path)
     save(store, 1, content="old")
     save(store, 1, content="new")
@@ -463,7 +414,7 @@ def test_the_same_step_again_takes_the_place(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001"]
 
 
-def test_pruning_keeps_what_the_rule_says(tmp_path):
+def test_prune_follows_the_retention_rule(tmp_path):
     store = store_at(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4)
     for step in range(1, 10):
         save(store, step, score=1.0 if step == 3 else 0.0)
@@ -474,7 +425,7 @@ def test_pruning_keeps_what_the_rule_says(tmp_path):
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
 
 
-def test_pruning_never_deletes_the_last_good_one(tmp_path):
+def test_prune_never_deletes_the_last_good_one(tmp_path):
     writer = store_at(tmp_path)
     for step in (1, 2, 3):
         save(writer, step)
@@ -486,7 +437,7 @@ def test_pruning_never_deletes_the_last_good_one(tmp_path):
     assert store_at(tmp_path, keep_last=1, keep_best=0).prune() == (), "with no good one left nothing is deleted"
 
 
-def test_a_broken_one_takes_no_place_of_a_whole_one(tmp_path):
+def test_broken_checkpoint_does_not_count_in_retention(tmp_path):
     store = store_at(tmp_path, keep_last=1, keep_best=1)
     for step, score in ((10, 0.5), (20, 0.9)):
         save(store, step, score)
@@ -502,7 +453,7 @@ def test_a_broken_one_takes_no_place_of_a_whole_one(tmp_path):
     assert steps(store) == [10, 20, 40], "what is broken is left for people to look at"
 
 
-def test_a_damage_after_this_process_wrote_it_is_seen_by_size(tmp_path):
+def test_damage_after_a_write_is_found_by_size(tmp_path):
     store = store_at(tmp_path)
     save(store, 1)
     (save(store, 2) / "policy" / "rank.safetensors").write_text("short")
@@ -511,7 +462,7 @@ def test_a_damage_after_this_process_wrote_it_is_seen_by_size(tmp_path):
     assert newest.step == 1
 
 
-def test_a_folder_that_is_deleted_during_the_run_is_one_clear_error(tmp_path):
+def test_folder_deleted_during_a_save_is_an_error(tmp_path):
     store = store_at(tmp_path)
 
     def vanish() -> None:
@@ -522,7 +473,7 @@ def test_a_folder_that_is_deleted_during_the_run_is_one_clear_error(tmp_path):
         vanish()
 
 
-def test_a_read_only_file_system_is_a_clear_error(small_disk):
+def test_read_only_file_system_is_an_error(small_disk):
     store = store_at(small_disk)
     save(store, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -536,7 +487,7 @@ def test_a_read_only_file_system_is_a_clear_error(small_disk):
     assert steps(store) == [1, 2]
 
 
-def test_a_checkpoint_pruned_while_read_is_not_broken(tmp_path, monkeypatch):
+def test_checkpoint_pruned_during_a_read_is_not_broken(tmp_path, monkeypatch):
     """The next one is published, and this one pruned, after the folder was listed and before its manifest is read."""
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     save(store, 1)

@@ -16,7 +16,7 @@ NUM_KILLS = 20
 
 
 @pytest.mark.lengthy  # at chosen moments, of a whole run: run/test_kill.py
-def test_killed_again_and_again(tmp_path):
+def test_repeated_kills_lose_no_checkpoint(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path / "checkpoints"), str(NUM_KILLS)],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -25,7 +25,7 @@ def test_killed_again_and_again(tmp_path):
     seen = json.loads(done.stdout)
     assert len(seen) == NUM_KILLS
     assert all(one["refusals"] == [] for one in seen), "no half checkpoint under a checkpoint's name, ever"
-    assert all(one["newest"] >= one["told"] for one in seen), "what was committed is there"
+    assert all(one["newest"] >= one["reported"] for one in seen), "what was committed is there"
     newest = [one["newest"] for one in seen]
     assert newest == sorted(newest), "no step back"
     # keep_last=2, one that is being written or not yet pruned; two in a row may be killed before they prune.

@@ -56,7 +56,7 @@ def test_a_start_model_is_planned_for(
         has_initial_policy=has_start_model,
     )
     names = {need.what for need in needs}
-    assert ("start model" in names) == (not has_start_model and (has_warm_start or not is_given))
+    assert ("initial policy" in names) == (not has_start_model and (has_warm_start or not is_given))
     assert ("checkpoints of the warm start" in names) == (not has_start_model and has_warm_start)
 
 

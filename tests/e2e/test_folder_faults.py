@@ -45,7 +45,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: SmallRun, tmp_path: Pa
     run_to_the_end(run, events.append)
     (told,) = [event for event in events if event["event"] == "checkpoint_refused"]
     text = str(told["text"])
-    assert text.startswith("going on from step-000002: ")
+    assert text.startswith("resuming from step-000002: ")
     assert "step-000004/policy/rank-00000-of-00001-0000.safetensors: hash must be sha256" in text
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
@@ -77,7 +77,7 @@ def test_checkpoints_of_a_newer_format_are_never_lost(undisturbed: SmallRun, tmp
     events: list[Event] = []
     run_to_the_end(run, events.append)
     (told,) = [str(event["text"]) for event in events if event["event"] == "checkpoint_refused"]
-    assert told.startswith(f"going on from step-000002: {newer}/manifest.json: format_version must be 1, got 99")
+    assert told.startswith(f"resuming from step-000002: {newer}/manifest.json: format_version must be 1, got 99")
     assert content_of(newer.with_name("step-000004.format-99.1")) == written_by_newer
     assert verified_steps(run)[-1] == 6
     assert steps_of(run) == steps_of(undisturbed)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.run.inputs import stage_layout
+from rlcore.run.initial_policy import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of

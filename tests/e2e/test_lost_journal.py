@@ -60,7 +60,7 @@ def test_the_checkpoint_that_fits_the_journal_is_taken(
 ) -> None:
     harm(copied.layout)
     (told,) = told_while_it_goes_on(copied, "checkpoint_refused")
-    assert told.startswith("going on from step-000004: ")
+    assert told.startswith("resuming from step-000004: ")
     assert f"metrics.jsonl: {reason}" in told
     assert steps_in_order(copied) == steps_in_order(undisturbed)
     assert weights_of(copied) == weights_of(undisturbed)
@@ -76,8 +76,8 @@ def test_a_gap_of_the_journal_is_named(undisturbed: SmallRun, stopped: SmallRun,
         without_steps(stopped.layout, 1, 5, 6)
     (told,) = told_while_it_goes_on(stopped, "journal_mismatch")
     gap = "steps 1-4" if is_lost else "step 1"
-    assert told.startswith("going on from step 4 all the same")
-    assert f"it lacks {gap} for good" in told
+    assert told.startswith("resuming from step 4 nevertheless")
+    assert f"it lacks {gap} permanently" in told
     assert weights_of(stopped) == weights_of(undisturbed)
     missing = read_run(stopped.layout.run_dir).missing
     assert told in missing
@@ -101,6 +101,6 @@ def test_a_part_of_another_kind_is_refused(undisturbed: SmallRun, tmp_path: Path
     run.layout.answers.touch()
     os.mkfifo(run.layout.journal)
     with pytest.raises(
-        DataError, match=r"/answers: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move away"
+        DataError, match=r"/answers: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move these away"
     ):
         session_of(run).__enter__()

@@ -133,7 +133,7 @@ def test_a_killed_server_and_a_down_cost_a_run_nothing(stack: Stack) -> None:
     saved = stack.steps_saved("kept")[-1]
     up(stack.root)
     stack.wait_for_step("kept", saved + 1)
-    assert f"going on from step {saved}" in stack.log()
+    assert f"resuming from step {saved}" in stack.log()
     stack.set_state(run, {"type": "CANCELLING"})
     assert stack.wait(run, "CANCELLED")["run_count"] > 1
     steps = [record["step"] for record in journal(stack.run_dir("kept"))]

@@ -67,14 +67,14 @@ def test_a_step_that_takes_too_long_is_given_up(undisturbed: SmallRun, tmp_path:
     run = small(tmp_path, "runtime.stop_deadline_s=200", steps=STEPS)
     (slow,) = disturb(run, at("gen", "SIGTERM", nth=2) | {"late_s": 101})
     assert slow["code"] == RESUMABLE, said(run)
-    assert "given up before reward" in said(run)
+    assert "abandoned before reward" in said(run)
     assert slow["checkpoints"] == ["step-000001"], "the step before was not saved"
     run = small(tmp_path, "runtime.stop_deadline_s=1", steps=STEPS)
     plan = [at("gen", "SIGTERM", nth=2) | {"sleep_s": 600}, at("publish", "SIGTERM") | {"sleep_s": 600}, None]
     found = disturb(run, *plan)
     assert [one["code"] for one in found] == [RESUMABLE, RESUMABLE, 0], said(run)
     assert [one["left"] for one in found] == [[], [], []]
-    assert "runtime.stop_deadline_s: told to stop" in said(run)
+    assert "runtime.stop_deadline_s: the run had not ended" in said(run)
     assert "; checkpoint of step " in said(run), "a publication that hangs is named"
     assert steps_of(run) == steps_of(undisturbed)
 

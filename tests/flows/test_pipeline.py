@@ -275,7 +275,7 @@ def test_a_killed_trainer_is_restarted_with_the_same_numbers(
     wait_until(lambda: bool(api.filter("task_runs", **second)), "the end of the second chunk")
     (chunk,) = api.filter("task_runs", **second)
     assert chunk["run_count"] == 1, "a lost trainer is started again within the task"
-    assert "going on from step" in told_in_time(api, millrace, "resumed")["text"]
+    assert "resuming from step" in told_in_time(api, millrace, "resumed")["text"]
     told_in_time(api, millrace, "alarm")
     alarms = [one for one in api.events(millrace.run_dir().name, "alarm") if one["alarm"] == "entropy"]
     assert alarms

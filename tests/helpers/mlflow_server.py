@@ -6,7 +6,7 @@ from pathlib import Path
 
 import uvicorn
 
-from rlcore.storage.sqlite import sqlite_address
+from rlcore.storage.documents import sqlite_address
 from rlcore.tracking.connection import connect, mlflow_app
 
 if __name__ == "__main__":

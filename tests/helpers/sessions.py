@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
-from rlcore.run.session import Session
+from rlcore.run.process import Session
 from tests.helpers.running import write_record
 from tests.small_run import NoSignals, SmallRun, prepare
 

@@ -1,4 +1,4 @@
-"""Room on disk as a plan counts it, byte for byte, and the words and times of a pause."""
+"""A plan's disk needs in bytes, and the wait for room."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ BASE = (
 )  # fmt: skip
 
 
-def needs_of(root: Path, *words: str, has_start_model: bool = True) -> dict[str, tuple[Path, int]]:
+def needs_of(root: Path, *words: str, has_initial_policy: bool = True) -> dict[str, tuple[Path, int]]:
     given = {word.partition("=")[0] for word in words}
     base = [word for word in BASE if word.partition("=")[0] not in given]
     config = load_config(["experiment=debug", f"paths.root={root}", *base, *words])
@@ -34,7 +34,7 @@ def needs_of(root: Path, *words: str, has_start_model: bool = True) -> dict[str,
         checkpoints_bytes=7,
         num_weights=1000,
         steps_left=11,
-        has_initial_policy=has_start_model,
+        has_initial_policy=has_initial_policy,
     )
     assert len({need.what for need in needs}) == len(needs)
     run_dir = RunLayout.of(config).run_dir
@@ -52,7 +52,7 @@ def planned(config: RunConfig) -> dict[str, int]:
     return {need.what: need.size_bytes for need in needs}
 
 
-def test_weights_and_answers_are_planned_for(tmp_path: Path) -> None:
+def test_needs_of_weights_and_responses(tmp_path: Path) -> None:
     assert needs_of(tmp_path) == {
         "checkpoints": (Path("run/checkpoints"), 7),
         "weights for others": (Path("run/model"), 4 * 1000),
@@ -60,13 +60,13 @@ def test_weights_and_answers_are_planned_for(tmp_path: Path) -> None:
     }
 
 
-def test_stages_and_tracking_are_planned_for(tmp_path: Path) -> None:
+def test_needs_of_stages_and_tracking(tmp_path: Path) -> None:
     words = ("warm_start.enabled=true", "tracking.enabled=true", "runtime=ray")
-    found = needs_of(tmp_path, *words, has_start_model=False)
+    found = needs_of(tmp_path, *words, has_initial_policy=False)
     besides = {what: need for what, need in found.items() if what not in needs_of(tmp_path)}
     assert besides.pop("Ray's object store")[1] >= 2**20
     assert besides == {
-        "start model": (Path("models"), 4 * 1000),
+        "initial policy": (Path("models"), 4 * 1000),
         "checkpoints of the warm start": (Path("warm-starts"), int(1000 * 12 * 1.01) + 4 * 2**20),
         "MLflow's artifacts": (Path(), 4 * 1000),
     }
@@ -77,28 +77,25 @@ def test_stages_and_tracking_are_planned_for(tmp_path: Path) -> None:
     ("word", "size_bytes"),
     [("answers.max_gb=0.0001", 100_000), ("answers.every_steps=0", 0), ("answers.every_steps=12", 0)],
 )
-def test_kept_answers_are_planned_for_by_their_settings(tmp_path: Path, word: str, size_bytes: int) -> None:
+def test_needs_of_responses_follow_their_settings(tmp_path: Path, word: str, size_bytes: int) -> None:
     assert needs_of(tmp_path, word)["answers"][1] == size_bytes
 
 
-def test_smollm2s_weights_are_planned_for_until_they_are_there(tmp_path: Path) -> None:
+def test_needs_of_smollm2_until_it_exists(tmp_path: Path) -> None:
     config = RunConfig(model=ModelConfig(path=SMOLLM2), paths=PathsConfig(root=str(tmp_path)))
     found = planned(config)
     assert found["SmolLM2's weights"] == 4 * 1000
-    assert "start model" not in found
+    assert "initial policy" not in found
     configured_model(config).mkdir(parents=True)
     assert "SmolLM2's weights" not in planned(config)
     assert "SmolLM2's weights" not in planned(RunConfig(model=ModelConfig(path=str(tmp_path))))
 
 
-# ---------------------------------------------------------------------- a pause
-
-
-Told = list[tuple[str, int, Mapping[str, object]]]
+Events = list[tuple[str, int, Mapping[str, object]]]
 
 
 def room_of(
-    told: Told,
+    events: Events,
     *,
     stop: Callable[[], bool] = lambda: False,
     prune: Callable[[], object] = lambda: None,
@@ -106,16 +103,16 @@ def room_of(
     reserve_gb: float = 0.0,
 ) -> DiskRoom:
     config = CheckpointConfig(reserve_gb=reserve_gb, wait_for_room_s=wait_for_room_s)
-    return DiskRoom(config, log_event=lambda *one: told.append(one), stop=stop, prune=prune)
+    return DiskRoom(config, log_event=lambda *one: events.append(one), stop=stop, prune=prune)
 
 
-def test_a_pause_says_what_is_missing_with_the_reserve(small_disk: Path) -> None:
-    told: Told = []
+def test_pause_names_missing_bytes_with_the_reserve(small_disk: Path) -> None:
+    events: Events = []
     fill(small_disk, leave_bytes=8192)
-    room = room_of(told, reserve_gb=0.001, stop=lambda: bool(told))
+    room = room_of(events, reserve_gb=0.001, stop=lambda: bool(events))
     with pytest.raises(StopRequestedError) as stopped:
         room.wait(5_000, step=3, path=small_disk)
-    ((name, step, data),) = told
+    ((name, step, data),) = events
     assert (name, step, data["path"]) == ("paused_for_disk", 3, str(small_disk))
     lacks = f"{small_disk}: 1.0 MB are missing: 5.0 kB to write and 1.0 MB in reserve (checkpoint.reserve_gb)"
     assert str(data["text"]).startswith(f"paused: 1.0 MB are missing at {small_disk}: {lacks}, and 8.2 kB are")
@@ -124,68 +121,61 @@ def test_a_pause_says_what_is_missing_with_the_reserve(small_disk: Path) -> None
     assert str(stopped.value).startswith(f"stopped while the run waited for room on a disk: {lacks}")
 
 
-def test_a_pause_for_want_of_inodes_says_so(tmp_path: Path) -> None:
-    told: Told = []
+def test_pause_names_missing_inodes(tmp_path: Path) -> None:
+    events: Events = []
     with mounted(tmp_path / "few", options="nr_inodes=1") as folder:
         with pytest.raises(StopRequestedError):
-            room_of(told, stop=lambda: bool(told)).wait(5, step=3, path=folder)
-        assert str(told[0][2]["text"]).startswith(f"paused: inodes are missing at {folder}: {folder}: that file system")
+            room_of(events, stop=lambda: bool(events)).wait(5, step=3, path=folder)
+        assert str(events[0][2]["text"]).startswith(
+            f"paused: inodes are missing at {folder}: {folder}: that file system"
+        )
 
 
-def test_what_is_not_kept_goes_before_a_run_pauses(small_disk: Path) -> None:
-    told: Told = []
+def test_wait_prunes_before_a_pause(small_disk: Path) -> None:
+    events: Events = []
     ballast = fill(small_disk, leave_bytes=8192)
-    room_of(told, prune=ballast.unlink, stop=lambda: bool(told)).wait(8193, step=3, path=small_disk)
+    room_of(events, prune=ballast.unlink, stop=lambda: bool(events)).wait(8193, step=3, path=small_disk)
     assert free_bytes(small_disk) > 8192
-    assert told == []
+    assert events == []
 
 
 @pytest.fixture
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each sleep, on a clock that goes on by them alone."""
+    """The seconds of each sleep, on a fake clock."""
     found: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(found), sleep=found.append)
     monkeypatch.setattr(disk, "time", clock)
     return found
 
 
-def test_a_pause_ends_when_there_is_room(
-    small_disk: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pause_ends_when_there_is_room(small_disk: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     ballast = fill(small_disk, leave_bytes=8192)
-    told: Told = []
-    look = DiskRoom.check
+    events: Events = []
+    check = DiskRoom.check
 
-    def looked(room: DiskRoom, path: Path, needed_bytes: int) -> RoomReport:
+    def checked(room: DiskRoom, path: Path, needed_bytes: int) -> RoomReport:
         if len(sleeps) == 3:
             ballast.unlink(missing_ok=True)
-        return look(room, path, needed_bytes)
+        return check(room, path, needed_bytes)
 
-    monkeypatch.setattr(DiskRoom, "check", looked)
-    room_of(told).wait(8193, step=3, path=small_disk)
+    monkeypatch.setattr(DiskRoom, "check", checked)
+    room_of(events).wait(8193, step=3, path=small_disk)
     assert sleeps == [1, 1, 1]
-    assert [(name, step) for name, step, _ in told] == [("paused_for_disk", 3), ("disk_room", 3)]
-    assert told[1][2] == {"text": f"{small_disk}: there is room again, going on", "path": str(small_disk)}
+    assert [(name, step) for name, step, _ in events] == [("paused_for_disk", 3), ("disk_room", 3)]
+    assert events[1][2] == {"text": f"{small_disk}: there is room again, the run continues", "path": str(small_disk)}
 
 
 @pytest.mark.parametrize(("wait_for_room_s", "slept"), [(0, []), (2, [1, 1]), (2.5, [1, 1, 0.5])])
-def test_a_pause_without_room_in_time_is_an_error(
+def test_pause_without_room_in_time_is_an_error(
     small_disk: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float]
 ) -> None:
     fill(small_disk, leave_bytes=8192)
-    told: Told = []
+    events: Events = []
     with pytest.raises(DiskSpaceError, match=" are missing") as failed:
-        room_of(told, wait_for_room_s=wait_for_room_s).wait(8193, step=3, path=small_disk)
+        room_of(events, wait_for_room_s=wait_for_room_s).wait(8193, step=3, path=small_disk)
     assert str(failed.value).endswith(
-        f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). What is committed stays; the same "
-        "command goes on from there."
+        f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). Committed data stays; the same "
+        "command resumes the run."
     )
     assert sleeps == slept
-    assert [name for name, _, _ in told] == ["paused_for_disk"]
-
-
-def test_a_stop_ends_a_pause(small_disk: Path, sleeps: list[float]) -> None:
-    fill(small_disk, leave_bytes=8192)
-    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: .*are missing"):
-        room_of([], stop=lambda: len(sleeps) == 4).wait(8193, step=3, path=small_disk)
-    assert sleeps == [1, 1, 1, 1]
+    assert [name for name, _, _ in events] == ["paused_for_disk"]

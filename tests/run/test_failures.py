@@ -1,4 +1,4 @@
-"""What a fault is called, by the error that it ends a process with; and its line in the run's folder."""
+"""Kinds of failures by their errors, and their lines in the run's folder."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from rlcore.run.failures import (
 
 
 def allocation_refused() -> Exception:
-    """What torch says where the host has no memory."""
+    """Return torch's error where the host has no memory."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     return caught.value
@@ -48,38 +48,38 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", list(ERRORS))
-def test_kind_and_phase(kind: str) -> None:
+def test_failure_kind_and_phase_of_each_error(kind: str) -> None:
     found = failure_from(as_known_error(ERRORS[kind], "gen"), "gen", 7)
     assert str(found) == f"{kind.partition(',')[0]} in gen after step 7"
 
 
-def test_an_allocation_that_the_host_refuses() -> None:
+def test_refused_allocation_is_host_memory() -> None:
     ours = as_known_error(allocation_refused(), "update_actor")
     assert failure_from(ours, "update_actor", 0).kind == "host out of memory"
     assert "lower runtime.num_workers" in str(ours)
 
 
-def test_a_damaged_line_of_faults_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    faults = [failure_from(as_known_error(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
+def test_damaged_line_loses_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failures = [failure_from(as_known_error(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
     assert read_failures(tmp_path) == []
-    for fault in faults[:2]:
-        append_failure(tmp_path, fault)
+    for failure in failures[:2]:
+        append_failure(tmp_path, failure)
     with (tmp_path / FAILURES_FILE).open("ab") as file:
         file.write(b'{"kind": "\xff", "phase": "a bit has flipped"}\n{"kind": "ha')  # and a full disk
-    for fault in faults[2:]:
-        append_failure(tmp_path, fault)
-    assert read_failures(tmp_path) == faults
-    assert caplog.text.count(f"{tmp_path}/{FAILURES_FILE}: a line is damaged and left out: b'") == 2
-    assert (tmp_path / FAILURES_FILE).read_bytes().count(b"\n") == len(faults) + 2
+    for failure in failures[2:]:
+        append_failure(tmp_path, failure)
+    assert read_failures(tmp_path) == failures
+    assert caplog.text.count(f"{tmp_path}/{FAILURES_FILE}: a line is damaged and skipped: b'") == 2
+    assert (tmp_path / FAILURES_FILE).read_bytes().count(b"\n") == len(failures) + 2
 
 
-def test_a_fault_that_cannot_be_written_costs_its_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     append_failure(tmp_path / "absent", Failure("hang", "", 3, "no end"))
     assert f"{tmp_path}/absent/{FAILURES_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_fault_is_short_and_says_where_it_was() -> None:
+def test_failure_text_is_short_and_names_its_phase() -> None:
     found = failure_from(KeyError("x" * 2000), "", 3)
     assert (found.kind, found.step, len(found.message), found.stacks) == ("error", 3, 1000, None)
     assert str(found) == "error after step 3"
@@ -87,7 +87,7 @@ def test_a_fault_is_short_and_says_where_it_was() -> None:
     assert round(found.time, 3) == found.time > 1.7e9
 
 
-def test_exhausted_memory_has_a_remedy() -> None:
+def test_memory_errors_have_a_remedy() -> None:
     on_device = as_known_error(RuntimeError("CUDA out of memory. Tried to"), "gen")
     assert isinstance(on_device, DeviceMemoryError)
     assert str(on_device) == (
@@ -105,9 +105,9 @@ def test_exhausted_memory_has_a_remedy() -> None:
         assert as_known_error(error, "gen") is error
 
 
-def test_kills_by_the_kernel_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tmp_path / "events", tmp_path / "vmstat"
-    monkeypatch.setattr(faults, "OOM_COUNTERS", files)
+    monkeypatch.setattr("rlcore.run.failures.OOM_COUNTERS", files)
     assert num_oom_kills() == 0
     files[1].write_text("pgfault 9\noom_kill 7\n")
     assert num_oom_kills() == 7

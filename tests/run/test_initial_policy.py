@@ -1,4 +1,4 @@
-"""What is known of the model of step 0, and the line that shows it."""
+"""The model of step 0: its metrics and its display line."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -6,8 +6,8 @@ from types import MappingProxyType
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
-from rlcore.run.initial_policy import UNTRAINED, InitialPolicy, known_initial_policy, remove_leftovers
-from rlcore.run.inputs import RunInputs, planned_initial_policy, stage_layout
+from rlcore.run.initial_policy import UNTRAINED, InitialPolicy, known_initial_policy, remove_leftovers, stage_layout
+from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
 from tests.helpers.published import publish
@@ -17,7 +17,7 @@ def manifest(**values: object) -> Manifest:
     return Manifest(MappingProxyType(values), ())
 
 
-def test_a_model_from_elsewhere_has_no_figures() -> None:
+def test_other_model_has_no_metrics() -> None:
     found = InitialPolicy.of(Path("m"), None, cached=True)
     assert (found.directory, found.cached, found.steps, dict(found.figures)) == (Path("m"), True, 0, {})
     assert str(found) == "no supervised steps: training starts from m"
@@ -30,7 +30,7 @@ def test_a_model_from_elsewhere_has_no_figures() -> None:
         ({"held_out_loss": 2, "accuracy": 0.5, "reward": None}, "held-out-loss 2.000 after 7 steps"),
     ],
 )
-def test_the_line_shows_reward_and_held_out_loss(values: dict[str, object], shown: str) -> None:
+def test_text_shows_reward_and_held_out_loss(values: dict[str, object], shown: str) -> None:
     for cached, skipped in ((True, ", skipped: done before"), (False, "")):
         found = InitialPolicy.of(Path("m"), manifest(steps=7, kind="model", **values), cached=cached)
         assert str(found) == f"{shown}{skipped} (m)"
@@ -42,7 +42,7 @@ def of_model(root: Path, path: Path | None, *, warm: bool) -> RunConfig:
     return config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"enabled": warm})})
 
 
-def test_given_and_made_start_models_are_known(tmp_path: Path) -> None:
+def test_configured_and_built_policies_are_known(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     inputs = RunInputs(tmp_path / "f", tmp_path / "t")
     given = known_initial_policy(of_model(tmp_path, tmp_path / "given", warm=False), inputs)

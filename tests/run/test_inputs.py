@@ -1,17 +1,27 @@
-"""What the model of step 0 depends on, and what not."""
+"""Fingerprints of the model of step 0, and damaged inputs."""
 
+import os
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from rlcore.config import RunConfig
+from rlcore.config import ModelConfig, RunConfig
 from rlcore.config.base import leaves
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
-from rlcore.run.inputs import find_initial_policy, initial_policy_fingerprint, stage_settings, suite_fingerprint
+from rlcore.run.initial_policy import stage_settings
+from rlcore.run.inputs import (
+    content_digest,
+    digests_in,
+    find_initial_policy,
+    initial_policy_fingerprint,
+    model_digests,
+    suite_fingerprint,
+)
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.helpers.published import edit_manifest
@@ -45,7 +55,7 @@ def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
         "rollout.skip_special_tokens=false",
     ],
 )
-def test_what_changes_the_start_model_changes_its_fingerprint(override: str) -> None:
+def test_fingerprint_depends_on_training_settings(override: str) -> None:
     assert fingerprint_with(override) != fingerprint_with()
 
 
@@ -58,7 +68,7 @@ def test_what_changes_the_start_model_changes_its_fingerprint(override: str) -> 
         "sandbox.time_s=2",
     ],
 )
-def test_scoring_is_in_the_fingerprints_of_pass_rates_and_suites(override: str) -> None:
+def test_fingerprints_of_pass_rates_and_suites_include_scoring(override: str) -> None:
     found = []
     for more in ((), (override,)):
         suite = (
@@ -70,7 +80,7 @@ def test_scoring_is_in_the_fingerprints_of_pass_rates_and_suites(override: str) 
     assert all(one != other for one, other in zip(*found, strict=True))
 
 
-def test_an_edited_scorer_is_another_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edited_scorer_changes_the_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     found = set()
     for reward in ("0.5", "1.0"):
@@ -82,7 +92,7 @@ def test_an_edited_scorer_is_another_warm_start(tmp_path: Path, monkeypatch: pyt
     assert len(found) == 4
 
 
-def test_tools_are_in_the_fingerprint_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_fingerprint_includes_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     found = set()
     for reply in ("0.5", "1.0"):
@@ -98,8 +108,8 @@ def test_tools_are_in_the_fingerprint_of_a_suite(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "overrides", [(), ("warm_start.stop_at_reward=null",)], ids=["a reward ends it", "no reward is sampled"]
 )
-def test_stages_that_share_a_folder_have_the_same_settings(overrides: tuple[str, ...]) -> None:
-    """Each setting is varied: a stage that one run has begun is gone on with by any other that names it the same."""
+def test_stages_in_one_folder_have_equal_settings(overrides: tuple[str, ...]) -> None:
+    """Each setting is varied: another run of the same stage name resumes the stage."""
     base = load_config(["experiment=debug", *overrides]).model_dump()
     apart = {"data.task", "warm_start.demonstrations"}  # another dataset, a file that is there
     if not overrides:
@@ -119,14 +129,14 @@ def test_stages_that_share_a_folder_have_the_same_settings(overrides: tuple[str,
     assert refused == []
 
 
-def test_fingerprints_of_start_models() -> None:
+def test_fingerprint_ignores_unused_settings() -> None:
     assert fingerprint_with(filtered=Path("filtered/fedcba9876543210")) != fingerprint_with()
     unread = ("optim.lr=0.5", "rollout.max_num_seqs=3", "reward.deadline_s=9", "validation.sampling.temperature=0.5")
     assert fingerprint_with(*unread) == fingerprint_with()
 
 
-def test_another_temperature_is_another_warm_start(tmp_path: Path) -> None:
-    """The same demonstrations, measured by other answers: each has a reward of its own."""
+def test_another_temperature_changes_the_warm_start(tmp_path: Path) -> None:
+    """Equal demonstrations with other responses have another reward."""
     short = (
         "warm_start.max_steps=60", "warm_start.check_every=60", "warm_start.batch_size=32", "warm_start.optim.lr=5e-3",
         "model.scratch.hidden_size=128", "model.scratch.intermediate_size=256", "model.scratch.num_heads=2",
@@ -165,7 +175,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
         "models/*/config.json",
     ],
 )
-def test_a_damaged_input_is_made_again(
+def test_damaged_input_is_made_again(
     prepared: SmallRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     shutil.copytree(prepared.config.paths.root, tmp_path / "root")
@@ -180,7 +190,7 @@ def test_a_damaged_input_is_made_again(
     assert again.model_directory.name == prepared.model_directory.name
 
 
-def test_a_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None:
+def test_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(prepared.model_directory, model)
     edit_manifest(model, fingerprint=model.name)  # as an export, which is called `model`
@@ -193,3 +203,31 @@ def test_a_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None
         find_initial_policy(load_config(overrides), FILTERED)
     (model / "manifest.json").unlink()
     assert find_initial_policy(load_config(overrides), FILTERED) is None
+
+
+# ---------------------------------------------------------------- digests of models
+
+
+def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    for name in ("config.json", "model.safetensors", "merges.txt", "README.md", "manifest.json"):
+        (tmp_path / name).write_text(name)
+    counted = ("config.json", "merges.txt", "model.safetensors")
+    assert digests_in(tmp_path) == {name: sha256(name.encode()).hexdigest() for name in counted}
+    assert digests_in(tmp_path / "absent") == {}
+
+
+def test_missing_models_have_no_digests(tmp_path: Path) -> None:
+    assert model_digests(RunConfig(model=ModelConfig(path="owner/name"))) == {}
+    assert model_digests(RunConfig(model=ModelConfig(path=str(tmp_path)))) == {"model.path": {}}
+
+
+def test_changed_content_of_equal_size_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    os.utime(file, (0, 0))
+    before, seen = content_digest(file), file.stat()
+    while file.stat().st_ctime_ns == seen.st_ctime_ns:  # until the file system's clock ticks
+        file.write_bytes(b"two")
+        os.utime(file, (0, 0))
+    assert content_digest(file) == sha256(b"two").hexdigest() != before

@@ -1,4 +1,4 @@
-"""What a run takes from the stages before it, by name and in the file that says so; the settings of a warm start."""
+"""A run's inputs by name and in its record; the settings of a warm start."""
 
 import hashlib
 from pathlib import Path
@@ -11,24 +11,22 @@ from rlcore.config.data import CountdownData, MixtureData
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256
 from rlcore.errors import DataError, ModelError
 from rlcore.run import inputs as run_inputs
+from rlcore.run.initial_policy import stage_layout, stage_settings
 from rlcore.run.inputs import (
     RunInputs,
     configured_model,
-    generation_payload,
     has_configured_model,
     planned_initial_policy,
     planned_tokenizer,
     require_smollm2,
     require_whole_model,
-    stage_layout,
-    stage_settings,
 )
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.lineage import Origin, Stage
 from tests.helpers.published import publish
 
 
-def test_inputs_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_inputs_round_trip(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path / "run")
     for inputs in (
         RunInputs(Path("f"), Path("t")),
@@ -38,7 +36,7 @@ def test_inputs_come_back_as_they_were_written(tmp_path: Path) -> None:
         assert RunInputs.read(layout) == inputs
 
 
-def test_a_record_without_inputs_is_refused_with_what_makes_them(tmp_path: Path) -> None:
+def test_record_without_inputs_is_refused(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path)
     for stages in (None, (), (Stage("filtered", "f", "f"),)):
         if stages is not None:
@@ -47,7 +45,7 @@ def test_a_record_without_inputs_is_refused_with_what_makes_them(tmp_path: Path)
             RunInputs.read(layout)
 
 
-def test_files_of_a_mixture_and_of_a_suite(tmp_path: Path) -> None:
+def test_files_of_a_mixture_and_a_suite(tmp_path: Path) -> None:
     mixture = publish(tmp_path / "mixture", parts=["a", "b"])
     inputs = RunInputs(mixture, Path("t"), Path("d"), Path("o"), {"s": tmp_path / "s"})
     parts = (tmp_path / "a", tmp_path / "b")
@@ -66,7 +64,7 @@ def test_files_of_a_mixture_and_of_a_suite(tmp_path: Path) -> None:
         inputs.for_suite("x")
 
 
-def test_the_folder_of_smollm2_is_named_by_its_digest(tmp_path: Path) -> None:
+def test_smollm2_folder_is_named_by_its_digest(tmp_path: Path) -> None:
     config = of_model(tmp_path, SMOLLM2)
     folder = tmp_path / "models" / f"smollm2-{SMOLLM2_SHA256[:16]}"
     assert (configured_model(config), planned_tokenizer(config)) == (folder, folder)
@@ -82,7 +80,7 @@ def of_model(root: Path, path: Path | str | None, *, max_integer: int | None = N
     return config.model_copy(update={"warm_start": warm_start, "model": model})
 
 
-def test_the_folder_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_folder_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     for path in (tmp_path / "model", "~/model"):
@@ -94,7 +92,7 @@ def test_the_folder_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {name.parent for name in names} == {tmp_path / "tokenizers"}
 
 
-def test_a_given_model_needs_no_stage(tmp_path: Path) -> None:
+def test_configured_model_needs_no_stage(tmp_path: Path) -> None:
     filtered = Path("filtered/0123")
     for path, warm, given in (("owner/a", False, True), ("owner/a", True, False), (None, False, False)):
         config = of_model(tmp_path, path, warm=warm)
@@ -117,7 +115,7 @@ def test_a_given_model_needs_no_stage(tmp_path: Path) -> None:
         (["warm_start.epochs=100"], 512, 40),
     ],
 )
-def test_the_steps_of_a_warm_start(words: list[str], num_rows: int | None, steps: int) -> None:
+def test_warm_start_steps_by_epochs(words: list[str], num_rows: int | None, steps: int) -> None:
     config = load_config(["experiment=debug", "warm_start.max_steps=40", "warm_start.batch_size=64", *words])
     trainer = stage_settings(config, num_rows).trainer
     assert (trainer.total_steps, trainer.batch_size, trainer.mini_batch_size, trainer.epochs_per_batch) == (
@@ -137,14 +135,14 @@ LENGTHS = ("filter.max_prompt_tokens=32", "rollout.max_response_tokens=8")
         (["warm_start.stop_at_reward=0.5", "warm_start.max_tokens=50"], 32, 8),
     ],
 )
-def test_lengths_of_a_warm_start(words: list[str], prompt: int, response: int) -> None:
+def test_warm_start_lengths(words: list[str], prompt: int, response: int) -> None:
     stage = stage_settings(load_config(["experiment=debug", *LENGTHS, *words]))
     assert (stage.filter.max_prompt_tokens, stage.rollout.max_response_tokens) == (prompt, response)
     samples = "null" not in words[0]
     assert (stage.rollout.engine, stage.rollout.samples_per_prompt) == ("hf" if samples else "none", 1)
 
 
-def test_demonstrations_of_its_own_may_be_longer_than_prompts() -> None:
+def test_separate_demonstrations_may_be_longer_than_prompts() -> None:
     config = load_config(["experiment=debug", *LENGTHS, "warm_start.stop_at_reward=0.5", "warm_start.max_tokens=50"])
     for max_tokens, prompt in ((50, 42), (40, 32), (41, 33)):
         warm = config.warm_start.model_copy(update={"demonstrations": "rows.jsonl", "max_tokens": max_tokens})
@@ -156,7 +154,7 @@ def test_demonstrations_of_its_own_may_be_longer_than_prompts() -> None:
 @pytest.mark.parametrize(
     ("workers", "address", "backend"), [(1, None, "local"), (2, None, "ray"), (1, "head:6379", "ray")]
 )
-def test_a_warm_start_alone_on_a_host_needs_no_cluster(workers: int, address: str | None, backend: str) -> None:
+def test_single_rank_warm_start_needs_no_cluster(workers: int, address: str | None, backend: str) -> None:
     config = load_config(["experiment=debug", "runtime=ray"])
     runtime = config.runtime.model_copy(update={"num_workers": workers, "ray_address": address})
     stage = stage_settings(config.model_copy(update={"runtime": runtime}))
@@ -166,14 +164,7 @@ def test_a_warm_start_alone_on_a_host_needs_no_cluster(workers: int, address: st
     assert (stage.model.lora, stage.model.share_prompts) == (None, False)
 
 
-def test_scoring_is_said_only_where_it_differs_from_the_defaults() -> None:
-    plain = generation_payload(RunConfig())
-    assert set(plain) == {"max_response_tokens", "sampling", "scorers"}
-    changed = generation_payload(load_config(["experiment=debug", "sandbox.memory_mb=1024"]))
-    assert set(changed) == {"max_response_tokens", "sampling", "scorers", "scoring"}
-
-
-def test_scoring_counts_in_a_sampling_warm_start_alone() -> None:
+def test_scorer_counts_only_in_a_sampling_warm_start() -> None:
     part = "{task: countdown, template: bare, number_high: 20, target_high: 40, scorer: 'a.b:c'}"
     parts = f"data.parts=[{{name: a, weight: 3, data: {part}}},{{name: b, weight: 0.5, data: {part}}}]"
     config = load_config(["experiment=debug", "data=mixture", parts, "warm_start.stop_at_reward=0.5"])
@@ -192,19 +183,19 @@ def test_scoring_counts_in_a_sampling_warm_start_alone() -> None:
 
 
 @pytest.mark.parametrize(("has_file", "has_reader"), [(True, True), (True, False), (False, True)])
-def test_smollm2_needs_its_package_and_the_reader(
+def test_smollm2_needs_its_package_and_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_file: bool, has_reader: bool
 ) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setattr(run_inputs, "find_spec", lambda name: object() if has_reader else None)
     monkeypatch.setattr(run_inputs, "smollm2_file", lambda: file if has_file else None)
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as caught:
         require_smollm2(tmp_path / "folder")
     rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}...; got {hashlib.sha256(b'GGUF').hexdigest()[:16]}...."
     if not (has_file and has_reader):
         what = "the package gguf, with which it is read, is" if has_file else "it is"
         rule = f"must be on this machine; got {SMOLLM2}, and {what} not installed."
-    assert str(told.value) == f"model.path: {rule} {INSTALL_SMOLLM2}"
+    assert str(caught.value) == f"model.path: {rule} {INSTALL_SMOLLM2}"
     (tmp_path / "folder").mkdir()
     require_smollm2(tmp_path / "folder")

@@ -1,4 +1,4 @@
-"""Where a run lies, and what is in the way of it."""
+"""Folders and files of a run, and obstacles."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ FOLDERS = (
 )  # fmt: skip
 
 
-def test_right_kinds_of_files_pass(tmp_path: Path) -> None:
+def test_require_kinds_accepts_a_run(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path / "run")
     layout.require_kinds()
     for name in FOLDERS:
@@ -24,7 +24,7 @@ def test_right_kinds_of_files_pass(tmp_path: Path) -> None:
     layout.require_kinds()
 
 
-def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
+def test_require_kinds_names_all_obstacles(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path / "run")
     layout.run_dir.mkdir()
     for name in FOLDERS[:-1]:
@@ -32,11 +32,11 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
     (layout.run_dir / "report").symlink_to("nowhere")
     (layout.run_dir / "metrics.jsonl").mkdir()
     os.mkfifo(layout.run_dir / "run.lock")
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         layout.require_kinds()
     wrong = [f"{layout.run_dir}/{name}: must be a folder" for name in FOLDERS]
     wrong += [f"{layout.run_dir}/{name}: must be an ordinary file" for name in ("metrics.jsonl", "run.lock")]
-    assert str(told.value) == f"{'; '.join(wrong)}. Move away what is in the way, then start again."
+    assert str(caught.value) == f"{'; '.join(wrong)}. Move these away, then start again."
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"file: must be a folder\. Move away"):
+    with pytest.raises(DataError, match=r"file: must be a folder\. Move these away"):
         RunLayout(tmp_path, tmp_path / "file").require_kinds()

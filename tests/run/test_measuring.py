@@ -55,7 +55,7 @@ WRONG = Response("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="lengt
 FAILED = Response("c", 0.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
 
 
-def test_a_line_of_the_table() -> None:
+def test_count_row_of_scored_and_failed_responses() -> None:
     assert count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
         "row_id": 7,
         "data_source": "countdown",
@@ -88,29 +88,17 @@ def table_of(*lines: Mapping[str, object]) -> pa.Table:
     return pa.Table.from_pylist(list(lines), schema=SCHEMA)
 
 
-def test_the_facts_of_a_table() -> None:
-    table = table_of(line("a", 0, 4), line("b", 3, 4), line("c", 0, 0, unscored=4), line("d", 3, 3, unscored=1))
-    assert facts_of(table, 4) == {
-        "kind": "pass-rates",
-        "rows": 4,
-        "samples": 4,
-        "mean": (0 + 0.75 + 1) / 3,
-        "unscored": 5,
-        "rows_by_passes": "2 0 0 2 0",
-    }
-
-
-def test_rows_of_another_table_are_found_by_digest(tmp_path: Path) -> None:
+def test_rows_of_another_table_are_matched_by_digest(tmp_path: Path) -> None:
     table = table_of(line("a", 1, 4), line("b", 2, 4), line("a", 3, 4))
     same = _match_rows(table, ["a", "b", "a"], tmp_path)
     assert (same.passes.tolist(), same.samples.tolist()) == ([1, 2, 3], [4, 4, 4])
     other = _match_rows(table, ["b", "a", "a"], tmp_path)
     assert other.passes.tolist() == [2, 1, 1]
-    with pytest.raises(DataError, match=rf"got {tmp_path}, which lacks 2 of 3: it is of other data, another filter"):
+    with pytest.raises(DataError, match=rf"got {tmp_path}, which lacks 2 of 3: it has other data, another filter"):
         _match_rows(table, ["c", "b", "d"], tmp_path)
 
 
-def test_the_digest_of_a_row(tmp_path: Path) -> None:
+def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
     def digests(*rows: tuple[list[int], str]) -> list[str]:
         ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
         pq.write_table(pa.table({"prompt_ids": ids, "ground_truth_json": truths}), tmp_path / "rows.parquet")
@@ -121,11 +109,11 @@ def test_the_digest_of_a_row(tmp_path: Path) -> None:
     )
     assert first == again
     assert len({first, longer, other, cut}) == 4
-    assert digests(([9], "z"), ([2], "x")) == [digests(([9], "z"))[0], cut], "wherever it stands"
-    assert first == blake2b(struct.pack("<2i", 1, 2) + b"\0x", digest_size=8).hexdigest(), "as tables have it"
+    assert digests(([9], "z"), ([2], "x")) == [digests(([9], "z"))[0], cut], "at any position"
+    assert first == blake2b(struct.pack("<2i", 1, 2) + b"\0x", digest_size=8).hexdigest(), "the format of tables"
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_read_table_refuses_other_files(tmp_path: Path) -> None:
     file = tmp_path / "pass_rates.parquet"
     pq.write_table(table_of(line("a", 1, 4)), file)
     assert read_table(file).num_rows == 1
@@ -159,7 +147,7 @@ def of_table(root: Path, *, table: Path | None = None, model: Path | None = None
     )
 
 
-def test_a_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
+def test_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x", "y", "z")
     config, inputs = of_table(tmp_path), RunInputs(filtered, tmp_path / "t")
     assert find_pass_rates(config, inputs) is None
@@ -174,7 +162,7 @@ def test_a_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_a_given_table_is_never_set_aside(tmp_path: Path) -> None:
+def test_configured_table_is_never_set_aside(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x", "y")
     inputs = RunInputs(filtered, tmp_path / "t")
     for name, kind in (("given", "pass-rates"), ("model", "model")):
@@ -193,21 +181,7 @@ def test_a_given_table_is_never_set_aside(tmp_path: Path) -> None:
     assert (tmp_path / "given").is_dir()
 
 
-def test_another_model_has_another_table(tmp_path: Path) -> None:
-    filtered = filtered_rows(tmp_path / "f", "x")
-    model = tmp_path / "m"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    config, inputs = of_table(tmp_path, model=model), RunInputs(filtered, tmp_path / "t")
-    directory = planned_pass_rates(config, filtered)
-    publish_table(directory, filtered)
-    assert find_pass_rates(config, inputs) is not None
-    (model / "config.json").write_text('{"another": 1}')
-    assert find_pass_rates(config, inputs) is None
-    assert find_pass_rates(of_table(tmp_path, table=directory, model=model), inputs) is not None
-
-
-def test_turns_with_an_environment_are_another_table(tmp_path: Path) -> None:
+def test_environment_settings_change_the_table(tmp_path: Path) -> None:
     plain = of_table(tmp_path)
     talking = plain.model_copy(
         update={"data": plain.data.model_copy(update={"environment": "data.calculator:Calculator"})}
@@ -218,16 +192,13 @@ def test_turns_with_an_environment_are_another_table(tmp_path: Path) -> None:
             changed = config.model_copy(update={"episode": config.episode.model_copy(update=episode)})
             names.append(planned_pass_rates(changed, Path("f")).name)
     one, turns, deadline, with_turns, other_turns, other_deadline = names
-    assert one == turns == deadline, "without one nobody reads them"
+    assert one == turns == deadline, "without an environment they have no effect"
     assert with_turns == other_deadline, "a deadline changes no number"
     assert len({one, with_turns, other_turns}) == 3
 
 
-# ---------------------------------------------------------------------- made part by part
-
-
-class Answering:
-    """In the workers' place: rows are answered by their number. `fails`: those that the scorer fails on."""
+class FakeWorkers:
+    """Workers whose responses are known by the row's number. `fails`: rows on which the scorer fails."""
 
     def __init__(self, num_rows: int, fails: Collection[int] = ()) -> None:
         self.problems = SimpleNamespace(
@@ -237,14 +208,14 @@ class Answering:
             )
         )
         self.fails = fails
-        self.asked: list[object] = []
+        self.calls: list[object] = []
 
     def load(self, checkpoint: str) -> None:
-        self.asked.append(checkpoint)
+        self.calls.append(checkpoint)
 
-    def training_answers(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
+    def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
         rows = [prompt.prompt_id for prompt in prompts]
-        self.asked.append((rows, num_samples, first_row))
+        self.calls.append((rows, num_samples, first_row))
         failed = {row: "late" if row in self.fails else None for row in rows}
         return [
             Response("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row])
@@ -255,7 +226,7 @@ class Answering:
 
 @contextmanager
 def measuring(
-    root: Path, workers: Answering, told: list[Mapping[str, object]], stop: StopFlag | None = None
+    root: Path, workers: FakeWorkers, events: list[Mapping[str, object]], stop: StopFlag | None = None
 ) -> Iterator[PassRateMeasurement]:
     config = RunConfig(
         pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
@@ -267,22 +238,22 @@ def measuring(
     layout = RunLayout(root, root / "run")
     layout.run_dir.mkdir(exist_ok=True)
     guard = Watchdog(
-        config, layout, stop=stop or StopFlag(lambda: None), report=told.append, abandon=lambda error: None
+        config, layout, stop=stop or StopFlag(lambda: None), report=events.append, abandon=lambda error: None
     )
     record = RunRecord(config, layout, guard)
     yield PassRateMeasurement(record, RunInputs(root / "f", root / "t"), cast(Any, workers))
     record.finish(failed=False)
 
 
-def test_a_table_is_made_part_by_part_and_told(tmp_path: Path) -> None:
+def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
     filtered_rows(tmp_path / "f", *"abcde")
-    workers, told = Answering(5, fails=[3]), list[Mapping[str, object]]()
-    with measuring(tmp_path, workers, told) as stage:
+    workers, events = FakeWorkers(5, fails=[3]), list[Mapping[str, object]]()
+    with measuring(tmp_path, workers, events) as stage:
         rates = stage.make()
         assert stage.make().counts.passes.tolist() == rates.counts.passes.tolist()
-    assert workers.asked == ["start", ([0, 1], 2, 0), ([2, 3], 2, 2), ([4], 2, 4)]
+    assert workers.calls == ["start", ([0, 1], 2, 0), ([2, 3], 2, 2), ([4], 2, 4)]
     assert (rates.counts.passes.tolist(), rates.counts.samples.tolist()) == ([0, 2, 0, 0, 0], [2, 2, 2, 0, 2])
-    progress = [event for event in told if event["event"] == "progress"]
+    progress = [event for event in events if event["event"] == "progress"]
     assert [(event["step"], event["to_step"], event["total_steps"]) for event in progress] == [
         (2, 5, 5), (4, 5, 5), (5, 5, 5),
     ]  # fmt: skip
@@ -292,8 +263,8 @@ def test_a_table_is_made_part_by_part_and_told(tmp_path: Path) -> None:
     assert math.isnan(first)
     assert 0 <= second < 3600
     assert last == 0
-    notes = [event["text"] for event in told if event["event"] == "note"]
-    assert notes == ["pass rates: data.countdown:score failed on 2 answers, which are left out"]
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert notes == ["pass rates: data.countdown:score failed on 2 responses, which are left out"]
     directory = rates.directory
     assert not list(measured_elsewhere(directory).glob("rows-*"))
     facts = read_manifest(directory)
@@ -301,32 +272,32 @@ def test_a_table_is_made_part_by_part_and_told(tmp_path: Path) -> None:
     assert (facts.values["rows"], facts.values["unscored"], facts.values["fingerprint"]) == (5, 2, directory.name)
 
 
-def test_a_stop_keeps_the_parts_that_are_done(tmp_path: Path) -> None:
+def test_stop_keeps_finished_parts(tmp_path: Path) -> None:
     class AfterOne(StopFlag):
         def __call__(self) -> bool:
-            return len(workers.asked) >= 2
+            return len(workers.calls) >= 2
 
     filtered_rows(tmp_path / "f", *"abcde")
-    workers, told = Answering(5), list[Mapping[str, object]]()
+    workers, events = FakeWorkers(5), list[Mapping[str, object]]()
     with (
-        measuring(tmp_path, workers, told, AfterOne(lambda: None)) as stage,
-        pytest.raises(StopRequestedError, match="the pass rates of 2 of 5 rows are saved; start again to go on"),
+        measuring(tmp_path, workers, events, AfterOne(lambda: None)) as stage,
+        pytest.raises(StopRequestedError, match="the pass rates of 2 of 5 rows are saved; start again to resume"),
     ):
         stage.make()
-    workers.asked.clear()
-    with measuring(tmp_path, workers, told) as stage:
+    workers.calls.clear()
+    with measuring(tmp_path, workers, events) as stage:
         assert stage.make().counts.passes.tolist() == [0, 2, 0, 2, 0]
-    assert workers.asked == ["start", ([2, 3], 2, 2), ([4], 2, 4)]
+    assert workers.calls == ["start", ([2, 3], 2, 2), ([4], 2, 4)]
 
 
-def test_a_scorer_that_fails_on_all_answers_makes_no_table(tmp_path: Path) -> None:
+def test_scorer_that_always_fails_makes_no_table(tmp_path: Path) -> None:
     filtered_rows(tmp_path / "f", *"abcde")
-    with measuring(tmp_path, Answering(5, fails=range(5)), []) as stage:
+    with measuring(tmp_path, FakeWorkers(5, fails=range(5)), []) as stage:
         with pytest.raises(DataError) as failed:
             stage.make()
         assert str(failed.value) == (
-            "data.countdown:score: failed on all 10 answers of the start model, so there are no pass rates. Repair it, "
-            f"and delete {stage._reusable_parts}"
+            "data.countdown:score: failed on all 10 responses of the initial policy, so there are no pass rates. "
+            f"Repair it, and delete {stage._parts_folder}"
         )
         assert not stage._directory.exists()
 
@@ -338,7 +309,7 @@ def rates_of(
     return PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
 
 
-def test_metrics_of_known_pass_rates() -> None:
+def test_pass_rate_metrics() -> None:
     rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (3, 4), parts=(3, 2), keep=(0.25, 1))
     assert rates.metrics() == {
         "pass_rates/mean": 2 / 4,
@@ -352,28 +323,28 @@ def test_metrics_of_known_pass_rates() -> None:
     assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 3], [4, 4, 4])
     assert rates.spread() == "0 for 25% of the rows, 1 for 25%, between for 50%"
     assert [part.tolist() for part in rates_of((0, 0), (1, 4), parts=(2,)).selected] == [[True, True]], "all are wanted"
-    assert rates_of((0, 0), parts=(1,)).spread() == "not known: no answer has a score"
+    assert rates_of((0, 0), parts=(1,)).spread() == "not known: no response has a score"
 
 
 @pytest.mark.parametrize(("keep", "kept"), [((0, 1), 5), ((0, 0.5), 3), ((0.5, 1), 3), ((0.25, 0.25), 1)])
-def test_both_ends_of_keep_are_kept(keep: tuple[float, float], kept: int) -> None:
+def test_both_ends_of_keep_are_selected(keep: tuple[float, float], kept: int) -> None:
     rates = rates_of((0, 4), (1, 4), (2, 4), (3, 4), (4, 4), parts=(5,), keep=keep)
     assert sum(int(part.sum()) for part in rates.selected) == kept
     rates.require_enough(kept)
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         rates.require_enough(kept + 1)
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"pass_rates.keep: must leave trainer.batch_size={kept + 1} rows or more, got [{keep[0]:g}, {keep[1]:g}], "
         f"which leaves {kept} of 5 training rows (table t). Widen pass_rates.keep; the pass rates are 0 for 20% of the "
         "rows, 1 for 20%, between for 60%"
     )
 
 
-def test_a_part_without_a_kept_row_is_refused() -> None:
+def test_part_without_a_selected_row_is_refused() -> None:
     rates = rates_of((4, 4), (1, 4), (4, 4), parts=(1, 1, 1), keep=(0.5, 1))
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         rates.require_enough(1)
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "pass_rates.keep: must leave rows of every part of a mixture, got [0.5, 1], which leaves none of entry 1 of "
         "data.parts. Widen pass_rates.keep; the pass rates are 0 for 0% of the rows, 1 for 67%, between for 33%, or "
         "leave that part out"
@@ -382,7 +353,7 @@ def test_a_part_without_a_kept_row_is_refused() -> None:
         rates_of((0, 4), (0, 4), parts=(1, 1), keep=(0.5, 1)).require_enough(1)
 
 
-def test_the_folder_of_a_table(tmp_path: Path) -> None:
+def test_planned_folder_of_a_table(tmp_path: Path) -> None:
     def planned(settings: PassRatesConfig, model: Path | None = None) -> Path:
         config = RunConfig(
             pass_rates=settings,

@@ -41,16 +41,16 @@ def table_of(run: SmallRun) -> Path:
     return planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE
 
 
-def test_a_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: Path) -> None:
+def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: Path) -> None:
     stops: list[int] = []
     run = elsewhere(measured, tmp_path, *BASE)
 
-    def heard(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event["event"] == "progress":
             stops.append(1)
 
-    asked = session_of(run, heard, lambda: bool(stops))
-    with asked as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
+    stopped = session_of(run, on_event, lambda: bool(stops))
+    with stopped as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
         session.measure_pass_rates()
     assert find_pass_rates(run.config, run.inputs) is None
     shown: list[Event] = []
@@ -58,8 +58,8 @@ def test_a_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path:
     with session_of(run, shown.append) as session:
         session.measure_pass_rates()
     shown = [event for event in shown if event["event"] == "progress"]
-    assert [event["step"] for event in shown] == [36, 48], "the first twenty are not answered again"
-    assert all(0 < event["tokens_per_s"] < 1e8 for event in shown), "each by the seconds that its own answers took"
+    assert [event["step"] for event in shown] == [36, 48], "the first twenty are not sampled again"
+    assert all(0 < event["tokens_per_s"] < 1e8 for event in shown), "each by its own seconds"
     assert table_of(run).read_bytes() == table_of(measured).read_bytes()
     assert [path.name for path in table_of(run).parents[1].glob("measuring-*/rows-*")] == []
     table_of(run).write_bytes(b"damaged")
@@ -67,7 +67,7 @@ def test_a_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path:
     assert not table_of(run).exists()
 
 
-def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:
+def test_table_counts_equal_those_of_validation(measured: SmallRun) -> None:
     with session_of(measured) as session:
         workers = session._workers
         workers.load("start")
@@ -82,7 +82,7 @@ def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:
         assert line["truncated"] == sum(answer.finish_reason == "length" for answer in mine)
 
 
-def test_rows_are_kept_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
+def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
     given = f"pass_rates.table={table_of(measured).parent}"
     rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
     root = Path(measured.config.paths.root)
@@ -104,8 +104,8 @@ def test_rows_are_kept_by_their_rate(measured: SmallRun, tmp_path: Path) -> None
         session.measure_pass_rates()
 
 
-def test_a_larger_table_is_matched_by_digest(measured: SmallRun, tmp_path: Path) -> None:
-    """The first rows of the same dataset, in a root of their own."""
+def test_larger_table_is_matched_by_digest(measured: SmallRun, tmp_path: Path) -> None:
+    """The first rows of the same dataset, in a separate root."""
     rows = pq.read_table(measured.inputs.train_parquets[0])
     (tmp_path / "few").mkdir()
     pq.write_table(rows.take([7, 3, 40]), tmp_path / "few" / "train.parquet")
@@ -121,7 +121,7 @@ def test_a_larger_table_is_matched_by_digest(measured: SmallRun, tmp_path: Path)
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-def test_a_killed_run_draws_by_the_same_counts(measured: SmallRun, tmp_path: Path) -> None:
+def test_killed_run_draws_by_the_same_counts(measured: SmallRun, tmp_path: Path) -> None:
     whole = elsewhere(measured, tmp_path / "whole", *DRAWN)
     with session_of(whole) as session:
         session.measure_pass_rates()

@@ -33,7 +33,7 @@ def rows(file: Path, *ids: int, source: str = "countdown") -> Path:
     return file
 
 
-def test_parts_of_a_mixture_have_own_ids_and_names(tmp_path: Path) -> None:
+def test_parts_of_a_mixture_have_separate_ids_and_names(tmp_path: Path) -> None:
     files = [rows(tmp_path / f"{number}.parquet", 3, 5) for number in range(3)]
     found = read_parts(mixture("a", "b", "c"), files)
     assert [[prompt.prompt_id for prompt in part] for part in found] == [
@@ -50,8 +50,8 @@ def test_equal_names_and_empty_parts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as told:
         read_parts(mixture("", "", ""), files)
     assert str(told.value) == (
-        "data.parts: entries 0 and 2 both have rows of countdown, so their figures would be one; give at least one of "
-        "them a name"
+        "data.parts: entries 0 and 2 both have rows of countdown, so their metrics would be merged; give at least one "
+        "of them a name"
     )
     assert len(read_parts(mixture("", "", "c"), files)) == 3
     rows(files[1])
@@ -59,11 +59,11 @@ def test_equal_names_and_empty_parts_are_refused(tmp_path: Path) -> None:
         read_parts(mixture("a", "b", "c"), files)
 
 
-def test_a_suite_named_as_the_runs_data_is_refused(tmp_path: Path) -> None:
+def test_suite_named_like_the_data_is_refused(tmp_path: Path) -> None:
     rows = PART.replace("}", ", train_size: 8, validation_size: 8}")
     suites = [f"{{name: {name}, data: {rows}}}" for name in ("other", "countdown")]
     run = prepare(tmp_path, f"validation.suites=[{','.join(suites)}]", "warm_start.enabled=false")
-    with pytest.raises(DataError, match=r"^validation\.suites: countdown is the data source of the run's own held-out"):
+    with pytest.raises(DataError, match=r"^validation\.suites: countdown is the data source of the run's held-out"):
         Problems.read(run.config, run.inputs)
 
 
@@ -71,14 +71,14 @@ def prompts(*ids: int, source: str = "a") -> tuple[Prompt, ...]:
     return tuple(Prompt(number, (), source, "") for number in ids)
 
 
-def test_the_first_of_all_parts_hold_their_share_of_each() -> None:
+def test_spread_keeps_shares_of_parts() -> None:
     found = spread([prompts(0, 1, 2, 3, 4, 5), prompts(10, 11, 12), prompts(20)])
     assert [prompt.prompt_id for prompt in found] == [0, 10, 1, 2, 11, 20, 3, 4, 12, 5]
     assert [prompt.prompt_id for prompt in spread([prompts(1, 2), prompts(11, 12)])] == [1, 11, 2, 12]
 
 
 @pytest.mark.parametrize(("limit", "limited", "number"), [(2, True, 2), (2, False, 3), (0, True, 3), (9, True, 3)])
-def test_the_held_out_problems_are_limited_while_training(limit: int, limited: bool, number: int) -> None:
+def test_held_out_problems_are_limited_during_training(limit: int, limited: bool, number: int) -> None:
     config = load_config(["experiment=debug", f"validation.max_problems={limit}"])
     held_out = HeldOutProblems(config=config, validation=prompts(1, 2, 3), decode=lambda ids: "")
     assert held_out.held_out(limited=limited) == prompts(1, 2, 3)[:number]
@@ -92,7 +92,7 @@ def problems(settings: PassRatesConfig) -> Problems:
     )
 
 
-def test_rows_are_counted_from_nothing_where_no_table_was_wanted() -> None:
+def test_rows_without_a_table_start_with_zero_counts() -> None:
     assert problems(PassRatesConfig()).metrics() is None
     drawn = problems(PassRatesConfig(draw="informative"))
     assert drawn.pass_rates is None

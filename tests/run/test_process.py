@@ -3,42 +3,39 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from flows import SOURCE_FOLDER
-from rlcore.config import PathsConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.errors import DataError, MillraceError, StopRequestedError
 from rlcore.run import process
-from rlcore.run.layout import RunLayout
-from rlcore.run.process import Channel, serve
-from rlcore.run.session import Session
+from rlcore.run.process import Channel, Session, serve
 from rlcore.run.stop import StopFlag
 from rlcore.tracking.lineage import Origin
 
 Event = Mapping[str, object]
 
 
-class Asked(StopFlag):
-    """Asked to stop by the test."""
+class FakeStop(StopFlag):
+    """A stop request set by the test."""
 
-    def __init__(self, asked: bool = False) -> None:
+    def __init__(self, requested: bool = False) -> None:
         super().__init__(lambda: None)
-        self.asked = asked
+        self.requested = requested
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.requested
 
 
 class Commands:
-    """In a session's place: notes what is called, and raises what the test wants."""
+    """A session that records its calls and raises the test's errors."""
 
     def __init__(self, error: Exception | None = None, at_the_end: Exception | None = None) -> None:
         self.error, self.at_the_end = error, at_the_end
@@ -50,7 +47,7 @@ class Commands:
             raise self.error
         return {"step": 3}
 
-    def fault(self, error: Exception) -> Exception:
+    def record_failure(self, error: Exception) -> Exception:
         self.called.append(error)
         return error
 
@@ -64,12 +61,12 @@ class Commands:
 
 
 def served(session: Commands, *commands: Event, stop: StopFlag | None = None) -> tuple[int, list[Event]]:
-    told: list[Event] = []
-    code = serve(cast(Session, session), iter(commands), told.append, stop or Asked())
-    return code, told
+    replies: list[Event] = []
+    code = serve(cast(Session, session), iter(commands), replies.append, stop or FakeStop())
+    return code, replies
 
 
-def test_commands_are_answered_until_the_last_one() -> None:
+def test_commands_are_served_until_close() -> None:
     session = Commands()
     train = {"command": "train", "to_step": 3}
     done = {"event": "done", "command": "train", "result": {"step": 3}}
@@ -79,40 +76,40 @@ def test_commands_are_answered_until_the_last_one() -> None:
     assert len(session.called) == 2
 
 
-def test_an_error_ends_it_and_counts_as_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_ends_the_process_as_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     session = Commands(KeyError("a bug"))
-    told = {"event": "error", "command": "train", "type": "KeyError", "message": "KeyError: 'a bug'"}
-    assert served(session, {"command": "train"}, {"command": "train"}) == (1, [told])
+    reply = {"event": "error", "command": "train", "type": "KeyError", "message": "KeyError: 'a bug'"}
+    assert served(session, {"command": "train"}, {"command": "train"}) == (1, [reply])
     assert session.called == [{}, session.error, "failed"]
     assert "train failed\nTraceback" in caplog.text
     session = Commands(DataError("a row breaks the schema"))
-    told = {"event": "error", "command": "train", "type": "DataError", "message": "a row breaks the schema"}
-    assert served(session, {"command": "train"}) == (1, [told])
+    reply = {"event": "error", "command": "train", "type": "DataError", "message": "a row breaks the schema"}
+    assert served(session, {"command": "train"}) == (1, [reply])
     code, (unknown,) = served(Commands(), {"to_step": 3})
     assert (code, unknown["command"], unknown["type"]) == (1, "None", "AttributeError")
 
 
-def test_a_stop_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_stop_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     session = Commands(StopRequestedError("step 3 is saved"))
-    told = {"event": "error", "command": "train", "type": "StopRequestedError", "message": "step 3 is saved"}
-    assert served(session, {"command": "train"}, {"command": "train"}) == (75, [told])
+    reply = {"event": "error", "command": "train", "type": "StopRequestedError", "message": "step 3 is saved"}
+    assert served(session, {"command": "train"}, {"command": "train"}) == (75, [reply])
     assert session.called == [{}]
     assert "step 3 is saved" in caplog.text
 
 
-def test_a_stop_between_two_commands_saves_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_stop_between_two_commands_saves(caplog: pytest.LogCaptureFixture) -> None:
     session = Commands()
-    told = {"event": "error", "command": "stop", "type": "StopRequestedError", "message": "stopped after step 3"}
-    assert served(session, {"command": "train"}, stop=Asked(True)) == (75, [told])
+    reply = {"event": "error", "command": "stop", "type": "StopRequestedError", "message": "stopped after step 3"}
+    assert served(session, {"command": "train"}, stop=FakeStop(True)) == (75, [reply])
     assert session.called == []
     session = Commands(at_the_end=DataError("no room"))
-    told = {"event": "error", "command": "stop", "type": "DataError", "message": "no room"}
-    assert served(session, stop=Asked(True)) == (75, [told])
+    reply = {"event": "error", "command": "stop", "type": "DataError", "message": "no room"}
+    assert served(session, stop=FakeStop(True)) == (75, [reply])
     assert session.called == [session.at_the_end]
     assert "the last finished step is not saved\nTraceback" in caplog.text
 
 
-def test_the_stages_send_commands_of_the_session() -> None:
+def test_stages_send_commands_of_the_session() -> None:
     sources = "".join(file.read_text() for file in (SOURCE_FOLDER / "flows" / "stages").glob("*.py"))
     sent = set(re.findall(r'call_trainer\(run, "(\w+)"', sources))
     assert {"warm_start", "measure_pass_rates", "train", "validate", "evaluate", "export"} == sent
@@ -142,13 +139,7 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
-def test_commands_before_the_close_are_all_done(pipes: Pipes) -> None:
-    os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
-    os.close(pipes.commands)
-    assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
-
-
-def test_commands_come_in_parts_and_end_with_the_other_side(pipes: Pipes) -> None:
+def test_commands_arrive_in_parts(pipes: Pipes) -> None:
     commands = pipes.channel.commands(lambda: False)
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n{"comm')
     assert [next(commands), next(commands)] == [{"command": "a"}, {"command": "b"}]
@@ -158,97 +149,25 @@ def test_commands_come_in_parts_and_end_with_the_other_side(pipes: Pipes) -> Non
     assert next(commands, None) is None
 
 
-def test_no_command_is_taken_once_a_stop_was_asked_for(pipes: Pipes) -> None:
+def test_no_command_is_read_after_a_stop(pipes: Pipes) -> None:
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
     assert list(pipes.channel.commands(lambda: True)) == []
-    asked = iter([False, False, True])
-    assert list(pipes.channel.commands(lambda: next(asked))) == [{"command": "a"}]
+    answers = iter([False, False, True])
+    assert list(pipes.channel.commands(lambda: next(answers))) == [{"command": "a"}]
 
 
-def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pytest.LogCaptureFixture) -> None:
+def test_replies_are_lines_without_a_required_reader(pipes: Pipes, caplog: pytest.LogCaptureFixture) -> None:
     pipes.channel.send({"event": "note", "text": "a"})
     pipes.channel.send({"event": "note", "text": "b"})
     assert os.read(pipes.replies, 1000) == b'{"event": "note", "text": "a"}\n{"event": "note", "text": "b"}\n'
     assert caplog.text == ""
     os.close(pipes.replies)
     pipes.channel.send({"event": "note", "text": "c"})
-    assert "nobody reads the replies any more; going on until the next checkpoint" in caplog.text
-
-
-def test_a_run_is_served_by_a_channel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended: list[int] = []
-    commands: list[Event] = []
-
-    class Opened:
-        def __init__(self, config: RunConfig, layout: RunLayout, *, give_up: Any, **more: Any) -> None:
-            self.give_up = give_up
-            assert layout == RunLayout(tmp_path, tmp_path)
-
-        def __enter__(self) -> "Opened":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    def answer(session: Any, given: Iterator[Event], report: Any, stop: StopFlag) -> int:
-        commands.extend(given)
-        session.abandon(DataError("a hang"))
-        session.abandon(StopRequestedError("a stop"))
-        return 3
-
-    def said(say: Any, code: int) -> None:
-        say()
-        ended.append(code)
-
-    monkeypatch.setattr(process, "Session", Opened)
-    monkeypatch.setattr(process, "serve", answer)
-    monkeypatch.setattr(process, "report_and_exit", said)
-    config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
-    Origin(config).write(tmp_path)
-    os.write(pipes.commands, b'{"command": "close"}\n')
-    os.close(pipes.commands)
-    assert process.run(tmp_path, pipes.channel, Asked()) == 3
-    assert commands == [{"command": "close"}]
-    assert ended == [1, 75]
-    told = [json.loads(line) for line in os.read(pipes.replies, 1000).splitlines()]
-    assert [(event["command"], event["message"]) for event in told] == [("watch", "a hang"), ("watch", "a stop")]
-    assert "a hang" in caplog.text
-
-
-@pytest.mark.parametrize("words", [[], ["--lock-fd", "9"]])
-def test_the_command_line_of_the_process(
-    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    seen: list[tuple[Path, bool]] = []
-
-    def noted(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool) -> int:
-        seen.append((run_dir, is_locked))
-        channel.send({"event": "note", "text": "a"})
-        channel._replies.close()  # the process would end here
-        return 75
-
-    reads, writes = os.pipe()
-    ends = ["--commands-fd", str(reads), "--replies-fd", str(writes)]
-    monkeypatch.setattr(process, "run", noted)
-    monkeypatch.setattr(StopFlag, "install", lambda stop: None)
-    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *ends, *words])
-    with pytest.raises(SystemExit) as done:
-        process.main()
-    assert done.value.code == 75
-    assert seen == [(Path("r"), bool(words))]
-    assert os.read(reads, 1000) == b'{"event": "note", "text": "a"}\n'
-    os.close(reads)
-    monkeypatch.setattr(sys, "argv", ["process", "--run", "r", *words])
-    with pytest.raises(SystemExit) as refused:
-        process.main()
-    assert refused.value.code == 2
-    assert "the following arguments are required: --commands-fd, --replies-fd" in capsys.readouterr().err
+    assert "no process reads the replies any more; continuing until the next checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
-def test_an_error_before_the_first_command_is_told(
+def test_error_before_the_first_command_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     pipes: Pipes,
@@ -261,7 +180,7 @@ def test_an_error_before_the_first_command_is_told(
 
     monkeypatch.setattr(process, "Session", fails)
     Origin(RunConfig()).write(tmp_path)
-    assert process.run(tmp_path, pipes.channel, Asked()) == code
+    assert process.run(tmp_path, pipes.channel, FakeStop()) == code
     assert str(error) in caplog.text
     assert json.loads(os.read(pipes.replies, 1000)) == {
         "event": "error",

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: to its flow, its log and its journal."""
+"""Events of a run's steps: for its flow, its log and its journal."""
 
 import math
 from collections.abc import Mapping
@@ -25,19 +25,7 @@ def journaled(record: RunRecord) -> list[tuple[str, int, Mapping[str, object]]]:
     return [(event.name, event.step, event.data) for event in load_journal(record.layout.journal).events]
 
 
-def test_the_time_left_is_by_the_last_twenty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("rlcore.run.record.time.monotonic", lambda: now[0])
-    pace = Pace(is_warm=True)
-    assert math.isnan(pace.eta_s(3))
-    for seconds in [100.0] + [1.0] * 19 + [3.0]:
-        now[0] += seconds
-        pace.tick()
-    assert pace.eta_s(40) == 40 * (19 + 3) / 20, "the slow one is out"
-    assert pace.eta_s(0) == 0
-
-
-def test_the_first_step_of_a_process_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("rlcore.run.record.time.monotonic", lambda: now)
     pace = Pace(is_warm=False)
@@ -57,7 +45,7 @@ def test_the_first_step_of_a_process_counts_nowhere(monkeypatch: pytest.MonkeyPa
     assert later.eta_s(5) == 15
 
 
-def test_a_step_is_told_with_the_metrics_that_travel(record: RunRecord, told: Told) -> None:
+def test_progress_event_has_headline_metrics(record: RunRecord, told: Told) -> None:
     metrics = {"perf/throughput": 5.0, "critic/score/mean": 0.5, "actor/lr": 1.0}
     RunEvents(record, "train").progress(StepResult(LoopState(3, 3, 24, 100, 0.1), metrics), 4, Pace(is_warm=False))
     (event,) = told
@@ -75,7 +63,7 @@ def test_a_step_is_told_with_the_metrics_that_travel(record: RunRecord, told: To
     }
 
 
-def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_alarm_is_reported_once_while_it_lasts(record: RunRecord, told: Told, caplog: pytest.LogCaptureFixture) -> None:
     events, loud, other = RunEvents(record, "train"), Alarm("kl", "warn", "kl is 9"), Alarm("grad", "stop", "grad is 8")
     for step, alarms in ((1, [loud]), (2, [loud, other]), (3, []), (4, [loud])):
         events.alarms(step, alarms)
@@ -87,7 +75,7 @@ def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told, cap
     assert [(name, step) for name, step, _ in journaled(record)] == [("alarm", 1), ("alarm", 2), ("alarm", 4)]
 
 
-def test_unscored_answers_are_reported_when_they_double(record: RunRecord, told: Told) -> None:
+def test_unscored_responses_are_reported_when_they_double(record: RunRecord, told: Told) -> None:
     events = RunEvents(record, "train")
     for step, count in enumerate((0, 1, 1, 2, 3, 4, 1000, 1999, 2000)):
         events.unscored(step, count, "too late")
@@ -97,12 +85,12 @@ def test_unscored_answers_are_reported_when_they_double(record: RunRecord, told:
         "step": 6,
         "num_answers": 1000,
         "reason": "too late",
-        "text": "data.scorer failed on 1,000 answer(s) so far, which are left out of training and of held-out figures; "
-        "the last time: too late",
+        "text": "data.scorer failed on 1,000 response(s) so far, which are left out of training and held-out metrics; "
+        "the last error: too late",
     }
 
 
-def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, told: Told) -> None:
+def test_repeated_forward_pass_is_reported_with_its_budget(record: RunRecord, told: Told) -> None:
     shortages = [OomRetry("update", 2, 4, 2, "no room"), OomRetry("forward", 1, 8, 4000, "none")]
     RunEvents(record, "train").shortages(3, shortages, 1001)
     assert [event["max_tokens_per_micro_batch"] for event in told] == [500, 1]
@@ -110,41 +98,41 @@ def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, tol
     assert (told[0]["event"], told[0]["step"], told[0]["factor"], told[0]["name"]) == ("out_of_memory", 3, 2, "update")
 
 
-def test_faults_are_noted_in_the_journal_once(record: RunRecord) -> None:
+def test_failures_are_in_the_journal_once(record: RunRecord) -> None:
     for number in (1, 2):
         append_failure(record.layout.run_dir, Failure("hang", "gen", number, "no end", time=float(number)))
     events = RunEvents(record, "train")
-    assert events.num_faults == 0
+    assert events.num_failures == 0
     for _ in range(2):
         events.failures(4)
-        assert events.num_faults == 2
+        assert events.num_failures == 2
         assert [(name, step, data["time"]) for name, step, data in journaled(record)] == [
             ("fault", 4, 1.0), ("fault", 4, 2.0),
         ]  # fmt: skip
 
 
-def test_a_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp_path: Path) -> None:
+def test_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp_path: Path) -> None:
     taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
     refused = CheckpointInfo.refused(tmp_path / "step-000003", 3, "a flipped bit")
     events = RunEvents(record, "train")
     events.resumed(2, FoundCheckpoint(taken, (refused,)))
     path = str(tmp_path / "step-000003")
     assert told == [
-        {"event": "checkpoint_refused", "step": 2, "text": "going on from step-000002: a flipped bit", "path": path},
-        {"event": "resumed", "step": 2, "text": "going on from step 2"},
+        {"event": "checkpoint_refused", "step": 2, "text": "resuming from step-000002: a flipped bit", "path": path},
+        {"event": "resumed", "step": 2, "text": "resuming from step 2"},
     ]
     told.clear()
     events.resumed(0, FoundCheckpoint(None, (refused,)))
-    assert [event["text"] for event in told] == ["going on from the start: a flipped bit"]
+    assert [event["text"] for event in told] == ["resuming from the start: a flipped bit"]
     told.clear()
     events.resumed(2, FoundCheckpoint(taken, (), "it was cut"))
     assert told[0]["event"] == "journal_mismatch"
     assert told[0]["text"] == (
-        "going on from step 2 all the same, since no other checkpoint fits: it was cut; it lacks steps 1-2 for good"
+        "resuming from step 2 nevertheless, since no other checkpoint fits: it was cut; it lacks steps 1-2 permanently"
     )
 
 
-def test_the_first_checkpoint_is_as_large_as_its_parameters(record: RunRecord, told: Told) -> None:
+def test_first_checkpoint_size_follows_from_parameters(record: RunRecord, told: Told) -> None:
     assert record.room_metrics()["disk/needed_gb"] == 0.5, "the reserve"
     record.set_num_trained_parameters(1_000_000)
     assert record.room_metrics()["disk/needed_gb"] == (checkpoint_bytes(1_000_000) + 500_000_000) / 1e9
@@ -153,7 +141,7 @@ def test_the_first_checkpoint_is_as_large_as_its_parameters(record: RunRecord, t
     assert (settled, told) == ([], [])
 
 
-def test_a_run_is_finished_once_its_last_step_is_committed(record: RunRecord) -> None:
+def test_run_is_finished_after_its_last_commit(record: RunRecord) -> None:
     assert not record._is_finished
     for step, is_finished in ((3, False), (8, False), (9, True), (10, True)):
         save(record.store, step)
@@ -166,7 +154,7 @@ def test_unreadable_checkpoints_do_not_finish_a_run(record: RunRecord, caplog: p
     assert f"{record.layout.checkpoints}: cannot be read, so the run does not count as finished: " in caplog.text
 
 
-def test_a_new_start_renames_results_and_a_resume_keeps_them(
+def test_new_start_renames_results_and_resume_keeps_them(
     record: RunRecord,
 ) -> None:
     save(record.store, 1, 0.5)
@@ -177,7 +165,7 @@ def test_a_new_start_renames_results_and_a_resume_keeps_them(
             (folder / f"{name}.json").touch()
     layout.exported_model.mkdir()
     record.restore(record.store.latest())
-    assert not list(layout.run_dir.rglob("*.left.*")), "the steps are done again as they were"
+    assert not list(layout.run_dir.rglob("*.left.*")), "the steps are repeated exactly"
     record.restore(None)
     for folder in (layout.validation, layout.suites / "s"):
         kept = ["after.json.left.1", "before.json", "step-000001.json.left.1", "step-000002.json.left.1"]

@@ -16,7 +16,7 @@ from rlcore.storage.locks import RunLock
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which goes on by sleeps and by what is added."""
+    """Parts of a fake clock's time, to which sleeps and the test add."""
     passed = [100.0]
     clock = SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append)
     monkeypatch.setattr(stop, "time", clock)
@@ -35,7 +35,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ([(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0)], 0),
     ],
 )
-def test_signals_that_ask_and_signals_that_end(now: list[float], signals: list[tuple[int, float]], ends: int) -> None:
+def test_first_signal_requests_and_later_ones_end(
+    now: list[float], signals: list[tuple[int, float]], ends: int
+) -> None:
     ended: list[bool] = []
     flag = StopFlag(lambda: ended.append(True))
     assert (flag(), flag.seconds_since_request()) == (False, None)
@@ -48,7 +50,7 @@ def test_signals_that_ask_and_signals_that_end(now: list[float], signals: list[t
     assert len(ended) == ends
 
 
-def test_the_signal_of_a_parents_end_is_no_second_wish(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_of_a_parents_end_is_not_a_request(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
     flag = StopFlag(lambda: ended.append(True))
     flag._handle(signal.SIGTERM, None)
@@ -61,7 +63,7 @@ def test_the_signal_of_a_parents_end_is_no_second_wish(now: list[float], monkeyp
     assert ended == [True], "one that comes after it is"
 
 
-def test_both_signals_are_taken_over() -> None:
+def test_install_handles_both_signals() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     flag = StopFlag(lambda: None)
     try:
@@ -76,7 +78,7 @@ def test_both_signals_are_taken_over() -> None:
     ("wait_s", "words", "num_waits"),
     [(0.5, "up to 0.5 s: it may be saving", 3), (stop.LOCK_WAIT_S, "up to 90 s: it may be saving", 450)],
 )
-def test_a_held_lock_is_reported_once_and_waited_for(
+def test_held_lock_is_reported_once_and_waited_for(
     tmp_path: Path,
     now: list[float],
     monkeypatch: pytest.MonkeyPatch,
@@ -95,7 +97,7 @@ def test_a_held_lock_is_reported_once_and_waited_for(
         assert f"Waiting {words}" in caplog.text
         told.clear()
         with (
-            pytest.raises(StopRequestedError, match="stopped while waiting for the run to be free; nothing was begun"),
+            pytest.raises(StopRequestedError, match="stopped while waiting for the run's lock; nothing was started"),
             locked_run(tmp_path, told.append, lambda: True, math.inf),
         ):
             pytest.fail("the lock is held")

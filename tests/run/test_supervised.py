@@ -15,7 +15,7 @@ from rlcore.batching.prompts import Demonstration
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.policy import CausalPolicy
-from rlcore.run.inputs import stage_layout
+from rlcore.run.initial_policy import stage_layout
 from rlcore.run.supervised import Demonstrations, build_model
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
@@ -48,7 +48,7 @@ def steps_of(run: SmallRun) -> list[dict[str, float]]:
     return [repeatable(record.metrics) for record in read_journal(journal)]
 
 
-def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
+def test_gradient_is_independent_of_micro_batches(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
     whole = prepare(tmp_path / "whole", *THREE_STEPS, "runtime.device=cpu")
     assert len(passes) == 3
     num_tokens = [count for _, count in passes]
@@ -63,14 +63,14 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path, passes: list[tu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_it_uses_the_device_that_the_workers_will_use(tmp_path: Path) -> None:
+def test_warm_start_uses_the_device_of_the_workers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.device is cuda, but torch sees no GPU here"):
         prepare(tmp_path, *THREE_STEPS, "runtime.device=cuda")
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_it_trains_there(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
+def test_warm_start_trains_on_the_gpu(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
     prepare(tmp_path, *THREE_STEPS)
     assert {device for device, _ in passes} == {"cuda"}
 
@@ -80,7 +80,7 @@ def test_on_a_gpu_it_trains_there(tmp_path: Path, passes: list[tuple[str, int]])
 OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", "warm_start.optim.weight_decay=0.1")
 
 
-def test_losses_are_those_of_a_plain_transformers_loop(tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
     run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
     lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
     untaught = tmp_path / "untaught"
@@ -117,7 +117,7 @@ def test_losses_are_those_of_a_plain_transformers_loop(tmp_path: Path) -> None:
         assert step["sft/lr"] == pytest.approx(config.optim.lr * rate)
 
 
-def test_the_loss_is_on_answers_alone_wherever_they_stand() -> None:
+def test_loss_is_on_responses_only() -> None:
     first = Demonstration([5, 6, 7, 8, 9], [False, True, True, False, True])
     batch = pack_demonstrations([first, Demonstration([3, 4], [False, True])])
     assert batch.target_ids[batch.loss_mask].tolist() == [6, 7, 9, 4]
@@ -127,7 +127,7 @@ def test_the_loss_is_on_answers_alone_wherever_they_stand() -> None:
 # ---------------------------------------------------------------- its ends
 
 
-def test_epochs_end_it_and_the_best_is_published(tmp_path: Path) -> None:
+def test_epochs_end_training_and_the_best_is_published(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
         "warm_start.steps_per_chunk=4", "warm_start.optim.lr=1.0",
@@ -147,7 +147,7 @@ def test_epochs_end_it_and_the_best_is_published(tmp_path: Path) -> None:
     assert not stage_layout(run.config, run.inputs.filtered_directory).checkpoints.exists()
 
 
-def test_patience_ends_it_early(tmp_path: Path) -> None:
+def test_patience_ends_training_early(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.stop_at_reward=null", "warm_start.check_every=2", "warm_start.steps_per_chunk=100",
         "warm_start.optim.lr=1.0", "warm_start.patience=2", "warm_start.max_steps=100",
@@ -164,12 +164,12 @@ def test_patience_ends_it_early(tmp_path: Path) -> None:
     assert [end and end.status for _, end in attempts] == ["FINISHED"]
 
 
-def test_rows_without_solutions_are_one_error(tmp_path: Path) -> None:
+def test_rows_without_solutions_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"all 512 are longer than warm_start\.max_tokens=4\. Set warm_start\.enabled"):
         prepare(tmp_path, *THREE_STEPS, "warm_start.max_tokens=4")
 
 
-def test_another_model_under_the_same_path_makes_another_start_model(tmp_path: Path) -> None:
+def test_another_model_at_the_path_makes_another_policy(tmp_path: Path) -> None:
     (base := tmp_path / "base").mkdir()
     settings = (*THREE_STEPS, f"model.path={base}")
     build_model(load_config(["experiment=debug"]), base)
@@ -181,12 +181,12 @@ def test_another_model_under_the_same_path_makes_another_start_model(tmp_path: P
     assert prepare(tmp_path, *settings).model_directory == run.model_directory
 
 
-# ---------------------------------------------------------------- going on
+# ---------------------------------------------------------------- resume
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(WAIT_S + 40)
-def test_killed_and_started_again_it_is_the_same(tmp_path: Path) -> None:
+def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     settings = (
         "warm_start.max_steps=8",
         "warm_start.steps_per_chunk=2",
@@ -207,6 +207,6 @@ def test_killed_and_started_again_it_is_the_same(tmp_path: Path) -> None:
     )
     assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], said(run)
     first = [event["step"] for event in stopped["events"] if event.get("stage") == "warm-start"]
-    assert min(first) > 1, "the second start began anew"
+    assert min(first) > 1, "the second start began at step 1"
     assert steps_of(run) == undisturbed[0]
     assert (run.model_directory / "model.safetensors").read_bytes() == undisturbed[1]

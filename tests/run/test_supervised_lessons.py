@@ -32,7 +32,7 @@ def of(*words: str) -> RunConfig:
         (("warm_start.stop_at_reward=0.5", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
     ],
 )
-def test_ends_by_reward_and_by_patience(
+def test_training_ends_by_reward_and_patience(
     words: tuple[str, ...], step: int, best_step: int, metrics: dict[str, float], learned: bool
 ) -> None:
     assert has_learned(of(*words), step, best_step, metrics) is learned
@@ -43,28 +43,28 @@ def row(number: int) -> Demonstration:
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 20, 44), (1.0, 63, 63)])
-def test_a_share_of_demonstrations_is_misdirected(share: float, least: int, most: int) -> None:
+def test_share_of_demonstrations_is_misdirected(share: float, least: int, most: int) -> None:
     rows = [row(number) for number in range(64)]
-    lessons = Demonstrations(PromptStream(rows, seed=1, part=1), (), share, 1, 0)
-    drawn = [one.token_ids[0] for one in lessons.draw(0, 1, 64)]
+    demonstrations = Demonstrations(PromptStream(rows, seed=1, part=1), (), share, 1, 0)
+    drawn = [one.token_ids[0] for one in demonstrations.draw(0, 1, 64)]
     assert sorted(map(abs, drawn)) == list(range(64)), "each once"
     assert least <= sum(number < 0 for number in drawn) <= most
-    assert drawn == [one.token_ids[0] for one in lessons.draw(0, 1, 64)]
+    assert drawn == [one.token_ids[0] for one in demonstrations.draw(0, 1, 64)]
     if 0 < share < 1:
-        other = [one.token_ids[0] for one in lessons.draw(0, 2, 64)]
+        other = [one.token_ids[0] for one in demonstrations.draw(0, 2, 64)]
         assert [abs(number) for number in other] == [abs(number) for number in drawn]
         assert other != drawn, "by the step, too"
-    ahead = [one.token_ids[0] for one in lessons.draw(64 - 3, 1, 6)]
+    ahead = [one.token_ids[0] for one in demonstrations.draw(64 - 3, 1, 6)]
     assert list(map(abs, ahead[:3])) == list(map(abs, drawn[-3:]))
 
 
 def training(config: RunConfig, **found: float) -> Any:
-    """What the stage's rules read of a training."""
+    """Return the parts of a training that the stage's rules read."""
     workers = SimpleNamespace(measure=lambda step: dict(found))
     return cast(Any, SimpleNamespace(_config=config, workers=workers))
 
 
-def test_held_out_rows_are_measured_at_checks() -> None:
+def test_held_out_loss_is_due_at_checks() -> None:
     config = of("trainer.total_steps=10")
     due = [step for step in range(1, 11) if SupervisedTraining._is_due(training(config), step)]
     assert due == [4, 8, 10]
@@ -79,29 +79,29 @@ def test_held_out_rows_are_measured_at_checks() -> None:
         ({"sft/reward": 1.0}, (-2.0, 4)),
     ],
 )
-def test_the_first_lowest_held_out_loss_is_best(found: dict[str, float], best: tuple[float, int]) -> None:
+def test_first_lowest_held_out_loss_is_best(found: dict[str, float], best: tuple[float, int]) -> None:
     before = LoopState(8, 0, 0, 0, 0.0, best_metric=-2.0, best_step=4)
     metrics, after = SupervisedTraining._evaluate(training(of(), **found), before)
     assert metrics == found
     assert (after.best_metric, after.best_step, after.step) == (*best, 8)
 
 
-def test_the_sampled_reward_counts_scored_answers() -> None:
-    config, asked = of(), list[Any]()
+def test_sampled_reward_counts_scored_responses() -> None:
+    config, calls = of(), list[Any]()
     scores = [SimpleNamespace(total=total, failure=why) for total, why in ((1.0, None), (0.0, "late"), (0.25, None))]
 
-    def answer(requests: Any, sampling: object, policy_version: int) -> list[Any]:
-        asked.append((len(requests), sampling, policy_version))
+    def sample(requests: Any, sampling: object, policy_version: int) -> list[Any]:
+        calls.append((len(requests), sampling, policy_version))
         return [(None, score, "") for score in scores]
 
     workers = cast(Any, SimpleNamespace(_problems=[Prompt(number, (1,), "d", "") for number in range(3)]))
-    answerer = cast(Any, SimpleNamespace(config=config, answer=answer))
-    assert SupervisedWorkers._reward(workers, answerer, 7) == 0.625
-    assert asked == [(3, config.rollout.sampling, 7)]
+    sampler = cast(Any, SimpleNamespace(config=config, sample=sample))
+    assert SupervisedWorkers._reward(workers, sampler, 7) == 0.625
+    assert calls == [(3, config.rollout.sampling, 7)]
     scores[:] = [SimpleNamespace(total=0.0, failure=why) for why in ("late", "too late")]
-    with pytest.raises(DataError) as told:
-        SupervisedWorkers._reward(workers, answerer, 7)
-    assert str(told.value) == (
-        f"data.scorer: {config.data.scorer} failed on all 2 answers of the warm start, the last time: too late. Repair "
-        "it, or set warm_start.enabled=false"
+    with pytest.raises(DataError) as caught:
+        SupervisedWorkers._reward(workers, sampler, 7)
+    assert str(caught.value) == (
+        f"data.scorer: {config.data.scorer} failed on all 2 responses of the warm start, with the last error: "
+        "too late. Repair it, or set warm_start.enabled=false"
     )

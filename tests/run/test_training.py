@@ -1,4 +1,4 @@
-"""What a training says and keeps between its steps: remedies, limits, results under their names."""
+"""State of a training between its steps: saves, stored results, the reward audit."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ def result_of(config: RunConfig, *failures: str | None, name: str = "before", st
     return ValidationResult(name, step, step, "countdown", (problem,), config.validation.evaluation)
 
 
-def test_a_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun = training(record), list[object]()
     made._metrics = {"actor/loss": 1.0, "val-core/s/reward/mean@1": 0.5}
 
@@ -40,7 +40,7 @@ def test_a_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: p
     assert begun == [(STATE, made._metrics, made.workers)]
 
 
-def test_a_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop may come at any step, and the model does not depend on it."""
     made, begun = training(record), list[Mapping[str, float]]()
     made._metrics = {"actor/loss": 1.0, HELD_OUT_LOSS: 0.5}
@@ -51,7 +51,7 @@ def test_a_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypat
     assert begun == [{"actor/loss": 1.0}, made._metrics]
 
 
-def test_a_result_is_found_where_nothing_has_changed(record: RunRecord) -> None:
+def test_stored_result_is_reused_if_unchanged(record: RunRecord) -> None:
     config, made = record.config, training(record)
     suite = cast(Any, SimpleNamespace(name="s"))
     assert made.file_of("before") == record.layout.validation / "before.json"
@@ -71,7 +71,7 @@ def test_a_result_is_found_where_nothing_has_changed(record: RunRecord) -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told, pays: bool) -> None:
+def test_reward_audit_findings_are_reported(record: RunRecord, told: Told, pays: bool) -> None:
     class Found(SimpleNamespace):
         def __str__(self) -> str:
             return f"{self.kind}: 1 of 2"
@@ -80,7 +80,7 @@ def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told,
     made = training(record, audit=lambda result: findings)
     made._write_result(result_of(record.config, None, name="step-000000"), None)
     made._check_responses()
-    text = f"{record.config.data.scorer} pays for what is no answer: empty: 1 of 2; long: 1 of 2"
+    text = f"{record.config.data.scorer} pays for responses that are no answers: empty: 1 of 2; long: 1 of 2"
     event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}
     assert told == ([event] if pays else [])
     reward = record.config.reward.model_copy(update={"audit": False})
@@ -90,7 +90,7 @@ def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told,
     assert told == []
 
 
-def test_the_best_score_is_kept(record: RunRecord) -> None:
+def test_best_score_is_kept(record: RunRecord) -> None:
     config = record.config
     samples = config.validation.samples_per_problem
     result = result_of(config, *[None] * samples, step=5)

@@ -1,4 +1,4 @@
-"""The end of a process that must end, whoever listens; and whom it may send a signal."""
+"""The immediate end of a process, hangs, and dumps of stacks."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ watchdog.FINAL_REPORT_S = 0.2
 signal.signal(signal.SIGTERM, lambda number, frame: watchdog.exit_immediately(75))
 print("x" * 1_000_000)
 """
-NOBODY_READS = """
+NO_READER = """
 import os
 from rlcore.run import watchdog
 
@@ -56,12 +56,12 @@ from rlcore.run.stop import StopFlag
 watchdog.LAST_RESORT_S = 0.1
 never = 1e9
 folder = Path(sys.argv[1])
-nobody = watchdog.Watchdog(
+guard = watchdog.Watchdog(
     RunConfig(runtime={"deadlines": {"save_s": 0.1}}), RunLayout(folder, folder), stop=StopFlag(lambda: None),
-    report=lambda event: None, give_up=lambda error: time.sleep(never),
+    report=lambda event: None, abandon=lambda error: time.sleep(never),
 )
-with nobody, nobody.phase("commit"):
-    with nobody.phase("save_checkpoint"):
+with guard, guard.phase("commit"):
+    with guard.phase("save_checkpoint"):
         pass
     time.sleep(never)
 """
@@ -71,7 +71,7 @@ ENDS = """
 import subprocess, sys
 from rlcore.run import watchdog
 
-watchdog.FINAL_REPORT_S = 600  # it ends once they are said
+watchdog.FINAL_REPORT_S = 600
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
 started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, watchdog.TRACKING_MODULE])]
 print(*(process.pid for process in started))
@@ -80,11 +80,11 @@ watchdog.exit_immediately(3)
 
 
 def num_waiting(descriptor: int) -> int:
-    """Bytes in a pipe that nobody has read."""
+    """Return the unread bytes in a pipe."""
     return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
 
 
-def test_a_second_signal_ends_a_blocked_process() -> None:
+def test_second_signal_ends_a_blocked_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
@@ -99,8 +99,7 @@ def test_a_second_signal_ends_a_blocked_process() -> None:
             process.kill()
 
 
-def test_an_immediate_end_flushes_output_and_leaves_the_delivery() -> None:
-    """Its output is a pipe, so what it has printed waits in its buffer."""
+def test_immediate_exit_flushes_output_and_keeps_delivery() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
@@ -115,65 +114,63 @@ def test_an_immediate_end_flushes_output_and_leaves_the_delivery() -> None:
             delivery.kill()
 
 
-def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> None:
+def test_failure_is_recorded_without_its_stacks(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path / "run")
     layout.run_dir.mkdir()
     layout.failures.touch()  # a file in the folder's place
-    heard: list[Any] = []
+    events: list[Any] = []
     guard = Watchdog(
         RunConfig(),
         layout,
         stop=StopFlag(lambda: None),
-        report=heard.append,
+        report=events.append,
         abandon=lambda error: None,
         step=lambda: 7,
     )
     lost = WorkerLostError("a worker actor died")
     with guard:
         assert guard.record_failure(lost) is lost
-    (fault,) = read_failures(layout.run_dir)
-    assert (fault.step, fault.stacks) == (7, None)
-    assert "a worker actor died" in fault.message
-    assert [one["event"] for one in heard] == ["fault"]
+    (failure,) = read_failures(layout.run_dir)
+    assert (failure.step, failure.stacks) == (7, None)
+    assert "a worker actor died" in failure.message
+    assert [one["event"] for one in events] == ["fault"]
 
 
-def test_a_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
+def test_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
     ended, errors = threading.Event(), list[Exception]()
 
-    def give_up(error: Exception) -> None:
+    def abandon(error: Exception) -> None:
         errors.append(error)
         ended.set()
 
     config = RunConfig(runtime=RuntimeConfig(deadlines=DeadlineConfig(save_s=0.1)))
     layout = RunLayout(tmp_path, tmp_path / "run")
-    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=lambda event: None, abandon=give_up)
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=lambda event: None, abandon=abandon)
     with guard, guard.phase("commit"):
         assert ended.wait(WAIT_S)
     (error,) = errors
-    assert str(error).startswith("runtime.deadlines.save_s: hang in commit after step 0: no end after 0 s. What every ")
-    (fault,) = read_failures(layout.run_dir)
-    assert (fault.kind, fault.phase) == ("hang", "commit")
-    assert "test_watchdog.py" in Path(str(fault.stacks)).read_text()
+    assert str(error).startswith("runtime.deadlines.save_s: hang in commit after step 0: no end after 0 s. Stacks of ")
+    (failure,) = read_failures(layout.run_dir)
+    assert (failure.kind, failure.phase) == ("hang", "commit")
+    assert "test_watchdog.py" in Path(str(failure.stacks)).read_text()
 
 
-def test_the_last_resort_ends_a_phase_around_others(tmp_path: Path) -> None:
+def test_last_resort_ends_an_outer_phase(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], timeout=WAIT_S, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
 
 
-def test_last_words_that_nobody_reads_hold_nothing_up() -> None:
-    assert subprocess.run([sys.executable, "-c", NOBODY_READS], timeout=WAIT_S).returncode == 75
+def test_exit_does_not_wait_for_a_reader() -> None:
+    assert subprocess.run([sys.executable, "-c", NO_READER], timeout=WAIT_S).returncode == 75
 
 
 STRANGER = "import time; print(flush=True); time.sleep(600)"
 RANK = f"from rlcore import stacks; stacks.register('rank-0'); {STRANGER}"
 
 
-def test_only_the_process_that_registered_is_asked_for_its_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of a process that has ended, or of one on another host, may bear the id of any process of ours."""
+def test_stacks_are_requested_from_registered_processes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of an ended or remote process may have the id of any local process."""
     folder = tmp_path / "stacks"
     monkeypatch.setenv(stacks.FOLDER_VARIABLE, str(folder))
     stacks.open_folder(folder)
@@ -188,7 +185,7 @@ def test_only_the_process_that_registered_is_asked_for_its_stacks(
         assert 'File "<string>", line 1 in <module>' in of_rank
         assert of_stranger.startswith(f"1, process {stranger.pid}")
         assert "it has ended, or is on another host" in of_stranger
-        assert stranger.poll() is None, "it was ended by a signal that was not for it"
+        assert stranger.poll() is None, "it was ended by a signal for another process"
     finally:
         for process in (rank, stranger):
             process.kill()

@@ -1,4 +1,4 @@
-"""What the watch compares and says, on a clock of the test."""
+"""Deadlines and messages of the watchdog, on a fake clock."""
 
 import faulthandler
 from collections.abc import Mapping
@@ -18,32 +18,32 @@ from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
 
 
-class Asked(StopFlag):
-    """Asked to stop so many seconds ago."""
+class FakeStop(StopFlag):
+    """A stop requested so many seconds ago."""
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(lambda: None)
         self.seconds = seconds
 
-    def asked_s(self) -> float | None:
+    def seconds_since_request(self) -> float | None:
         return self.seconds
 
 
 class Watch(Watchdog):
-    """A watch that is not entered, with what it has told and whom it gave up with."""
+    """A watchdog that is not entered, with its events and errors."""
 
     def __init__(self, folder: Path, stop: StopFlag | None = None, **runtime: Any) -> None:
-        self.told: list[Mapping[str, object]] = []
-        self.given_up: list[MillraceError] = []
+        self.events: list[Mapping[str, object]] = []
+        self.errors: list[MillraceError] = []
         layout = RunLayout(folder, folder / "run")
         layout.run_dir.mkdir(exist_ok=True)
         config = RunConfig(runtime=RuntimeConfig(**runtime))
         super().__init__(
             config,
             layout,
-            stop=stop or Asked(),
-            report=self.told.append,
-            abandon=self.given_up.append,
+            stop=stop or FakeStop(),
+            report=self.events.append,
+            abandon=self.errors.append,
             step=lambda: 7,
         )
 
@@ -77,22 +77,22 @@ def test_each_phase_has_the_deadline_of_its_key(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("phase", "asked_s", "is_given_up"),
+    ("phase", "requested_s_ago", "is_abandoned"),
     [("gen", 50.5, True), ("gen", 50.0, False), ("gen", None, False), ("update_actor", 99.0, False)],
 )
-def test_a_slow_step_is_abandoned_before_its_update(
-    tmp_path: Path, phase: str, asked_s: float | None, is_given_up: bool
+def test_slow_step_is_abandoned_before_its_update(
+    tmp_path: Path, phase: str, requested_s_ago: float | None, is_abandoned: bool
 ) -> None:
-    watch = Watch(tmp_path, Asked(asked_s), stop_deadline_s=100.0)
-    if not is_given_up:
+    watch = Watch(tmp_path, FakeStop(requested_s_ago), stop_deadline_s=100.0)
+    if not is_abandoned:
         with watch.phase(phase):
             return
-    with pytest.raises(StepAbandonedError) as told, watch.phase(phase):
-        pytest.fail("it was begun")
-    assert str(told.value) == "the step was given up before gen: a stop was asked for 50 s ago"
+    with pytest.raises(StepAbandonedError) as caught, watch.phase(phase):
+        pytest.fail("it was started")
+    assert str(caught.value) == "the step was abandoned before gen: a stop was requested 50 s ago"
 
 
-def test_a_hang_names_the_state_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hang_names_the_stage_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(tmp_path)
     watch.aside = lambda: "checkpoint of step 3: renaming x"
     watch._on_hang("commit", 61.4)
@@ -103,23 +103,23 @@ def test_a_hang_names_the_state_of_the_save(tmp_path: Path, caplog: pytest.LogCa
     assert (fault.kind, fault.phase, fault.step, fault.message) == ("hang", "commit", 7, message)
     assert str(fault.stacks).startswith(f"{tmp_path}/run/failures/stacks-20")
     assert Path(str(fault.stacks)).read_text().startswith(f"hang in commit after step 7\n{message}\n\n")
-    (error,) = watch.given_up
+    (error,) = watch.errors
     assert isinstance(error, HangError)
-    assert str(error) == f"{message}. What every process was doing: {fault.stacks}"
+    assert str(error) == f"{message}. Stacks of every process: {fault.stacks}"
     text = f"hang in commit after step 7; stacks: {fault.stacks}"
-    assert watch.told == [{"event": "fault", "text": text, "kind": "hang", "phase": "commit", "step": 7}]
-    assert f"fault: hang in commit after step 7: {message}" in caplog.text
+    assert watch.events == [{"event": "fault", "text": text, "kind": "hang", "phase": "commit", "step": 7}]
+    assert f"failure: hang in commit after step 7: {message}" in caplog.text
     watch.record_failure(WorkerLostError("its rank was ended"))
-    assert len(read_failures(tmp_path / "run")) == 1, "what is ended after a hang is no fault of its own"
+    assert len(read_failures(tmp_path / "run")) == 1, "errors after a hang are its consequences"
 
 
-def test_a_fault_names_its_phase(tmp_path: Path) -> None:
+def test_failure_names_its_phase(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
     with watch.phase("gen"):
         pass
     error = DataError("no row")
     assert watch.record_failure(error) is error
-    assert watch.told == [
+    assert watch.events == [
         {"event": "fault", "text": "data in gen after step 7", "kind": "data", "phase": "gen", "step": 7}
     ]
     watch.record_failure(WorkerLostError("rank 1"))
@@ -132,7 +132,7 @@ def test_a_fault_names_its_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_saving", [True, False])
-def test_a_stop_that_takes_too_long_says_where(tmp_path: Path, is_saving: bool) -> None:
+def test_slow_stop_names_its_phase(tmp_path: Path, is_saving: bool) -> None:
     watch = Watch(tmp_path, stop_deadline_s=30.0)
     where = "its end"
     if is_saving:
@@ -142,9 +142,9 @@ def test_a_stop_that_takes_too_long_says_where(tmp_path: Path, is_saving: bool) 
             watch._stop_takes_too_long()
     else:
         watch._stop_takes_too_long()
-    (error,) = watch.given_up
+    (error,) = watch.errors
     assert isinstance(error, StopRequestedError)
     assert str(error) == (
-        f"runtime.stop_deadline_s: told to stop, the run had not ended after 30 s (in {where}), and was ended. Start "
-        "again to go on from the last checkpoint"
+        f"runtime.stop_deadline_s: the run had not ended 30 s after a stop request (in {where}), and was killed. "
+        "Start again to resume from the last checkpoint"
     )

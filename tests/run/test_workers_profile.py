@@ -42,7 +42,7 @@ def profiled(window: ProfileWindow, ranks: Ranks, num_steps: int) -> list[int]:
     return found
 
 
-def test_the_steps_of_the_window_are_profiled_and_told(tmp_path: Path) -> None:
+def test_steps_of_the_window_are_profiled(tmp_path: Path) -> None:
     ranks, told = Ranks(1.25, 3.0), list[Mapping[str, object]]()
     words = ("runtime.profile.first_step=3", "runtime.profile.num_steps=2", "runtime.profile.max_mb=3")
     assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3, 4]
@@ -53,12 +53,12 @@ def test_the_steps_of_the_window_are_profiled_and_told(tmp_path: Path) -> None:
     assert profiled(window(tmp_path, ranks, told), ranks, 7) == []
 
 
-def test_a_trace_that_is_too_large_ends_the_window(tmp_path: Path) -> None:
+def test_large_trace_ends_the_window(tmp_path: Path) -> None:
     ranks, told = Ranks(1.25, 3.01), list[Mapping[str, object]]()
     words = ("runtime.profile.first_step=3", "runtime.profile.num_steps=2", "runtime.profile.max_mb=3")
     assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3]
     (event,) = told
     assert event["text"] == (
-        "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is not kept and no further step is "
-        "profiled. Raise it, or profile a run with fewer or shorter answers"
+        "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is deleted and no further step is "
+        "profiled. Raise it, or profile a run with fewer or shorter responses"
     )

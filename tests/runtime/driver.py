@@ -1,4 +1,4 @@
-"""A Ray driver for the tests, in a process of its own: Ray may end its driver, and that must not be pytest.
+"""A Ray driver for the tests, in a separate process, since Ray may end its driver.
 
 python -m tests.runtime.driver SCENARIO ROOT OUT [OVERRIDES...]      writes what it found to OUT, as JSON
 """
@@ -41,7 +41,7 @@ def metrics_of(run: SmallRun) -> list[Metrics]:
 
 
 def private_cluster(run: SmallRun) -> dict[str, Any]:
-    """The metrics of two ranks, on which addresses their cluster listens, and what a stranger on this host is told."""
+    """Return metrics of two ranks, the addresses of their cluster, and the reply to an unauthenticated client."""
     group = start_workers(run.config, str(run.model_directory))
     try:
         found: dict[str, Any] = {"metrics": train(run, group, STEPS)}
@@ -104,7 +104,7 @@ def killed_in_a_stream(run: SmallRun) -> str:
         stream = RankProcess.stream
 
         def process_id(self) -> int:
-            """Of this rank's process."""
+            """Return the id of this rank's process."""
             return os.getpid()
 
         def part(self, rank: int) -> Iterator[int]:
@@ -132,7 +132,7 @@ def killed_in_a_stream(run: SmallRun) -> str:
 
 
 def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
-    """Where the ranks of a cluster meet that was there before, and the address that Ray has of its node."""
+    """Return the ranks' rendezvous in an existing cluster, and Ray's address of its node."""
     import ray
 
     ray.init(address="local", num_cpus=1, include_dashboard=False)
@@ -144,7 +144,7 @@ def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
 
 
 def stopped_at_the_start(run: SmallRun) -> list[str]:
-    """What comes of a SIGTERM while Ray starts, and of one while the actors load their models."""
+    """Return the results of a SIGTERM during Ray's start and during the loading of models."""
     found = []
     for name in ("gcs_server", "rank-0"):
         stop = StopFlag(lambda: os._exit(9))

@@ -1,4 +1,4 @@
-"""Ray's folder: nobody else's, and what killed clusters have left in it goes with the next one."""
+"""Ray's private folder, and removal of killed clusters' sessions."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from rlcore.errors import ConfigError
 from rlcore.runtime import cluster
 
 
-def test_only_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as raylet:
         monkeypatch.setattr(cluster, "ray_folder", lambda: Path(short))
         dead, alive, young = (Path(short) / f"session_2026_{name}" for name in ("1", "2", "3"))
@@ -35,7 +35,7 @@ def test_only_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this user's folder would be, in a temporary folder whose path is short."""
+    """The path of this user's folder, in a temporary folder with a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         yield cluster.private_folder()
@@ -45,7 +45,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def test_the_folder_and_its_secret_are_this_users_alone(private: Path) -> None:
+def test_folder_and_token_are_private(private: Path) -> None:
     environment = cluster.loopback_environment()
     secret = Path(environment["RAY_AUTH_TOKEN_PATH"])
     assert (mode(private), mode(secret)) == (0o700, 0o600)
@@ -55,7 +55,7 @@ def test_the_folder_and_its_secret_are_this_users_alone(private: Path) -> None:
     assert sorted(private.iterdir()) == [secret]
 
 
-def test_a_folder_that_others_could_write_to_is_closed(private: Path) -> None:
+def test_open_folder_is_made_private(private: Path) -> None:
     private.mkdir()
     private.chmod(0o777)
     cluster.loopback_environment()
@@ -71,7 +71,7 @@ def a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("prepare", [linked, a_file])
-def test_a_folder_that_somebody_has_prepared_is_refused(private: Path, prepare: Callable[[Path], None]) -> None:
+def test_prepared_folder_is_refused(private: Path, prepare: Callable[[Path], None]) -> None:
     prepare(private)
     before = private.lstat()
     with pytest.raises(ConfigError, match=rf"{private}: must be a folder of this user .* Set TMPDIR"):
@@ -79,7 +79,7 @@ def test_a_folder_that_somebody_has_prepared_is_refused(private: Path, prepare: 
     assert private.lstat() == before, "it is left as it is"
 
 
-def test_what_somebody_has_put_into_it_is_refused(private: Path) -> None:
+def test_links_in_the_folder_are_refused(private: Path) -> None:
     private.mkdir()
     cluster.token_file().symlink_to("/etc/hostname")  # a secret that others know
     assert str(cluster.token_file()) in str(cluster.folder_problem())
@@ -88,7 +88,7 @@ def test_what_somebody_has_put_into_it_is_refused(private: Path) -> None:
     assert str(cluster.ray_folder()) in str(cluster.folder_problem())
 
 
-def test_a_folder_of_somebody_else_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private.mkdir()
     stranger = os.geteuid() + 1
     monkeypatch.setattr(cluster, "private_folder", lambda: private)
@@ -97,12 +97,12 @@ def test_a_folder_of_somebody_else_is_refused(private: Path, monkeypatch: pytest
         cluster.loopback_environment()
 
 
-def test_a_temporary_folder_too_long_for_a_socket_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 50 * "a")
-    assert "may not pass 107 bytes" in str(cluster.folder_problem())
+    assert "may not exceed 107 bytes" in str(cluster.folder_problem())
 
 
-def test_auto_is_the_own_head_while_it_runs(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert cluster.address_of("auto") == "auto"
     with socket.create_server(("127.0.0.1", 0)) as head:
@@ -118,11 +118,11 @@ def test_auto_is_the_own_head_while_it_runs(private: Path, monkeypatch: pytest.M
     assert cluster.address_of("auto") == "auto", "nothing listens there any more"
 
 
-def test_a_process_that_has_imported_ray_already_is_refused(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
+def test_earlier_import_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     for name in cluster.loopback_environment():
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"ray must not be imported before .*RAY_AUTH_MODE=token"):
         cluster.restrict_ray(None)
-    cluster.restrict_ray("ray-head:6379")  # a cluster of others has a configuration of its own
+    cluster.restrict_ray("ray-head:6379")  # another cluster has a separate configuration
     assert "RAY_AUTH_MODE" not in os.environ

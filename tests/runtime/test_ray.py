@@ -1,4 +1,4 @@
-"""Ray actors give the numbers of the worker in this process, and say what went wrong."""
+"""Ray actors give the numbers of the local worker, and report failures."""
 
 import json
 import pickle
@@ -39,8 +39,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("artifacts")
 
 
-def test_the_store_has_room_for_the_largest_step_within_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what the reference and the updates are sent of each token; a small store stays as it was."""
+def test_object_store_fits_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the reference and the updates per token determine the size."""
     small = load_config(["experiment=debug"])
     lengths = small.filter.max_prompt_tokens + small.rollout.max_response_tokens
     answers = cluster.LEAST_STORE_BYTES // lengths // cluster.SENT_BYTES_PER_TOKEN // small.rollout.samples_per_prompt
@@ -79,7 +79,7 @@ def test_pickled_messages_keep_all_fields() -> None:
 
 
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
-    """What a scenario of `tests.runtime.driver` found."""
+    """Run a scenario of `tests.runtime.driver`."""
     out = root / "found.json"
     log = root / "driver.log"
     arguments = [scenario, str(root), str(out), *overrides]
@@ -98,14 +98,14 @@ def here(root: Path, algo: str) -> list[Metrics]:
 
 
 @pytest.mark.lengthy  # of GRPO: run/test_resume.py
-def test_ray_and_this_process_give_the_same_metrics_value_for_value(root: Path) -> None:
-    """With a critic beside the actor. Two ranks have none here: what they sum is shown in tests/workers."""
+def test_ray_metrics_equal_those_of_a_local_worker(root: Path) -> None:
+    """Train with a critic; sums of two ranks are tested in tests/workers."""
     assert in_ray("metrics", root, "algo=ppo") == here(root, "ppo")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> Any:
-    """With scoring processes: answers stream out of the actors as they end."""
+    """Results with scoring processes, which stream responses out of the actors."""
     return in_ray("private", root, "algo=grpo", "runtime.num_workers=2", "reward.num_processes=1")
 
 
@@ -120,7 +120,7 @@ def test_two_ranks_reproduce_one(two_ranks: Any, root: Path) -> None:
                 assert found[name] == pytest.approx(value, rel=1e-5, abs=atol), f"step {number}: {name}"
 
 
-def test_a_private_cluster_is_closed_to_others(two_ranks: Any) -> None:
+def test_private_cluster_is_closed_to_others(two_ranks: Any) -> None:
     listeners = [tuple(one) for one in two_ranks["listeners"]]
     assert {"gcs_server", "raylet", "ray::RankProcess"} <= {name for name, _ in listeners}
     assert {address for _, address in listeners} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listeners
@@ -128,7 +128,7 @@ def test_a_private_cluster_is_closed_to_others(two_ranks: Any) -> None:
     assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
 
 
-def test_ranks_of_a_cluster_meet_at_rays_node_address(root: Path) -> None:
+def test_rendezvous_is_at_the_node_address(root: Path) -> None:
     """Its name may lead to loopback, where another machine finds itself."""
     rendezvous, of_node = in_ray("rendezvous", root, "warm_start.enabled=false", "runtime.ray_address=auto")
     assert urlparse(rendezvous).hostname == of_node
@@ -142,12 +142,12 @@ def test_killed_and_stopped_workers_are_lost_workers(root: Path) -> None:
 
 
 @pytest.mark.lengthy
-def test_a_rank_killed_in_a_stream_is_the_reported_cause(root: Path) -> None:
+def test_killed_rank_in_a_stream_is_the_cause(root: Path) -> None:
     assert "died" in in_ray("stream", root)
 
 
 @pytest.mark.lengthy
-def test_a_stop_while_the_workers_start_is_heard(root: Path) -> None:
+def test_stop_during_the_start_is_handled(root: Path) -> None:
     """Ray takes SIGTERM for itself and ends its driver at one."""
     while_ray_starts, while_models_load = in_ray("stop", root)
     assert while_ray_starts.startswith("stopped while Ray was starting")
@@ -168,7 +168,7 @@ def test_a_stop_while_the_workers_start_is_heard(root: Path) -> None:
     ],
     ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}-{list(tensor.shape)}",
 )
-def test_a_tensor_arrives_as_it_was_sent(tensor: torch.Tensor) -> None:
+def test_tensor_round_trip(tensor: torch.Tensor) -> None:
     found = as_tensor(pickle.loads(pickle.dumps(as_array(tensor))))
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(found, tensor)

@@ -1,4 +1,4 @@
-"""Room on disk: looked at, waited for, told."""
+"""Room on disk: measurements, estimates, errors."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ from rlcore.storage.publish import write_text_atomically
 from tests.storage.small_disk import SMALL_DISK_MIB, fill, mounted
 
 
-def test_free_bytes_are_those_of_the_file_system_that_will_be_written(small_disk):
+def test_free_bytes_of_a_future_path(small_disk):
     assert free_bytes(small_disk / "not" / "yet" / "there") == SMALL_DISK_MIB * 2**20
     fill(small_disk, leave_bytes=8192)
     assert free_bytes(small_disk) == 8192
@@ -51,7 +51,7 @@ def test_used_up_inodes_are_reported_as_such(tmp_path):
         assert check_room(disk, 4096).enough
 
 
-def test_a_report_counts_the_reserve():
+def test_room_report_counts_the_reserve():
     report = RoomReport(Path("/x"), needed_bytes=70, reserve_bytes=50, free_bytes=100)
     assert report.missing_bytes == 20
     big = RoomReport(Path("/x"), needed_bytes=10_400_000, reserve_bytes=2_000_000_000, free_bytes=4_000_000)
@@ -66,13 +66,13 @@ def test_a_report_counts_the_reserve():
     assert not RoomReport(Path("/x"), 50, 50, 100, free_files=0).enough
 
 
-def test_a_file_system_without_inode_counts_has_room():
+def test_file_system_without_inode_counts_has_room():
     assert free_files(Path("/proc/self")) is None
     assert check_room(Path("/proc/self"), 0) == RoomReport(Path("/proc/self"), 0, 0, 0, None)
     assert check_room(Path("/proc/self"), 0).enough
 
 
-def test_a_failed_write_reports_needed_and_free_bytes():
+def test_out_of_room_names_needed_and_free_bytes():
     reason = OSError(errno.ENOSPC, "No space left on device")
     known, unknown = (out_of_room(Path("/proc/self/x"), reason, needed_bytes=size) for size in (7, None))
     assert str(known).startswith(
@@ -83,7 +83,7 @@ def test_a_failed_write_reports_needed_and_free_bytes():
     assert (known.needed_bytes, unknown.needed_bytes) == (7, 0)
 
 
-def test_too_little_room_says_how_much_is_missing_and_where(small_disk):
+def test_room_report_names_missing_bytes_and_path(small_disk):
     fill(small_disk, leave_bytes=8192)
     assert check_room(small_disk, 4096, 4096).enough
     report = check_room(small_disk / "x", 8192, 100)
@@ -91,7 +91,7 @@ def test_too_little_room_says_how_much_is_missing_and_where(small_disk):
     assert str(report).startswith(f"{small_disk}/x: 0.1 kB are missing: 8.2 kB to write and 0.1 kB in reserve")
 
 
-def test_needs_are_added_up_for_each_file_system(small_disk, tmp_path):
+def test_needs_are_summed_by_file_system(small_disk, tmp_path):
     reports = check_needs(
         [
             DiskNeed("checkpoints", small_disk / "a", 5 * 2**20),
@@ -108,7 +108,7 @@ def test_needs_are_added_up_for_each_file_system(small_disk, tmp_path):
     assert check_room(tmp_path, 7).reserve_bytes == 0
 
 
-def test_only_a_full_disk_counts_as_one():
+def test_out_of_room_is_recognized_in_causes():
     device = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left") as caught:
         os.write(device, b"x")
@@ -133,22 +133,22 @@ def test_only_a_full_disk_counts_as_one():
             (code, r"\. Make the folder writable, or choose another paths\.root\.$")
             for code in (errno.EACCES, errno.EROFS)
         ),
-        (errno.EMFILE, r"Too many open files\)\. Mend that, or choose another paths\.root\.$"),
+        (errno.EMFILE, r"Too many open files\)\. Correct that, or choose another paths\.root\.$"),
     ],
 )
-def test_only_an_unwritable_folder_is_to_be_made_writable(tmp_path, code, remedy):
+def test_unwritable_remedy_depends_on_the_error(tmp_path, code, remedy):
     with pytest.raises(UnwritableError, match=remedy):
         raise unwritable(tmp_path, OSError(code, os.strerror(code)))
 
 
 @pytest.mark.timeout(20)
-def test_a_chain_of_errors_that_bites_its_tail_has_an_end():
+def test_out_of_room_ends_on_a_cyclic_chain():
     first, second = RuntimeError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_room(first)
 
 
-def test_estimates():
+def test_checkpoint_and_reserve_estimates():
     assert checkpoint_bytes(10**9) == 12_120_000_000 + 4 * 2**20, "weights, two moments, 1 % and what is no tensor"
     assert checkpoint_bytes(0) == 4 * 2**20
     assert reserve_bytes(CheckpointConfig(reserve_gb=0.5)) == 500_000_000
@@ -158,7 +158,7 @@ def test_estimates():
     ("keep_every_steps", "total_steps", "expected"),
     [(0, 100, 4), (0, 40, 2), (0, 41, 3), (40, 200, 9), (40, 79, 4), (20, 100, 5)],
 )
-def test_checkpoints_on_disk_at_one_time(keep_every_steps, total_steps, expected):
+def test_number_of_checkpoints_at_once(keep_every_steps, total_steps, expected):
     config = CheckpointConfig(keep_last=2, keep_best=1, keep_every_steps=keep_every_steps)
     assert num_checkpoints_at_once(config, total_steps=total_steps, steps_per_chunk=20) == expected
     assert num_checkpoints_at_once(config, total_steps=1, steps_per_chunk=20) == 1

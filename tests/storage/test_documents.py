@@ -24,7 +24,7 @@ from tests.helpers.published import num_open
 NUMBERS = TypeAdapter(dict[str, list[int]])
 
 
-def test_what_is_no_ordinary_file_is_refused_and_left_closed(tmp_path: Path) -> None:
+def test_open_ordinary_refuses_other_kinds(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     before = num_open()
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
@@ -34,7 +34,7 @@ def test_what_is_no_ordinary_file_is_refused_and_left_closed(tmp_path: Path) -> 
     assert num_open() <= before
 
 
-def test_the_files_of_a_folder_that_cannot_be_opened_are_not_none(tmp_path: Path) -> None:
+def test_files_of_an_unreadable_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "a.json").touch()
     (tmp_path / "b.txt").touch()
     before = num_open()
@@ -51,7 +51,7 @@ def test_the_files_of_a_folder_that_cannot_be_opened_are_not_none(tmp_path: Path
 
 
 @pytest.mark.parametrize(("size", "hashed"), [(None, 10), (0, 0), (4, 4), (10, 10), (11, 10)])
-def test_the_digest_is_of_so_many_bytes(
+def test_sha256_of_the_first_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None, hashed: int
 ) -> None:
     monkeypatch.setattr("rlcore.storage.documents.READ_BLOCK_BYTES", 3)
@@ -59,7 +59,7 @@ def test_the_digest_is_of_so_many_bytes(
     assert sha256_of(tmp_path / "x", size) == hashlib.sha256(b"0123456789"[:hashed]).hexdigest()
 
 
-def test_in_the_way_is_the_nearest_existing_path(tmp_path: Path) -> None:
+def test_find_obstacle_returns_the_nearest_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert find_obstacle(tmp_path / "new" / "er") is None
@@ -68,7 +68,7 @@ def test_in_the_way_is_the_nearest_existing_path(tmp_path: Path) -> None:
     assert find_obstacle(tmp_path / "link") == tmp_path / "link"
 
 
-def test_json_that_is_nested_too_deeply_is_damage_like_any_other() -> None:
+def test_deeply_nested_json_is_a_value_error() -> None:
     assert parse_json(b"[1]") == [1]
     with pytest.raises(ValueError, match=r"^is nested too deeply$"):
         parse_json("[" * 200_000)
@@ -82,7 +82,7 @@ def test_json_that_is_nested_too_deeply_is_damage_like_any_other() -> None:
         ('{"a": ["x", "y"]}', "a.0: Input should be a valid integer, unable to parse string as an integer"),
     ],
 )
-def test_a_document_of_another_form_is_told_by_its_first_problem(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_document_error_has_the_first_problem(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(DataError) as refused:
@@ -93,7 +93,7 @@ def test_a_document_of_another_form_is_told_by_its_first_problem(tmp_path: Path,
     assert str(refused.value) == f"{file}: cannot be read ({problem}); delete it"
 
 
-def test_read_document_value_absent_and_not_a_file(tmp_path: Path) -> None:
+def test_read_document_of_present_and_absent_files(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"a": [1]}')
     assert read_ordinary(tmp_path / "x.json") == b'{"a": [1]}'
     assert read_document(tmp_path / "x.json", NUMBERS) == {"a": [1]}

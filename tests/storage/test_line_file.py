@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("before", [[1], []], ids=["after a whole one", "alone"])
 @pytest.mark.parametrize("block_bytes", [7, 1 << 20])
-def test_a_writer_cuts_the_torn_line_that_it_finds(
+def test_open_cuts_a_torn_line(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, before: list[int], block_bytes: int
 ):
     monkeypatch.setattr(line_file, "READ_BLOCK_BYTES", block_bytes)
@@ -42,7 +42,7 @@ def test_a_writer_cuts_the_torn_line_that_it_finds(
 
 
 @pytest.mark.parametrize("block_bytes", [7, 1 << 20])
-def test_what_is_cut_off_is_kept_beside(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int):
+def test_truncate_keeps_cut_lines(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int):
     monkeypatch.setattr(line_file, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0})
@@ -62,7 +62,7 @@ def test_what_is_cut_off_is_kept_beside(path: Path, monkeypatch: pytest.MonkeyPa
     assert [record.metrics["a"] for record in read_journal(path)] == [1.0, 2.75]
 
 
-def test_going_back_on_a_full_disk_changes_nothing(small_disk: Path):
+def test_truncate_on_a_full_disk_changes_nothing(small_disk: Path):
     with Journal(small_disk / "metrics.jsonl") as journal:
         journal.append_step(0, {"a": 1.0})
         at_checkpoint = journal.size_bytes
@@ -79,7 +79,7 @@ def test_going_back_on_a_full_disk_changes_nothing(small_disk: Path):
         assert [record.step for record in read_journal(journal.path)] == [0]
 
 
-def test_going_back_is_forced_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_truncate_flushes_to_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
     forced: list[tuple[bool, int]] = []
 
     def watched(descriptor: int) -> None:
@@ -99,7 +99,7 @@ def test_going_back_is_forced_to_the_disk(path: Path, monkeypatch: pytest.Monkey
     assert [is_folder for is_folder, _ in forced] == [False, False, True]
 
 
-def test_going_back_to_where_it_is_cuts_nothing(path: Path):
+def test_truncate_to_current_size_cuts_nothing(path: Path):
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0})
         assert journal.truncate(journal.size_bytes) is None
@@ -107,16 +107,16 @@ def test_going_back_to_where_it_is_cuts_nothing(path: Path):
 
 
 @pytest.mark.parametrize("offset", [1, -1])
-def test_a_place_where_no_line_ends_is_refused(path: Path, offset: int):
+def test_truncate_inside_a_line_is_refused(path: Path, offset: int):
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0})
         before = path.read_bytes()
-        with pytest.raises(TrackingError, match=r"metrics\.jsonl: asked to go back to byte"):
+        with pytest.raises(TrackingError, match=r"metrics\.jsonl: cannot be cut to byte"):
             journal.truncate(journal.size_bytes + offset)
     assert path.read_bytes() == before
 
 
-def test_an_open_reader_is_undisturbed_by_going_back(path: Path):
+def test_open_reader_continues_after_truncate(path: Path):
     with Journal(path) as journal:
         for step in (1, 2, 3):
             journal.append_step(step, {"a": float(step)})
@@ -129,7 +129,7 @@ def test_an_open_reader_is_undisturbed_by_going_back(path: Path):
     assert [record.step for record in read_journal(path)] == [1, 9]
 
 
-def test_two_threads_never_mix_their_lines(path: Path):
+def test_threads_never_mix_lines(path: Path):
     with Journal(path) as journal:
 
         def write(thread: int) -> None:
@@ -171,7 +171,7 @@ assert journal.sync() == Path(sys.argv[1]).stat().st_size
 """
 
 
-WENT_BACK = """
+TRUNCATED = """
 import resource, signal, sys
 from pathlib import Path
 from rlcore.tracking.journal import Journal
@@ -181,7 +181,7 @@ journal = Journal(Path(sys.argv[1]))
 journal.append_step(1, {"a": 1.0})
 saved = journal.sync()
 resource.setrlimit(resource.RLIMIT_FSIZE, (saved, resource.RLIM_INFINITY))
-journal.append_step(2, {"a": 2.0, "of the way that was left": 2.0})
+journal.append_step(2, {"a": 2.0, "of the abandoned steps": 2.0})
 assert journal.truncate(saved) is None
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 journal.append_step(2, {"a": 3.0})
@@ -195,12 +195,12 @@ journal.append_step(3, {"a": 5.0})  # its time may have a digit more
 """
 
 
-def test_pending_lines_are_dropped_by_going_back(path: Path):
-    subprocess.run([sys.executable, "-c", WENT_BACK, str(path)], check=True)
+def test_truncate_drops_pending_lines(path: Path):
+    subprocess.run([sys.executable, "-c", TRUNCATED, str(path)], check=True)
     assert [record.metrics for record in read_journal(path)] == [{"a": 1.0}, {"a": 3.0}, {"a": 5.0}]
 
 
-def test_a_full_disk_loses_no_value(path: Path):
+def test_full_disk_loses_no_value(path: Path):
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     second = path.read_bytes().splitlines(keepends=True)[1]
@@ -223,7 +223,7 @@ while True:
 """
 
 
-def test_every_line_that_was_written_survives_kill_9(path: Path):
+def test_written_lines_survive_a_kill(path: Path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
@@ -231,13 +231,13 @@ def test_every_line_that_was_written_survives_kill_9(path: Path):
             if int(line) >= 300:
                 break
         process.send_signal(signal.SIGKILL)
-        said = [int(line), *(int(each) for each in process.stdout)]
+        printed = [int(line), *(int(each) for each in process.stdout)]
     steps = [record.step for record in read_journal(path)]
     assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) >= said[-1] >= 300
+    assert len(steps) >= printed[-1] >= 300
 
 
-def test_it_grows_in_single_writes_at_its_end(path: Path):
+def test_two_writers_append_whole_lines(path: Path):
     """Two writers (a run that is validated while it trains) never overwrite each other."""
     with Journal(path) as first, Journal(path) as second:
         first.append_step(1, {"a": 1.0})
@@ -247,7 +247,7 @@ def test_it_grows_in_single_writes_at_its_end(path: Path):
     assert [record.step for record in read_journal(path)] == [1, 2, 3]
 
 
-def test_a_sync_forces_what_was_written_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sync_flushes_to_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
     sizes, fsync = [], os.fsync
 
     def watched(descriptor: int) -> None:

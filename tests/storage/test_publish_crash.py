@@ -63,7 +63,7 @@ for k in range(1, 1000):
 print(json.dumps(seen))
 """
 
-FOR_EVER = """
+ENDLESS = """
 import itertools, sys
 from pathlib import Path
 from rlcore.storage.publish import published_directory, write_json_atomically
@@ -79,7 +79,7 @@ for number in itertools.count():
 
 
 @pytest.mark.parametrize("mode", ["first", "replace"])
-def test_killed_at_every_operation(tmp_path, mode):
+def test_kill_at_every_operation_leaves_old_or_new(tmp_path, mode):
     done = subprocess.run(
         [sys.executable, "-c", EVERY_OPERATION, str(tmp_path), mode], capture_output=True, text=True, check=True
     )
@@ -94,10 +94,10 @@ def test_killed_at_every_operation(tmp_path, mode):
 
 
 @pytest.mark.lengthy
-def test_killed_at_random_moments(tmp_path):
+def test_kill_at_random_moments_leaves_whole_directories(tmp_path):
     moments = random.Random(20)
     for number in range(10):
-        writer = subprocess.Popen([sys.executable, "-c", FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE)
         assert writer.stdout is not None
         writer.stdout.readline()
         while not (tmp_path / f"{3 * number:05d}").exists():
@@ -117,9 +117,9 @@ def test_killed_at_random_moments(tmp_path):
             assert (tmp_path / f"{json.loads(latest.read_text())['number']:05d}").is_dir()
 
 
-def test_two_processes_that_publish_the_same(tmp_path):
+def test_two_processes_publish_the_same_directories(tmp_path):
     both = [
-        subprocess.Popen([sys.executable, "-c", FOR_EVER, str(tmp_path)], stdout=subprocess.DEVNULL) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.DEVNULL) for _ in range(2)
     ]
     last = tmp_path / f"{20:05d}"
     while not last.exists():
@@ -134,8 +134,8 @@ def test_two_processes_that_publish_the_same(tmp_path):
         verify_directory(folder)
 
 
-def test_a_folder_copied_by_hand_and_cut_off_is_refused(tmp_path: Path):
-    """The other way to half a directory: cp without our rename, stopped before the manifest came."""
+def test_folder_without_manifest_was_never_finished(tmp_path: Path):
+    assert read_manifest(tmp_path / "absent") is None
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a").touch()
     assert read_manifest(tmp_path / "x") is None

@@ -95,7 +95,7 @@ def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, 
     tracker.resume_at(20, 5_000)
     tracker.append_step(21, {"a": 1.0})
     contents = load_journal(run_dir / "metrics.jsonl")
-    assert "asked to go back to byte 5000" in caplog.text
+    assert "cannot be cut to byte 5000" in caplog.text
     assert [record.step for record in contents.steps] == [21]
 
 

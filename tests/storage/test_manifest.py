@@ -1,4 +1,4 @@
-"""What a run takes from disk: hashed at its first use, and made again under its name where it is damaged."""
+"""Finished directories: hashed at their first use, set aside where they are damaged."""
 
 import os
 import shutil
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.storage.finished import (
+from rlcore.storage.manifest import (
+    MANIFEST,
     read_finished,
     read_finished_or_reason,
     read_finished_or_set_aside,
     set_aside,
 )
-from rlcore.storage.manifest import MANIFEST
 from tests.helpers.published import edit_manifest, flip, publish
 from tests.storage.small_disk import mounted
 
 
-def test_what_is_whole_is_finished_and_what_is_absent_is_not(tmp_path):
+def test_read_finished_of_whole_and_absent(tmp_path):
     manifest = read_finished(publish(tmp_path / "x", kind="demo"))
     assert manifest is not None
     assert manifest.values["kind"] == "demo"
@@ -26,20 +26,12 @@ def test_what_is_whole_is_finished_and_what_is_absent_is_not(tmp_path):
     assert read_finished_or_reason(tmp_path / "nothing") == (None, "")
 
 
-def test_a_flipped_bit_is_found_with_size_and_time_as_before(tmp_path):
+def test_unchanged_directory_is_hashed_once(tmp_path, monkeypatch):
     target = publish(tmp_path / "x")
-    assert read_finished(target) is not None
-    flip(target / "sub" / "b.bin")
-    with pytest.raises(DataError, match=r"sub/b\.bin: hash must be"):
-        read_finished(target)
-
-
-def test_a_folder_that_nobody_changed_is_hashed_once(tmp_path, monkeypatch):
-    target = publish(tmp_path / "x")
-    monkeypatch.setattr("rlcore.storage.finished.SETTLED_NS", -(10**12))  # in place of a second's wait
+    monkeypatch.setattr("rlcore.storage.manifest.SETTLED_NS", -(10**12))  # in place of a second's wait
     assert read_finished(target) is not None
     with monkeypatch.context() as patched:
-        patched.setattr("rlcore.storage.finished.verify_directory", lambda *_, **__: pytest.fail("hashed again"))
+        patched.setattr("rlcore.storage.manifest.verify_directory", lambda *_, **__: pytest.fail("hashed again"))
         assert read_finished(target) is not None
     file = target / "a.txt"
     before = file.stat().st_ctime_ns
@@ -49,7 +41,7 @@ def test_a_folder_that_nobody_changed_is_hashed_once(tmp_path, monkeypatch):
     assert read_finished_or_reason(target)[0] is None
 
 
-def test_what_was_changed_a_moment_ago_is_hashed_again(tmp_path):
+def test_recently_changed_directory_is_hashed_again(tmp_path):
     """Two changes within a tick of the file system's clock have one time."""
     target = publish(tmp_path / "x")
     for _ in range(50):
@@ -60,18 +52,7 @@ def test_what_was_changed_a_moment_ago_is_hashed_again(tmp_path):
         (target / "a.txt").write_bytes(whole)
 
 
-def test_one_recent_file_makes_a_folder_hashed_again(tmp_path, monkeypatch):
-    target = publish(tmp_path / "x")
-    old, new = (0, 0, 1, 1), (2**62, 2**62, 1, 1)  # changed, modified, size, inode; of 1970 and of 2116
-    monkeypatch.setattr("rlcore.storage.finished._stamps", lambda *_: [old, new])
-    hashed = []
-    monkeypatch.setattr("rlcore.storage.finished.verify_directory", lambda folder, **_: hashed.append(folder))
-    for _ in range(2):
-        read_finished(target)
-    assert hashed == [target, target]
-
-
-def test_what_is_damaged_is_set_aside_told_and_made_again(tmp_path, caplog):
+def test_damaged_directory_is_set_aside(tmp_path, caplog):
     target = publish(tmp_path / "x")
     flip(target / "a.txt")
     damaged = (target / "a.txt").read_bytes()
@@ -86,7 +67,7 @@ def test_what_is_damaged_is_set_aside_told_and_made_again(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_what_is_set_aside_takes_the_first_name_that_is_free(tmp_path: Path) -> None:
+def test_set_aside_takes_the_first_free_name(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         (tmp_path / "x").write_text(str(number))
         assert set_aside(tmp_path / "x", "left", "why") == tmp_path / f"x.left.{number}"
@@ -94,7 +75,7 @@ def test_what_is_set_aside_takes_the_first_name_that_is_free(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("other", ["folder", "pipe", "device", "link to itself", "unreadable", "nested deeply"])
-def test_a_manifest_of_another_kind_is_damage_and_never_waited_for(tmp_path, other):
+def test_manifest_of_another_kind_is_damage(tmp_path, other):
     target = publish(tmp_path / "x")
     path = target / MANIFEST
     path.unlink()
@@ -117,14 +98,14 @@ def test_a_manifest_of_another_kind_is_damage_and_never_waited_for(tmp_path, oth
     assert not os.path.lexists(target)
 
 
-def test_a_listed_file_that_is_a_pipe_is_damage(tmp_path):
+def test_listed_pipe_is_damage(tmp_path):
     target = publish(tmp_path / "x")
     (target / "a.txt").unlink()
     os.mkfifo(target / "a.txt")
     assert "a.txt: must be an ordinary file" in read_finished_or_reason(target)[1]
 
 
-def test_a_folder_under_the_name_of_another_is_refused(tmp_path):
+def test_renamed_directory_is_refused(tmp_path):
     publish(tmp_path / "x", fingerprint="x")
     shutil.copytree(tmp_path / "x", tmp_path / "y")
     assert read_finished(tmp_path / "x") is not None
@@ -132,14 +113,14 @@ def test_a_folder_under_the_name_of_another_is_refused(tmp_path):
         read_finished(tmp_path / "y")
 
 
-def test_a_newer_format_is_no_damage(tmp_path):
+def test_newer_format_is_not_damage(tmp_path):
     edit_manifest(publish(tmp_path / "x"), format_version=2)
     with pytest.raises(DataError, match="got 2"):
         read_finished_or_set_aside(tmp_path / "x")
     assert (tmp_path / "x").is_dir()
 
 
-def test_what_cannot_be_renamed_is_refused(small_disk):
+def test_damaged_directory_that_cannot_be_renamed(small_disk):
     """A mount point is busy."""
     target = publish(small_disk / "x")
     flip(target / "a.txt")
