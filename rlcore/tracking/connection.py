@@ -96,11 +96,11 @@ def _locked_database(database: Path) -> Iterator[None]:
 def _create_store(database: Path) -> None:
     """Create the tables in a temporary file, and rename it. MLflow's migrations are not atomic, and never complete a
     store that a kill interrupted."""
-    beside = database.with_name(f".tmp-{database.name}")
-    for left in (beside, beside.with_name(f"{beside.name}-journal")):
+    temporary = database.with_name(f".tmp-{database.name}")
+    for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
-    _create_tables(sqlite_address(beside))
-    beside.replace(database)
+    _create_tables(sqlite_address(temporary))
+    temporary.replace(database)
 
 
 def _create_tables(address: str) -> "MlflowClient":

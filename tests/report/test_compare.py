@@ -27,7 +27,7 @@ STEPS = ("trainer.total_steps=40",)
 
 @pytest.fixture(scope="module")
 def run_dirs(tmp_path_factory):
-    """Two learning rates of two seeds each, and one PPO run on other problems; the last one goes on still."""
+    """Two learning rates with two seeds each, and an unfinished PPO run on other problems."""
     root = tmp_path_factory.mktemp("compare") / "runs"
     found = []
     for rate, gain in (("3e-4", 0.45), ("1e-5", 0.1)):
@@ -52,7 +52,7 @@ def two_seeds(run_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unlike(run_dirs, tmp_path_factory):
-    """Runs of two algorithms on other problems."""
+    """Comparison of two algorithms on different problems."""
     return compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path_factory.mktemp("unlike"))
 
 
@@ -138,8 +138,8 @@ def test_seed_table_and_finding(run_dirs, comparison):
     row = next(row for row in table(comparison, "seeds") if row["Metric"] == "reward/mean@4")
     assert row["Seeds"] == 2
     ends = f"{statistics.fmean(last):.3f}, {min(last):.3f} to {max(last):.3f}"
-    told = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
-    assert told[0] == f"optim.lr=0.0003: reward/mean@4 {ends}."
+    statements = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
+    assert statements[0] == f"optim.lr=0.0003: reward/mean@4 {ends}."
     assert row["Mean"]["value"] == pytest.approx(statistics.fmean(last))
     assert row["Deviation"] == pytest.approx(statistics.stdev(last))
     assert row["Mean"]["high"] - row["Mean"]["value"] == pytest.approx(

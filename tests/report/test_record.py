@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_validation_without_journal_line_is_on_curve(tmp_path):
-    """As where total_steps was lowered to the step that was saved: only after.json has that step."""
+    """If total_steps was lowered to the saved step, only after.json has that step."""
     config = write_run(tmp_path, num_steps=30, num_problems=6, validate=False, only=FEW)
     with Journal(tmp_path / JOURNAL_FILE) as journal:
         journal.append_step(20, {"val-core/countdown/reward/mean@4": 0.5})
@@ -30,7 +30,7 @@ def test_validation_without_journal_line_is_on_curve(tmp_path):
 
 
 def test_after_is_newest_validation():
-    """As where a finished run was given more steps."""
+    """A finished run may be given more steps."""
     config = load_config([], experiment="countdown_demo")
     found = {
         name: validation(config, name, step, 0.3, 6)
@@ -43,7 +43,7 @@ def test_after_is_newest_validation():
 
 @pytest.mark.parametrize("with_files", [True, False])
 def test_newest_number_of_samples_is_used(tmp_path, with_files):
-    """As where validation.samples_per_problem was changed, and changed back."""
+    """validation.samples_per_problem may be changed, and changed back."""
     write_run(tmp_path, num_steps=0, validate=False)
     with Journal(tmp_path / JOURNAL_FILE) as journal:
         for step, samples in ((0, 2), (10, 4), (20, 8), (30, 2), (40, 4)):

@@ -49,7 +49,7 @@ Begin = Callable[..., RunJournal]
 
 @pytest.fixture
 def begin(offline: RunConfig, run_dir: Path) -> Begin:
-    """A trainer that goes on from a checkpoint (step, journal bytes)."""
+    """Return a trainer that resumes from a checkpoint (step, journal bytes)."""
 
     def begin(step: int = 0, journal_bytes: int = 0) -> RunJournal:
         tracker = RunJournal(run_dir, offline, tags={"stage": "train"})

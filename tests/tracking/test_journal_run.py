@@ -60,7 +60,7 @@ def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
 
 
 def test_resume_starts_attempt_if_lines_are_removed(offline: RunConfig, run_dir: Path):
-    """As after a lost worker in a chunk, in the same trainer process."""
+    """A worker is lost in a chunk, and the trainer process continues."""
     tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
     tracker.append_step(1, {"a": 1.0})

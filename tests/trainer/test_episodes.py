@@ -194,7 +194,7 @@ def test_lost_environments_cost_their_episodes_and_nothing_else(
             np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
             assert score == expected
     why = " ".join(score.failure or "" for score in scores)
-    for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply is a text, got int"):
+    for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply must be text, got int"):
         assert words in why
     packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
     lost = torch.tensor([score.failure is not None for score in scores])
