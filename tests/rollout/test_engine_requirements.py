@@ -11,22 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, require_vllm
-from rlcore.rollout.vllm.start import EngineShape, engine_arguments, unsupported_dtype
+from rlcore.rollout.vllm.start import EngineShape, engine_arguments
 
 
 def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
     with pytest.raises(EngineError, match=r"rollout\.engine: vllm is not installed.*-e '\.\[vllm\]'.*install-vllm"):
         require_vllm()
-
-
-def test_unsupported_dtype_is_reported() -> None:
-    message = unsupported_dtype("Tesla T4", (7, 5), torch.bfloat16)
-    assert message is not None
-    for part in ("rollout.dtype", "Tesla T4", "7.5", "8.0", "rollout.dtype=float32", "rollout=hf"):
-        assert part in message
-    assert unsupported_dtype("Tesla T4", (7, 5), torch.float32) is None
-    assert unsupported_dtype("NVIDIA A100", (8, 0), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("head_dim", [16, 32], ids=["of the width", "its own"])

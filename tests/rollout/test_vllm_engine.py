@@ -14,7 +14,6 @@ from tests.rollout.real_vllm import real_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 END = 1
-
 pytestmark = real_vllm(timeout_s=1_200)
 
 
@@ -205,11 +204,11 @@ def test_training_on_multi_turn_episodes(folder: Path) -> None:
 def test_unsupported_settings_are_reported(folder: Path) -> None:
     refusals = facts_of(folder, "refusals")
     assert refusals["no_cache"].startswith("rollout.memory_share: 1e-09")
-    assert refusals["others_freed"].startswith("rollout.engine: vLLM measures the GPU's free memory at its start")
-    assert "A run starts it again by itself" in refusals["others_freed"]
+    assert refusals["others_freed"].startswith("rollout.engine: another process freed GPU memory")
+    assert "A run restarts it automatically" in refusals["others_freed"]
     assert "SomeoneElsesForCausalLM" in refusals["unknown_architecture"]
     assert "Use rollout=hf" in refusals["unknown_architecture"]
-    assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be no more")
+    assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be at most")
     assert "got 513" in refusals["too_long"]
     assert "It cannot compute in torch.float64 here. Set rollout.dtype=float32" in refusals["dtype"]
 

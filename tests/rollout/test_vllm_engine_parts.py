@@ -69,7 +69,9 @@ def said(name: str, token_ids: list[int], reason: str | None = None) -> Any:
 def writing(engine: Any, core: Core) -> Any:
     """Stream of three requests with the ids `r0` to `r2`."""
     engine._engine = SimpleNamespace(engine_core=core)
-    engine._prepared = lambda requests, *_: (SimpleNamespace(request_id=f"r{at}") for at in range(len(requests)))
+    engine._prepare_requests = lambda requests, *_: (
+        SimpleNamespace(request_id=f"r{at}") for at in range(len(requests))
+    )
     return engine.stream(REQUESTS, None, 2)
 
 

@@ -54,8 +54,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> int:
 
 KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2
 """Bytes per token: keys and values, layers, heads, width, 2 bytes each."""
-
-
 EVERYWHERE = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -187,17 +185,17 @@ STARTED = "rollout.engine: vLLM 1.2.3 did not start on {model}: "
 @pytest.mark.parametrize(
     ("said", "begins", "remedy"),
     [
-        ("plain\n  words.", STARTED + "plain words. Use", "Use rollout=hf to train without it."),
+        ("plain\n  words.", STARTED + "plain words. Use", "Use rollout=hf to train without vLLM."),
         ("x" * 500, STARTED + "x" * 400 + ". Use", "Use rollout=hf"),
         ("is greater than the derived max_model_len 5", "filter.max_prompt_tokens + rollout.max_resp", "got 100"),
-        ("Error in memory profiling: more", "rollout.engine: vLLM measures the GPU's", "runtime.max_chunk_retries"),
+        ("Error in memory profiling: more", "rollout.engine: another process freed GPU", "runtime.max_chunk_retries"),
         ("no Memory", "rollout.memory_share: 0.25{free} leaves vLLM", "Raise rollout.memory_share, lower"),
         ("the KV cache", "rollout.memory_share: 0.25{free} leaves vLLM", "or free the GPU."),
         ("Tensor parallel of 3", "rollout.tensor_parallel_size: must divide", "got 2: Tensor parallel of 3. Choose"),
         ("not divisible by 2", "rollout.tensor_parallel_size: must divide", "Choose a divisor"),
         ("no Bfloat16", STARTED + "no Bfloat16", "torch.bfloat16 here. Set rollout.dtype=float32"),
         ("Head size 8 of", STARTED, "does not support this head size (32 or more, by kernel). Use rollout=hf."),
-        ("a head is lost", STARTED + "a head is lost. Use", "Use rollout=hf to train without it."),
+        ("a head is lost", STARTED + "a head is lost. Use", "Use rollout=hf to train without vLLM."),
         ("architecture X. Supported architectures: a", STARTED + "architecture X. vLLM", "or a newer vLLM."),
     ],
 )
@@ -216,7 +214,7 @@ def test_start_failures_name_the_setting(
 def test_indivisible_width_on_one_gpu_names_no_setting(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.2.3")
     found = start_failure_message(ValueError("not divisible"), shape(model), settings())
-    assert found == STARTED.format(model=model) + "not divisible. Use rollout=hf to train without it."
+    assert found == STARTED.format(model=model) + "not divisible. Use rollout=hf to train without vLLM."
 
 
 def test_failed_import_is_reported() -> None:

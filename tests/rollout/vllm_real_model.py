@@ -87,9 +87,9 @@ def facts_of(model: Path) -> dict[str, Any]:
         return torch.cat([tensor[:rows], trained.before[name][rows:].to(tensor)])
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "layer": (handover, "load", with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t)),
-        "shard": (handover, "load", with_stale(half)),
-        "head": (handover, "load", with_stale_head),
+        "layer": (handover, "load_weights", with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t)),
+        "shard": (handover, "load_weights", with_stale(half)),
+        "head": (handover, "load_weights", with_stale_head),
         "prefix cache": (worker.engine._engine, "reset_prefix_cache", lambda: True),
     }
     for version, (name, (owner, function, wrong)) in enumerate(faults.items(), start=1):

@@ -103,7 +103,3 @@ def test_user_without_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = lineage_tags(config, stage="train", run_id="r")
     assert tags["mlflow.user"] == "unknown"
     assert not [name for name in tags if "git" in name]
-
-
-def test_source_folder_has_package() -> None:
-    assert sorted(path.name for path in lineage.SOURCE_FOLDER.iterdir()).count("rlcore") == 1

@@ -118,12 +118,6 @@ def test_dataset_is_found_by_fingerprint(store: MlflowStore, run_id: str):
     assert tags == {"mlflow.data.context": "training", "fingerprint": fingerprint}
 
 
-def test_metrics_without_journal(store: MlflowStore, run_id: str):
-    store.log_metrics(run_id, 40, {"val-core/x/reward/mean@4": 0.5}, 3.25)
-    (metric,) = store.client.get_metric_history(run_id, "val-core/x/reward/mean_at_4")
-    assert (metric.step, metric.value, metric.timestamp) == (40, 0.5, 3_250)
-
-
 def test_page_addresses(store: MlflowStore, run_id: str, root: Path):
     experiment = store.experiment_id
     page, view = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs", "workflowType=machine_learning"
