@@ -52,10 +52,8 @@ class ReportFiles:
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
     """Write the report of a run, finished or not, into `target` (default: `report` in the run's folder).
 
-    The output depends only on the run's folder and `failure` (why the run failed, or '').
-
-    Raises:
-        DataError: the folder is not a run. Other missing parts are listed in the report.
+    The output depends only on the run's folder and `failure` (why the run failed, or ''). Raises DataError if the
+    folder is not a run. Other missing parts are listed in the report.
     """
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
@@ -64,10 +62,7 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
     """Compare two or more runs, finished or not, with the first one.
 
     `target`: output folder; by default `<root>/comparisons/<fingerprint of the runs>`. `root`: by default that of the
-    first run.
-
-    Raises:
-        DataError: fewer than two different runs, or a folder that is not a run.
+    first run. Raises DataError for fewer than two different runs, or a folder that is not a run.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:
@@ -80,16 +75,12 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
 
 
 def summary_markdown(run_dir: Path, failure: str = "") -> str:
-    """Return the head of a run's report as Markdown, for Prefect's artifact and MLflow's description.
-
-    Raises:
-        DataError: the folder is not a run.
-    """
+    """Return the head of a run's report as Markdown, for Prefect's artifact and MLflow's description. Raises DataError
+    if the folder is not a run."""
     return page.markdown_of(_run_head(read_run(run_dir), failure, ()))
 
 
 def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFiles:
-    """Write HTML and JSON, each atomically."""
     report = report_of(runs, partial(gallery_of, folder=folder / "figures"), failure)
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", report.findings, page.markdown_of(report))
     write_text_atomically(files.html, page.page("report.html.j2", report=report))
@@ -107,7 +98,6 @@ def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
 
 
 def _json_of(report: Report) -> dict[str, JsonValue]:
-    """Return the report as JSON, with raw values instead of formatted ones."""
     fields = ("topic", "verdict", "statement", "rule", "numbers")
     return {
         "format_version": FORMAT_VERSION,
@@ -205,7 +195,6 @@ def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) ->
 
 
 def _facts_of(record: RunRecord) -> Iterator[str]:
-    """Yield devices, model size, start and elapsed time, as far as they are known."""
     if record.workers:
         device, count = record.workers["device_name"], record.workers["num_workers"]
         yield f"{count} × {device}" if device != "CPU" else "CPU"

@@ -138,7 +138,6 @@ def learning_limit(record: RunRecord) -> Finding:
 
 
 def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
-    """Yield short name, number and sentence of each limit reached."""
     equal, cut = record.series("reward/equal_group_share"), record.series("response_length/clip_ratio")
     rewards = record.series("critic/score/mean")
     grouped = record.config.rollout.samples_per_prompt > 1

@@ -151,11 +151,8 @@ def truth_text(ground_truth_json: str) -> str:
 
 
 def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MAX_PROBLEMS) -> Path:
-    """Write the page of a run's held-out responses (default: `report/samples.html` in its folder).
-
-    Raises:
-        DataError: the folder is not a run, or the run has no validation yet.
-    """
+    """Write the page of a run's held-out responses (default: `report/samples.html` in its folder). Raises DataError if
+    the folder is not a run, or the run has no validation yet."""
     record = read_run(run_dir)
     results = validations_by_step(record.validations)
     if not results:

@@ -389,6 +389,5 @@ def last_values(runs: Runs) -> Table:
 
 
 def _doc_of(metric: str) -> tuple[str, str]:
-    """Return unit and definition of a metric, or empty strings."""
     found = describe(metric)
     return ("", "") if found is None else (found.unit if found.unit != "1" else "", found.definition)

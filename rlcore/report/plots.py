@@ -214,7 +214,6 @@ def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
 
 
 def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
-    """Write `<name>.svg` and `<name>.png` into the folder, and return the picture for a page."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     for axes in figure.axes:

@@ -212,11 +212,7 @@ Runs = Mapping[str, RunRecord]
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run's folder.
-
-    Raises:
-        DataError: the folder has no settings of a run.
-    """
+    """Read a run's folder. Raises DataError if the folder has no settings of a run."""
     missing: list[str] = []
     if (origin := read_origin(run_dir)) is None:
         raise DataError(

@@ -91,11 +91,8 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """Return the problems whose stored responses have the highest scores, with their best responses.
-
-    Raises:
-        DataError: the run has no stored responses.
-    """
+    """Return the problems whose stored responses have the highest scores, with their best responses. Raises DataError
+    if the run has no stored responses."""
     found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False
@@ -151,10 +148,7 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     """Score the selected stored responses with the pool's scorer and compare.
 
     `truth_of` converts a stored ground truth for this scorer, both as JSON. The penalty `overlong` of the run is
-    subtracted from the new score too.
-
-    Raises:
-        DataError: no response is selected.
+    subtracted from the new score too. Raises DataError if no response is selected.
     """
     import pandas as pd  # not needed for the trainer's audit
 

@@ -60,11 +60,7 @@ class Query:
 
     @classmethod
     def parse(cls, step: str = "", score: str = "", **others: Any) -> "Query":
-        """Parse a query with ranges as `LOW..HIGH`.
-
-        Raises:
-            ConfigError: a value is invalid.
-        """
+        """Parse a query with ranges as `LOW..HIGH`. Raises ConfigError if a value is invalid."""
         query = cls(parse_range("step", step), parse_range("score", score), **others)
         if query.prompt is not None and not 0 <= query.prompt <= MAX_PROMPT_ID:
             raise ConfigError(f"prompt: must be from 0 to {MAX_PROMPT_ID}, got {format_value(query.prompt)}")
@@ -115,11 +111,8 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return these columns of the responses at these numbers, each with a `key` for `read_response`.
-
-        Raises:
-            DataError: a part cannot be read.
-        """
+        """Return these columns of the responses at these numbers, each with a `key` for `read_response`. Raises
+        DataError if a part cannot be read."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -135,11 +128,7 @@ class SearchResult:
 
 
 def find_responses(folder: Path, query: Query) -> SearchResult:
-    """Search the responses that a run has stored so far.
-
-    Raises:
-        DataError: a part cannot be read.
-    """
+    """Search the responses that a run has stored so far. Raises DataError if a part cannot be read."""
     known = {}
     for path in parts_of(folder):
         with suppress(FileNotFoundError):  # a running trainer removes its oldest parts
@@ -176,11 +165,8 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
 
 
 def count_responses(folder: Path) -> int:
-    """Return the number of responses that a run has stored.
-
-    Raises:
-        DataError: there are none, or a part cannot be read.
-    """
+    """Return the number of responses that a run has stored. Raises DataError if there are none, or a part cannot be
+    read."""
     if not (total := len(find_responses(folder, Query()))):
         raise DataError(
             f"{folder}: run {folder.parent.name} has no stored responses, either not yet or because of its settings "
@@ -190,11 +176,7 @@ def count_responses(folder: Path) -> int:
 
 
 def read_response(folder: Path, key: str) -> dict[str, Any]:
-    """Return all columns of the response with a key.
-
-    Raises:
-        DataError: it does not exist, or its part cannot be read.
-    """
+    """Return all columns of the response with a key. Raises DataError if it is missing, or its part is unreadable."""
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
     if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
@@ -215,11 +197,8 @@ class PromptResponses:
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """Return the responses to the same prompt as the response with a key.
-
-    Raises:
-        DataError: it does not exist, or a part cannot be read.
-    """
+    """Return the responses to the same prompt as the response with a key. Raises DataError if it does not exist, or a
+    part cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)

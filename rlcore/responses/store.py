@@ -128,22 +128,15 @@ class ResponseWriter:
         return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
     def start_part(self) -> None:
-        """Start to write the responses added since the last call, after the previous part is written.
-
-        Raises:
-            DiskSpaceError: no room for the previous part; call again.
-        """
+        """Start to write the responses added since the last call, after the previous part is written. Raises
+        DiskSpaceError if no room for the previous part; call again."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait for the part in progress.
-
-        Raises:
-            DiskSpaceError: no room; call again.
-        """
+        """Wait for the part in progress. Raises DiskSpaceError if there is no room; call again."""
         if self._part is None:
             return
         written, self._written = self._written, None

@@ -68,7 +68,6 @@ def response_table(
 
 
 def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | None) -> dict[str, object]:
-    """Return the columns of a training step, as far as they were computed."""
     where = tokens.packed_indices(batch.packed.cu_seqlens.numpy())
     learned = batch.packed.loss_mask.numpy()[where]
     advantages = batch.advantages.float().numpy()[where]
@@ -93,8 +92,6 @@ _EQUAL = 1e-6
 
 
 class _Tokens:
-    """Concatenated tokens of all responses."""
-
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
         self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)

@@ -154,11 +154,8 @@ class NoEngine(RolloutEngine):
 def require_all_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a sync, and check their names: a missing one would leave a stale tensor.
-
-    Raises:
-        EngineError: a name is unknown, or a tensor is missing.
-    """
+    """Yield the weights of a sync, and check their names: a missing one would leave a stale tensor. Raises EngineError
+    if a name is unknown, or a tensor is missing."""
     missing = set(expected)
     for name, tensor in weights:
         if name not in expected:

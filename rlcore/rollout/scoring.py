@@ -155,20 +155,13 @@ def _unscored(why: str) -> Score:
 
 
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """Return the function at `module:function`. `key`: its setting or option, for the message.
-
-    Raises:
-        ConfigError: it does not exist.
-    """
+    """Return the function at `module:function`. `key`: its setting or option, for the message. Raises ConfigError if it
+    does not exist."""
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
 def require_environment(name: str) -> None:
-    """Check the class at `module:Class`.
-
-    Raises:
-        ConfigError: it does not exist, or lacks a method.
-    """
+    """Check the class at `module:Class`. Raises ConfigError if it does not exist, or lacks a method."""
     _require(resolve_environment, name, "data.environment: must name a class as module:Class")
 
 
@@ -183,10 +176,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Pool that scores responses with `scorer`, a `module:function`; see `rlcore.score.Scorer`.
 
     `num_processes` 0: scores in this process without a deadline, for trusted scorers. `section`: section of the
-    settings, for messages. `num_logged`: maximum number of logged failures.
-
-    Raises:
-        ConfigError: it does not exist.
+    settings, for messages. `num_logged`: maximum number of logged failures. Raises ConfigError if it does not exist.
     """
 
     def __init__(
@@ -248,11 +238,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
-        """Wait for the scores of a job.
-
-        Raises:
-            EngineError: the processes cannot be started, or the pool was closed.
-        """
+        """Wait for the scores of a job. Raises EngineError if processes cannot be started, or the pool was closed."""
         job.done.wait()
         if job.failure is not None:
             raise job.failure
@@ -332,7 +318,6 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 self._replace_ended(worker, describe(error))
 
     def _wait_for_events(self) -> None:
-        """Wait for a result, a deadline or `_wake`, and handle it."""
         busy = [worker.overdue_at for worker in self._workers if not worker.is_idle]
         began = time.monotonic()
         timeout = min(max(0.0, min(busy) - began), _MAX_WAIT_S) if busy else None
@@ -422,7 +407,6 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 )
 
     def _fail_pending(self, failure: EngineError) -> None:
-        """Fail every job with pending responses."""
         with self._lock:
             self._closing = True
             left = [*self._queue, *(answer for worker in self._workers for answer in worker.responses)]

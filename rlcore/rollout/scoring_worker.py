@@ -124,7 +124,6 @@ def serve(
 
 
 def _mixture_scorer(ground_truth_json: str) -> object:
-    """Return the scorer of this response's part of a mixture, or None."""
     truth = json.loads(ground_truth_json)
     return truth.get(SCORER_KEY) if isinstance(truth, dict) else None
 

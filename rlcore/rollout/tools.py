@@ -112,11 +112,8 @@ def _parse_call(body: str, close: str) -> ToolCall:
 
 
 def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools from type hints and docstrings, for the chat template.
-
-    Raises:
-        ConfigError: the function does not exist, or lacks a hint or a description.
-    """
+    """Return the JSON schemas of tools from type hints and docstrings, for the chat template. Raises ConfigError if the
+    function does not exist, or lacks a hint or a description."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     found = []

@@ -17,11 +17,8 @@ _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "Mil
 
 
 class TurnTokens:
-    """Token ids of environment messages, from a chat template or (`chat` False) as plain text.
-
-    Raises:
-        ConfigError: the template cannot render later turns, or drops or changes earlier ones.
-    """
+    """Token ids of environment messages, from a chat template or (`chat` False) as plain text. Raises ConfigError if
+    the template cannot render later turns, or drops or changes earlier ones."""
 
     def __init__(
         self,
@@ -70,10 +67,7 @@ class TurnTokens:
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
         """Return the truncated first message, the prompt without the start of the model's turn, and the following ids.
-
-        Raises:
-            ConfigError: the prompt does not end with the template's start of a turn.
-        """
+        Raises ConfigError if the prompt does not end with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

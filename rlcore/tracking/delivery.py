@@ -62,11 +62,8 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """Return the state of a run's delivery, or a new one.
-
-    Raises:
-        TrackingError: the file is of another format version or damaged.
-    """
+    """Return the state of a run's delivery, or a new one. Raises TrackingError if the file is of another format version
+    or damaged."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -128,11 +125,8 @@ class Delivery(MlflowRun):
     """
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read attempts and state. `uri`: another store than the run's.
-
-        Raises:
-            TrackingError: no attempt or journal exists, or `tracking.json` cannot be read.
-        """
+        """Read attempts and state. `uri`: another store than the run's. Raises TrackingError if no attempt or journal
+        exists, or `tracking.json` cannot be read."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
@@ -200,7 +194,6 @@ class Delivery(MlflowRun):
 
 
 def _points(record: Record | None) -> "list[Metric]":
-    """Return MLflow's metrics of a line."""
     from mlflow.entities import Metric
 
     values: dict[str, float] = {}

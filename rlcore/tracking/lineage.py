@@ -82,11 +82,7 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Read the record, or return None without a file.
-
-    Raises:
-        DataError: the file is damaged or of another version.
-    """
+    """Read the record, or return None without a file. Raises DataError if the file is damaged or of another version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
@@ -234,7 +230,6 @@ def gpu_facts() -> dict[str, str]:
 
 
 def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
-    """Yield name and memory in bytes of each GPU."""
     for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
         gpu, size = nvml.nvmlDeviceGetHandleByIndex(index), None
         with suppress(nvml.NVMLError):  # a GPU with shared host memory has none

@@ -60,11 +60,7 @@ class MlflowStore:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Return the id of the experiment, created if missing.
-
-        Raises:
-            TrackingError: the experiment was deleted.
-        """
+        """Return the id of the experiment, created if missing. Raises TrackingError if the experiment was deleted."""
         experiment = self.client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
             experiment = self._create_experiment()
@@ -190,10 +186,8 @@ class MlflowStore:
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     """Return the run ids (folder names) of the trainings that a query finds, oldest first.
 
-    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
-
-    Raises:
-        TrackingError: MLflow rejects the query, or does not respond.
+    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``. Raises
+    TrackingError if MLflow rejects the query, or does not respond.
     """
     own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # excludes warm starts
     try:

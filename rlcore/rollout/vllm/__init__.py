@@ -10,11 +10,7 @@ ENGINE_FIXED_BYTES = 1_500_000_000
 
 
 def require_vllm() -> None:
-    """Check that vLLM is installed, without loading it.
-
-    Raises:
-        EngineError: it is not installed.
-    """
+    """Check that vLLM is installed, without loading it. Raises EngineError if it is not installed."""
     if find_spec("vllm") is None:
         raise EngineError(missing_vllm_message())
 

@@ -32,10 +32,7 @@ def load_weights(
 
     On a GPU each tensor is copied in place, since CUDA graphs hold its address; vLLM or an earlier weight sync
     (`places`) finds it. A CPU has matrices packed for its kernels, so each layer is packed again, and also a tied head,
-    which vLLM omits.
-
-    Raises:
-        EngineError: a tensor is unknown or was not sent.
+    which vLLM omits. Raises EngineError if a tensor is unknown or was not sent.
     """
     whole = require_all_weights(weights, expected)
     with torch.no_grad():
