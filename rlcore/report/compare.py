@@ -42,7 +42,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
     `code`, the fingerprint of the user's code, is included if all runs have it.
     """
-    codes = [_code_of(run) for run in runs]
+    codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
     found = [{**settings_of(run.config), CODE: code} for run, code in known]
     keys = dict.fromkeys(key for settings in found for key in settings if key.partition(".")[0] not in LABELS)
@@ -52,11 +52,6 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
         for key, row in values.items()
         if any(value != row[0] for value in row)
     }
-
-
-def _code_of(run: RunRecord) -> str | None:
-    stages = run.lineage.stages
-    return next((stage.fingerprint for stage in stages if stage.name == CODE), None)
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:

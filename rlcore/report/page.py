@@ -130,10 +130,6 @@ def _words(answer: Response) -> str:
     return f"score {answer.score:.3g}{parts}, {answer.num_tokens} tokens{cut}"
 
 
-def _score(answer: Response) -> float | None:
-    return answer.score if answer.failure is None else None
-
-
 def truth_text(ground_truth_json: str) -> str:
     """Return a ground truth in one line.
 
@@ -190,7 +186,7 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
         return {
             "text": number(answer.text),
             "greedy": greedy,
-            "score": _score(answer),
+            "score": answer.score if answer.failure is None else None,
             "failure": answer.failure,
             "parts": dict(answer.parts),
             "num_tokens": answer.num_tokens,

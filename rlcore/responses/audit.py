@@ -159,7 +159,10 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     for begin in range(0, len(answers), _ROWS_PER_BATCH):
         rows = answers.rows(range(len(answers))[begin : begin + _ROWS_PER_BATCH])
         scores = pool.score([row["answer"] for row in rows], [truth_of(row["ground_truth"]) for row in rows])
-        after += [_new_total(score, row["parts"]) for row, score in zip(rows, scores, strict=True)]
+        after += [
+            None if score.failure is not None else score.total + dict(row["parts"]).get("overlong", 0.0)
+            for row, score in zip(rows, scores, strict=True)
+        ]
     both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
     largest = size[size > _EQUAL].nlargest(_MAX_EXAMPLES).index.tolist()
@@ -189,10 +192,6 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
             for place, row in zip(largest, answers.rows(largest), strict=True)
         ),
     )
-
-
-def _new_total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:
-    return None if score.failure is not None else score.total + dict(parts).get("overlong", 0.0)
 
 
 def _quote(text: str, limit: int = 120) -> str:

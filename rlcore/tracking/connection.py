@@ -60,7 +60,8 @@ def has_store(uri: str) -> bool:
 
 def connect(uri: str) -> "MlflowClient":
     """Return a client of the store. On sqlite, it creates or migrates the tables under a lock."""
-    _set_environment()
+    for name, value in CLIENT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     with warnings.catch_warnings():
         # MLflow uses deprecated functions of SQLAlchemy and pydantic; users cannot change that.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -73,11 +74,6 @@ def connect(uri: str) -> "MlflowClient":
             return MlflowClient(uri, uri)
         with _locked_database(sqlite_file(uri)):
             return _create_tables(uri)
-
-
-def _set_environment() -> None:
-    for name, value in CLIENT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 @contextmanager

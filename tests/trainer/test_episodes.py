@@ -362,7 +362,7 @@ def test_turns_are_the_suffix_of_the_templates_rendering() -> None:
     assert tokens.reply_tokens(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
     prompt = [*map(ord, "<u>any$\n<a>")]
     assert tokens.first_message_tokens(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
-    with pytest.raises(ConfigError, match="no place for it after the prompt"):
+    with pytest.raises(ConfigError, match="does not support after the prompt"):
         tokens.first_message_tokens(prompt[:-1], "go")
     plain = TurnTokens(Letters(), chat=False, max_reply_tokens=5)
     assert plain.reply_tokens(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])

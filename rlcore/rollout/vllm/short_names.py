@@ -46,7 +46,7 @@ def unsupported_reason(scheduler: Any) -> str | None:
         "no pipeline": scheduler.parallel_config.pipeline_parallel_size == 1,
         "no context parallelism": scheduler.dcp_world_size == 1,
     }
-    return _unmet(needs)
+    return next((f"it needs {name}" for name, holds in needs.items() if not holds), None)
 
 
 _ABSENT = object()
@@ -77,7 +77,3 @@ def _without(missing: list[str]) -> str:
     import vllm
 
     return f"vLLM {vllm.__version__} has no {', '.join(missing)}"
-
-
-def _unmet(needs: Mapping[str, bool]) -> str | None:
-    return next((f"it needs {name}" for name, holds in needs.items() if not holds), None)
