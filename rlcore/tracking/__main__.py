@@ -1,6 +1,6 @@
 """`python -m rlcore.tracking RUN_DIR ...`: the process that delivers a trainer's journal to MLflow.
 
-It outlives its trainer, so it can report the status KILLED. See docs/decisions/0004-tracking-in-a-process-beside.md.
+It outlives its trainer, so it can report the status KILLED. See docs/decisions/0004-tracking-in-a-separate-process.md.
 """
 
 import argparse
