@@ -134,7 +134,7 @@ class Report:
     facts: tuple[str, ...] = ()
     """Device, model size, start and duration."""
     failure: str = ""
-    """Why the run failed, or ''."""
+    """Reason why the run failed, or ''."""
 
     def tables(self) -> Sequence[Table]:
         """Return all tables, in order."""

@@ -195,7 +195,7 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
             "logprob": answer.logprob,
         }
 
-    def judged(problem: ProblemResult | None) -> JsonValue:
+    def encode_result(problem: ProblemResult | None) -> JsonValue:
         if problem is None:
             return None
         greedy = [] if problem.greedy is None else [document(problem.greedy, True)]
@@ -213,7 +213,7 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
                 "prompt": number(first.prompt_text),
                 "truth": number(truth_text(first.ground_truth_json)),
                 "change": changes[prompt_id],
-                "at": [judged(found.get(at)) for at in range(len(results))],
+                "at": [encode_result(found.get(at)) for at in range(len(results))],
             }
         )
     data: dict[str, JsonValue] = {

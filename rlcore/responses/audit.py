@@ -166,14 +166,14 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
     largest = size[size > _EQUAL].nlargest(_MAX_EXAMPLES).index.tolist()
-    judged = both.dropna()
+    scored = both.dropna()
     where = ["step", "prompt_id", "sample_index", "part", "place"]
     kept = find_responses(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
     # A prompt may occur twice in a step with the end of an epoch; all stored responses determine the occurrence.
     kept["time"] = kept.groupby(where[:3]).cumcount()
     learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
     keys = [learned.step, learned.prompt_id, learned.time]
-    in_training = judged[judged.index.isin(learned.index)]
+    in_training = scored[scored.index.isin(learned.index)]
     groups = in_training.groupby(keys)
     less_mean = in_training - groups.transform("mean")
     differs = less_mean.after.sub(less_mean.before).abs() > _EQUAL
@@ -182,8 +182,8 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
         num_answers=len(answers),
         num_changed=int((size > _EQUAL).sum()),
         num_failed=int(both.after.isna().sum()),
-        mean_before=float(judged.before.mean()),
-        mean_after=float(judged.after.mean()),
+        mean_before=float(scored.before.mean()),
+        mean_after=float(scored.after.mean()),
         num_groups=groups.ngroups,
         num_groups_changed=int(differs.groupby(keys).any().sum()),
         num_groups_flat=(int(flat.before.sum()), int(flat.after.sum())),

@@ -241,8 +241,8 @@ def _changes(light: pa.Table) -> pa.Array:
     if not light.num_rows:
         return pa.nulls(0, pa.float64())
     frame = light.select([*_PROMPT, "step", "validation", "greedy", "score"]).to_pandas()
-    judged = frame[frame.validation.notna() & ~frame.greedy & frame.score.notna()]
-    means = judged.groupby([*_PROMPT, "step"], dropna=False).score.mean().groupby(_PROMPT, dropna=False)
+    scored = frame[frame.validation.notna() & ~frame.greedy & frame.score.notna()]
+    means = scored.groupby([*_PROMPT, "step"], dropna=False).score.mean().groupby(_PROMPT, dropna=False)
     change = (means.last() - means.first()).rename("change")
     return pa.array(frame[_PROMPT].join(change, on=_PROMPT).change, pa.float64(), from_pandas=True)
 

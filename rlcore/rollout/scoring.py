@@ -103,7 +103,7 @@ class ScoringProcess:
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
-        """Whether the first call on an empty response is done, after which the deadline applies."""
+        """True after the first call on an empty response, from which the deadline applies."""
         self.responses: deque[PendingResponse] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
@@ -198,7 +198,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """Whether processes call the scorer on an empty response first; disabled after a timeout or two deaths."""
+        """If True, processes call the scorer on an empty response first; disabled after a timeout or two deaths."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:

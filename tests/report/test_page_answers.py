@@ -21,7 +21,7 @@ EPISODE = "4\n[environment] reward -0.1\n[environment] <b>+\n6\n[environment] re
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """40 problems at steps 0, 20 and 40; problem 3 is hostile, 5 is not judged at step 20, 7 is an episode."""
+    """40 problems at steps 0, 20 and 40; problem 3 is hostile, 5 is not validated at step 20, 7 is an episode."""
     folder = tmp_path_factory.mktemp("runs") / "browsed"
     config = write_run(folder, num_steps=1, num_problems=4, validate=False, only=("critic/score/mean",))
     for step in (0, 20, 40):
@@ -59,10 +59,10 @@ def test_page_has_every_response_of_every_step(run_dir, page):
     for index, step in enumerate((0, 20, 40)):
         shown = {problem["id"]: problem["at"][index] for problem in data["problems"]}
         for problem in result_at(run_dir, step).problems:
-            judged = shown.pop(problem.prompt_id)
-            assert judged["score"] == problem.mean_score
-            assert [given["greedy"] for given in judged["answers"]] == [True] + [False] * len(problem.samples)
-            for given, answer in zip(judged["answers"], [problem.greedy, *problem.samples], strict=True):
+            validated = shown.pop(problem.prompt_id)
+            assert validated["score"] == problem.mean_score
+            assert [given["greedy"] for given in validated["answers"]] == [True] + [False] * len(problem.samples)
+            for given, answer in zip(validated["answers"], [problem.greedy, *problem.samples], strict=True):
                 assert data["texts"][given["text"]] == answer.text
                 for name in ("score", "parts", "num_tokens", "finish_reason", "solved", "logprob"):
                     assert given[name] == getattr(answer, name)
@@ -162,7 +162,7 @@ def test_browser_walk_through_responses(run_dir, page, tmp_path):
             "[environment] reward 1",
         ]
 
-        # A problem that was not judged at a step has no button of it.
+        # A problem that was not validated at a step has no button of it.
         tab.click('.item[data-key^="5:"]')
         shows("Prompt 5 · step 40")
         assert tab.value("[...document.querySelectorAll('.step')].map((each) => each.dataset.step)") == ["0", "40"]

@@ -73,7 +73,7 @@ def test_chart_of_zeros_is_named(tmp_path):
 def test_supervised_stage_has_curve(tmp_path):
     run_dir = tmp_path / "runs" / "begun"
     write_run(run_dir, num_steps=2, num_problems=4, only=FEW)
-    with_stages(run_dir, Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))
+    with_stages(run_dir, Stage("filtered", "0a", "x"), Stage("initial policy", "1b", "y"))
     stage = tmp_path / "warm-starts" / "warm-start-1b"
     chart = next(one for one in learning_charts(read_run(run_dir)) if one.name == "supervised")
     assert gallery_of([chart], tmp_path).absent == ("Supervised stage",), "its folder is gone"

@@ -77,7 +77,7 @@ def test_folder_without_run_is_rejected(tmp_path):
 
 def test_unreadable_supervised_stage_has_no_steps(tmp_path, monkeypatch):
     write_run(tmp_path / "begun", num_steps=2, num_problems=4, only=FEW)
-    with_stages(tmp_path / "begun", Stage("start model", "1b", "y"))
+    with_stages(tmp_path / "begun", Stage("initial policy", "1b", "y"))
     (tmp_path.parent / "warm-starts" / "warm-start-1b").mkdir(parents=True)
     (tmp_path.parent / "warm-starts" / "warm-start-1b" / JOURNAL_FILE).write_bytes(b"\x00no journal\n")
     monkeypatch.chdir(tmp_path)

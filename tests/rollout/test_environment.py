@@ -49,7 +49,7 @@ class Silent:
 
 
 @pytest.fixture(autouse=True)
-def kept() -> Iterator[dict[str, Any]]:
+def environments() -> Iterator[dict[str, Any]]:
     """Environments between turns, initially none."""
     environment._environments.clear()
     made.clear()
@@ -68,15 +68,15 @@ def played(
     return play(episode.to_json(), truth(**more))
 
 
-def test_turns_continue_in_their_environment(kept: dict[str, Any]) -> None:
+def test_turns_continue_in_their_environment(environments: dict[str, Any]) -> None:
     assert turn_from_score(played([], [])) == Turn("", False)
     assert turn_from_score(played(["one"], [""])) == Turn("1: one", False, 3.0, {"turns": 1})
-    assert list(kept) == ["a"]
+    assert list(environments) == ["a"]
     assert turn_from_score(played(["one", "three"], ["", "1: one"])) == Turn("2: three", False, 5.0, {"turns": 2})
     assert len(made) == 1, "it is stored between turns"
     last = turn_from_score(played(["one", "three", "stop"], ["", "1: one", "2: three"]))
     assert last == Turn("3: stop", True, 4.0, {"turns": 3})
-    assert list(kept) == [], "an ended episode is dropped"
+    assert list(environments) == [], "an ended episode is dropped"
 
 
 def test_first_message_is_the_first_reply() -> None:
@@ -87,9 +87,9 @@ def test_first_message_is_the_first_reply() -> None:
     assert len(made) == 1
 
 
-def test_lost_environment_repeats_turns(kept: dict[str, Any]) -> None:
+def test_lost_environment_repeats_turns(environments: dict[str, Any]) -> None:
     played(["one"], [""])
-    kept.clear()
+    environments.clear()
     assert turn_from_score(played(["one", "two"], ["", "1: one"])).reply == "2: two"
     assert len(made) == 2
     assert turn_from_score(played(["other", "two"], ["", "1: other"])).reply == "2: two"
@@ -132,15 +132,15 @@ def test_invalid_turns_are_errors(text: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_least_recently_used_environment_is_dropped(kept: dict[str, Any]) -> None:
+def test_least_recently_used_environment_is_dropped(environments: dict[str, Any]) -> None:
     for name in ("a", "b"):
         played([], [], name=name, most=2)
-    assert list(kept) == ["a", "b"]
+    assert list(environments) == ["a", "b"]
     played(["x"], [""], name="a", most=2)
     played([], [], name="c", most=2)
-    assert list(kept) == ["a", "c"]
+    assert list(environments) == ["a", "c"]
     played([], [], name="d", most=1)
-    assert list(kept) == ["d"], "the limit applies"
+    assert list(environments) == ["d"], "the limit applies"
 
 
 def test_open_episodes_keep_their_environments() -> None:
@@ -152,10 +152,10 @@ def test_open_episodes_keep_their_environments() -> None:
     assert len(made) == len(names)
 
 
-def test_empty_response_only_creates_environment(kept: dict[str, Any]) -> None:
+def test_empty_response_only_creates_environment(environments: dict[str, Any]) -> None:
     assert play("", truth(options={"tools": ["a:b"]})) == Score(0.0, {})
     assert made == [{"tools": ["a:b"]}]
-    assert list(kept) == []
+    assert list(environments) == []
 
 
 def test_episode_starts_with_row_seed_and_options() -> None:

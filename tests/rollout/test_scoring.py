@@ -327,14 +327,14 @@ def test_killed_process_is_replaced_without_loss():
 
 def test_pause_of_the_job_causes_no_timeout(tmp_path, monkeypatch):
     """Simulate `docker pause` by a jump of the pool's clock."""
-    stood_still, wait = [0.0], scoring.wait
-    monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still[0]))
+    paused, wait = [0.0], scoring.wait
+    monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + paused[0]))
 
     def pausing(sources, timeout=None):
         ready = wait(sources, timeout)
         (worker,) = pool._workers
-        if worker.responses and worker.warm and not ready and not stood_still[0]:
-            stood_still[0] = 1_000.0
+        if worker.responses and worker.warm and not ready and not paused[0]:
+            paused[0] = 1_000.0
             (tmp_path / "continue").touch()
         return ready
 
@@ -343,7 +343,7 @@ def test_pause_of_the_job_causes_no_timeout(tmp_path, monkeypatch):
     with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=30)) as pool:
         assert pool.score([str(tmp_path / "continue")], ["{}"]) == [Score(1.0, {})]
         assert pool.unscored == (0, "")
-    assert stood_still[0]
+    assert paused[0]
 
 
 def test_stopped_idle_process_does_not_block(monkeypatch):

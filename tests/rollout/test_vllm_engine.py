@@ -109,7 +109,7 @@ def test_cancelled_stream_leaves_no_requests(engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("room", ["enough", "scarce", "many"])
 def test_short_steps_match_full_steps(engine: dict[str, Any], room: str) -> None:
     short, own = (engine["short_steps"][f"{room} {way}"] for way in ("short", "own"))
-    # 160 requests for 32 places, an answer ends at nearly every step: fewer where a place is taken again at once
+    # 160 requests for 32 places, an answer ends at nearly every step: fewer where a place is taken again concurrently
     assert short["steps"] > (190 if room == "many" else 20)
     assert own["steps"] == 0
     assert short["answers"] == own["answers"]
@@ -170,7 +170,7 @@ def test_missing_tensor_stops_run(canary: dict[str, Any]) -> None:
 
 
 def test_training_stops_at_wrong_weight_sync(canary: dict[str, Any]) -> None:
-    assert canary["training_stopped"].startswith("weight hand-over 1: ")
+    assert canary["training_stopped"].startswith("weight sync 1: ")
     assert "the head, tied to" in canary["training_stopped"]
 
 

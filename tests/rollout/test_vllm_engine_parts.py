@@ -60,7 +60,7 @@ class Core:
         self.aborted += names
 
 
-def said(name: str, token_ids: list[int], reason: str | None = None) -> Any:
+def read_outputs(name: str, token_ids: list[int], reason: str | None = None) -> Any:
     found = output(token_ids, [-1.0] * len(token_ids))
     found.request_id, found.finish_reason = name, reason
     return found
@@ -77,7 +77,7 @@ def writing(engine: Any, core: Core) -> Any:
 
 def test_idle_vllm_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "_MAX_IDLE_STEPS", 3)
-    core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
+    core = Core([read_outputs("r1", [5], "stop")], [], [], [], [], [], [read_outputs("r0", [5])])
     with pytest.raises(EngineError) as caught:
         list(writing(engine, core))
     assert str(caught.value) == "vLLM returned no response to 2 requests"

@@ -62,7 +62,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("connector", object(), "no cache connector"),
         ("ec_connector", object(), "no cache connector"),
         ("needs_kv_cache_zeroing", True, "no zeroing of blocks"),
-        ("defer_block_free", True, "blocks freed at once"),
+        ("defer_block_free", True, "blocks freed immediately"),
         ("log_stats", True, "no statistics"),
         ("parallel_config.pipeline_parallel_size", 2, "no pipeline"),
         ("dcp_world_size", 2, "no context parallelism"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlcore.config.compose import load_config
 from rlcore.errors import EngineError
 from rlcore.models.tokenizer import load_tokenizer
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as sync
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import Prompt
 from rlcore.workers.worker import Worker
@@ -62,7 +62,7 @@ def facts_of(model: Path) -> dict[str, Any]:
     group.each(Worker.set_probe, [prompt(model)])
     facts: dict[str, Any] = {"right": [_right(worker, 0)]}
     trained = Trained(worker)
-    load = handover.load_weights
+    load = sync.load_weights
 
     def with_stale(stale: Callable[[str, Tensor], Tensor]) -> Any:
         def wrapped(inside: nn.Module, settings: Any, sent: Any, *more: Any) -> None:
@@ -87,9 +87,13 @@ def facts_of(model: Path) -> dict[str, Any]:
         return torch.cat([tensor[:rows], trained.before[name][rows:].to(tensor)])
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "layer": (handover, "load_weights", with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t)),
-        "shard": (handover, "load_weights", with_stale(half)),
-        "head": (handover, "load_weights", with_stale_head),
+        "layer": (
+            sync,
+            "load_weights",
+            with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t),
+        ),
+        "shard": (sync, "load_weights", with_stale(half)),
+        "head": (sync, "load_weights", with_stale_head),
         "prefix cache": (worker.engine._engine, "reset_prefix_cache", lambda: True),
     }
     for version, (name, (owner, function, wrong)) in enumerate(faults.items(), start=1):
@@ -115,8 +119,8 @@ def _itself(worker: Worker) -> Worker:
 
 
 def _right(worker: Worker, version: int) -> list[Any]:
-    handed_over = worker.sync_weights(version)
-    return [handed_over.difference, handed_over.warning]
+    synced = worker.sync_weights(version)
+    return [synced.difference, synced.warning]
 
 
 def _replaced(sent: Any, stale: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -231,12 +231,12 @@ def untied_facts(folder: Path) -> dict[str, Any]:
     return {"difference": mean_difference(second, found, 0.7)}
 
 
-def others_freed(directory: Path, told: RuntimeError) -> str:
+def others_freed(directory: Path, cause: RuntimeError) -> str:
     """Return the message of a start that fails with this error of vLLM, which a run retries."""
     import vllm
 
     started = vllm.LLMEngine
-    vllm.LLMEngine = Mock(side_effect=told)
+    vllm.LLMEngine = Mock(side_effect=cause)
     try:
         build(directory)
     except WorkerLostError as error:

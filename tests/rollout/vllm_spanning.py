@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlcore.config import RunConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as weight_sync
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout
@@ -101,19 +101,19 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
     worker.setup(address)
     worker.set_probe([Prompt(i, tuple(range(5 + i, 29 + i)), "canary", "{}") for i in range(NUM_PROMPTS)])
     facts: dict[str, Any] = {"right": worker.sync_weights(0).difference}
-    load = handover.load_weights
+    load = weight_sync.load_weights
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, _zeroed(weights), *more)
 
     if rank == 1:
-        handover.load_weights = one_tensor_old
+        weight_sync.load_weights = one_tensor_old
     try:
         worker.sync_weights(1)
         facts["wrong"] = ""
     except EngineError as error:
         facts["wrong"] = str(error)
-    handover.load_weights = load
+    weight_sync.load_weights = load
     facts["right again"] = worker.sync_weights(2).difference
     return facts
 

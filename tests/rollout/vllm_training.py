@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import EngineError
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as weight_sync
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
@@ -45,18 +45,18 @@ def training_facts(folder: Path) -> dict[str, Any]:
 def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
     """Return the errors of wrong weight syncs."""
     facts: dict[str, Any] = {}
-    tied_head, load = handover.tied_head, handover.load_weights
+    tied_head, load = weight_sync.tied_head, weight_sync.load_weights
 
     group.each(Worker.reset)
-    handover.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
-    facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(handover, "tied_head", tied_head))
+    weight_sync.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
+    facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(weight_sync, "tied_head", tied_head))
     facts["right_difference"] = group.each(Worker.sync_weights, 1)[0].difference
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), *more)
 
-    handover.load_weights = one_tensor_old
-    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(handover, "load_weights", load))
+    weight_sync.load_weights = one_tensor_old
+    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(weight_sync, "load_weights", load))
     facts["training_stopped"] = _raised(lambda: train(run, _Faulty(group), 1))
 
     weights = Actor.weights
@@ -102,13 +102,13 @@ def bfloat16_facts(folder: Path) -> dict[str, Any]:
 def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
     """Sync correctly to a bfloat16 engine, then with a tensor that is a training step old."""
     right = group.each(Worker.sync_weights, 10)[0]
-    load = handover.load_weights
+    load = weight_sync.load_weights
 
     def one_step_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), *more)
 
-    handover.load_weights = one_step_old
-    stale = _stopped(group, 11, restoring=lambda: setattr(handover, "load_weights", load))
+    weight_sync.load_weights = one_step_old
+    stale = _stopped(group, 11, restoring=lambda: setattr(weight_sync, "load_weights", load))
     return {"difference": right.difference, "warning": right.warning, "stale": stale}
 
 
@@ -141,12 +141,12 @@ class _Faulty:
     def begin(self, verb: Any, arguments: Any) -> Any:
         if verb is not Worker.sync_weights:
             return self._group.begin(verb, arguments)
-        tied_head = handover.tied_head
-        handover.tied_head = lambda model: (None, None)
+        tied_head = weight_sync.tied_head
+        weight_sync.tied_head = lambda model: (None, None)
         try:
             return self._group.begin(_after_a_change, arguments)
         finally:
-            handover.tied_head = tied_head
+            weight_sync.tied_head = tied_head
 
     def send(self, values: Any) -> Any:
         return self._group.send(values)

@@ -41,7 +41,7 @@ def unsupported_reason(scheduler: Any) -> str | None:
         "no LoRA": scheduler.lora_config is None,
         "no cache connector": scheduler.connector is None and scheduler.ec_connector is None,
         "no zeroing of blocks": not scheduler.needs_kv_cache_zeroing,
-        "blocks freed at once": not scheduler.defer_block_free,
+        "blocks freed immediately": not scheduler.defer_block_free,
         "no statistics": not scheduler.log_stats,
         "no pipeline": scheduler.parallel_config.pipeline_parallel_size == 1,
         "no context parallelism": scheduler.dcp_world_size == 1,
