@@ -26,11 +26,12 @@ from rlcore.responses.query import (
     Query,
     count_responses,
     find_responses,
+    load_decoder,
     responses_to_same_prompt,
     to_finite_json,
+    token_texts,
 )
 from rlcore.responses.store import LIGHT
-from rlcore.responses.tokens import load_decoder, token_texts
 from rlcore.run.layout import RunLayout
 from rlcore.score import Score
 

@@ -1,4 +1,4 @@
-"""The report of one run or of several, which is a comparison; written as HTML, JSON and pictures."""
+"""Build the report of one run, or the comparison of several, as HTML, JSON and pictures."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison
-from rlcore.report import compare, held_out, page, panels, performance, settings
+from rlcore.report import compare, held_out, page, panels, run_sections
 from rlcore.report.document import (
     Block,
     Finding,
@@ -30,46 +30,39 @@ from rlcore.report.document import (
 from rlcore.report.findings import check_table, findings_of
 from rlcore.report.page import sample_table
 from rlcore.report.panels import Groups
-from rlcore.report.plots import Chart, gallery_of
+from rlcore.report.plots import Chart, first_tenth, gallery_of, last_tenth
 from rlcore.report.record import RunRecord, Runs, read_run
-from rlcore.report.series import first_tenth, last_tenth
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 
 FORMAT_VERSION = 1
-
 Draw = Callable[[Iterable[Chart]], Block]
-"""Makes a block of pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFiles:
-    """Where a report was written, with its conclusions. Pictures are in `figures/` in the same folder."""
+    """Files and findings of a report. Pictures are in `figures/` in the same folder."""
 
     html: Path
     json: Path
     findings: tuple[Finding, ...]
     summary: str
-    """The head as Markdown."""
+    """Head of the report as Markdown."""
 
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
     """Write the report of a run, finished or not, into `target` (default: `report` in the run's folder).
 
-    The same folder and `failure` (how the run failed, '' where it did not) give the same bytes, whenever it is made.
-
-    Raises:
-        DataError: the folder holds no run. Any other part may be missing; the report says which.
+    The output depends only on the run's folder and `failure` (why the run failed, or ''). Raises DataError if the
+    folder is not a run. Other missing parts are listed in the report.
     """
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
-    """Write the comparison of two or more runs, finished or not; the first is what the others are compared with.
+    """Compare two or more runs, finished or not, with the first one.
 
-    `target`: where to write; None: `<root>/comparisons/<fingerprint of the runs>`, without `root` in the first run's.
-
-    Raises:
-        DataError: fewer than two different runs, or a folder that holds no run.
+    `target`: output folder; by default `<root>/comparisons/<fingerprint of the runs>`. `root`: by default that of the
+    first run. Raises DataError for fewer than two different runs, or a folder that is not a run.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:
@@ -82,16 +75,12 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
 
 
 def summary_markdown(run_dir: Path, failure: str = "") -> str:
-    """The head of a run's report as Markdown, for a Prefect artifact and MLflow's description.
-
-    Raises:
-        DataError: the folder holds no run.
-    """
+    """Return the head of a run's report as Markdown, for Prefect's artifact and MLflow's description. Raises DataError
+    if the folder is not a run."""
     return page.markdown_of(_run_head(read_run(run_dir), failure, ()))
 
 
 def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFiles:
-    """Write HTML and JSON, each whole or not at all."""
     report = report_of(runs, partial(gallery_of, folder=folder / "figures"), failure)
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", report.findings, page.markdown_of(report))
     write_text_atomically(files.html, page.page("report.html.j2", report=report))
@@ -100,7 +89,7 @@ def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFile
 
 
 def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
-    """The report of one run or several before it is written."""
+    """Return the report of one run or several, without writing it."""
     groups = compare.groups_of(list(runs.values()))
     sections = tuple(_sections_of(runs, groups, draw))
     if len(runs) > 1:
@@ -109,7 +98,6 @@ def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
 
 
 def _json_of(report: Report) -> dict[str, JsonValue]:
-    """All of a report for programs: values as they are in the inputs, not as they are shown."""
     fields = ("topic", "verdict", "statement", "rule", "numbers")
     return {
         "format_version": FORMAT_VERSION,
@@ -130,36 +118,34 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
     }
 
 
-# ------------------------------------------------------------------ sections
-
-
 def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
-    """The sections that all reports have, and between them those of one run or of several."""
     (first, *others), charts = runs.values(), panels.charts_of(groups, panels.LEARNING)
-    how, on_time = "", [performance.phase_table(first)]
+    how, on_time = "", [run_sections.phase_table(first)]
     if others:
         yield Section("runs", "Runs", (compare.run_table(runs, groups), compare.settings_table(runs)))
-        how, on_time = "One line a run. Noisy curves are moving means.", []
+        how, on_time = "One line per run. Noisy curves are moving means.", []
         if len(groups) < len(runs):
-            how = "A line is the mean over a setting's runs, its band goes from the lowest to the highest run."
+            how = "One line per setting: the mean of its runs, with a band from the lowest to the highest."
         charts = panels.reward_charts(groups) + charts
     yield Section("curves", "Curves", (draw(charts),), how)
     yield held_out.section_of(runs, draw)
     if others:
         yield Section("seeds", "Seeds", (compare.seed_table(groups),))
     else:
-        yield Section("answers", "Answers", (sample_table(first),), "The first of each kind by id, not the best.")
+        yield Section(
+            "answers", "Responses", (sample_table(first),), "The first of each kind by id, not the best ones."
+        )
     yield Section("convergence", "Convergence", (
         panels.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
     yield Section("performance", "Performance", (
         draw(panels.charts_of(groups, panels.SPEED)), *on_time, panels.measure_table("performance", runs),
         panels.measure_table("efficiency", runs)))  # fmt: skip
-    planned = () if others else performance.memory_plan(first)
+    planned = () if others else run_sections.memory_plan(first)
     yield Section("memory", "Memory", (*planned, panels.measure_table("memory_peak", runs)))
     if not others:
-        yield Section("configuration", "Configuration", settings.settings_tables(first.config))
-        yield Section("reproduce", "Reproduce", tuple(settings.reproduction(first)))
-        yield Section("lineage", "Lineage", tuple(settings.lineage(first)))
+        yield Section("configuration", "Configuration", run_sections.settings_tables(first.config))
+        yield Section("reproduce", "Reproduce", tuple(run_sections.reproduction(first)))
+        yield Section("lineage", "Lineage", tuple(run_sections.lineage(first)))
     events = [] if others else [_events(first)]
     yield Section("journal", "Journal", (*events, panels.last_values(runs)))
 
@@ -167,9 +153,6 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
 def _events(record: RunRecord) -> Table:
     rows = [(event.step, event.name, json.dumps(event.data, ensure_ascii=False)) for event in record.events]
     return table("events", "Events", {"Step": "number", "Event": "code", "Data": "code"}, rows)
-
-
-# ------------------------------------------------------------------ heads
 
 
 def _comparison_head(runs: Runs, groups: Groups, sections: tuple[Section, ...]) -> Report:
@@ -195,8 +178,9 @@ def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) ->
         genre="run report",
         title=record.run_id,
         subtitle=(
-            f"{settings.algorithm_of(config)} · {config.data.task} · {settings.model_of(config)} · seed {config.seed} "
-            f"· {config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} answers a step · "
+            f"{run_sections.algorithm_of(config)} · {config.data.task} · {run_sections.model_of(config)} · "
+            f"seed {config.seed} "
+            f"· {config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} responses per step · "
             f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
         ),
         state=f"all {total} steps" if record.is_complete else f"step {record.last_step} of {total}",
@@ -211,22 +195,21 @@ def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) ->
 
 
 def _facts_of(record: RunRecord) -> Iterator[str]:
-    """Devices, size of the model, when the run began, and how long it took by the clock; what is known of them."""
     if record.workers:
         device, count = record.workers["device_name"], record.workers["num_workers"]
-        yield f"{count} × {device}" if device != "CPU" else "on a CPU"
+        yield f"{count} × {device}" if device != "CPU" else "CPU"
         yield f"{record.workers['num_parameters']:,} parameters"
     if record.steps:
-        begun, ended = record.steps[0].time, record.steps[-1].time
-        yield f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC"
-        yield f"{duration(ended - begun)} by the clock"
+        started, ended = record.steps[0].time, record.steps[-1].time
+        yield f"started {datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC"
+        yield f"{duration(ended - started)} elapsed"
 
 
 def _tiles_of(record: RunRecord) -> Iterator[Tile]:
-    """The key figures: what was gained, or one held-out figure alone, or the training reward; and what it took."""
+    """Yield the key metrics: held-out reward (or training reward), time, tokens and speed."""
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
-    wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy answer",
+    wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy response",
               f"reward/pass@{k}": f"pass@{k}"}  # fmt: skip
     held_out, reward = record.held_out(record.reward_statistic), record.series("critic/score/mean")
     if rows:
@@ -237,7 +220,7 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         yield Tile("Held-out reward", fixed(found.value), ends)
     elif reward is not None:
         shown = f"{fixed(first_tenth(reward))} → {fixed(last_tenth(reward))}"
-        yield Tile("Training reward", shown, "first and last tenth of steps")
+        yield Tile("Training reward", shown, "first and last tenth of the steps")
     if record.seconds is not None:
         detail = f"{short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
         count = len(record.training_steps)
@@ -246,7 +229,7 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
     if record.gpu_seconds is not None:
         yield Tile("GPU time", duration(record.gpu_seconds))
     if (throughput := record.series("perf/throughput")) is not None:
-        detail = f"{duration(record.step_s)} a step" if record.step_s is not None else ""
+        detail = f"{duration(record.step_s)} per step" if record.step_s is not None else ""
         yield Tile("Tokens/s/device", compact(throughput.median(), 3), detail)
 
 

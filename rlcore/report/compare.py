@@ -1,4 +1,4 @@
-"""What only a report of several runs has: settings that differ, groups of seeds, conclusions over runs."""
+"""Parts of a comparison: differing settings, groups of seeds, findings and tables over several runs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,20 @@ from rlcore.report.document import NO_VALUE, Cell, Finding, Row, Table, Tile, fi
 from rlcore.report.held_out import paired_runs
 from rlcore.report.panels import Groups, num_seeds
 from rlcore.report.record import RunRecord, Runs
-from rlcore.report.settings import algorithm_of, describe_setting, settings_of
+from rlcore.report.run_sections import algorithm_of, describe_setting, settings_of
 
 MIN_RUNS = 2
-
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
-"""Settings that name a run or say where it is kept: no difference between two runs."""
-
+"""Settings that name a run or its location, and are not compared."""
 MAX_KEYS_IN_A_LABEL = 2
-
 CODE = "code"
-"""A run's stage of that name (`Origin`) has the fingerprint of the code that its settings name."""
+"""Name of the run's stage (`Origin`) that holds the fingerprint of the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over seeds. `mean` has the 95% interval of Student's t; its ends are the mean for a single seed."""
+    """Spread of a metric over seeds. `mean` has the 95% interval of Student's t; for a single seed its ends equal the
+    mean."""
 
     mean: Interval
     deviation: float
@@ -40,9 +38,11 @@ class Spread:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Settings that are not the same in all runs, with each run's value (None where it has no such key); likewise
-    `code`, the fingerprint of the code that the settings name, where it is known of all."""
-    codes = [_code_of(run) for run in runs]
+    """Return the settings that differ between runs, with each run's value (None if absent).
+
+    `code`, the fingerprint of the user's code, is included if all runs have it.
+    """
+    codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
     found = [{**settings_of(run.config), CODE: code} for run, code in known]
     keys = dict.fromkeys(key for settings in found for key in settings if key.partition(".")[0] not in LABELS)
@@ -54,15 +54,10 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
     }
 
 
-def _code_of(run: RunRecord) -> str | None:
-    stages = run.lineage.stages
-    return next((stage.fingerprint for stage in stages if stage.name == CODE), None)
-
-
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Runs put together that differ by their seed at most, in the order of their first run.
+    """Group runs that differ only by their seed, in the order of the first run of each group.
 
-    What tells groups apart is one or two settings, else their names, else their run ids.
+    A group's label is one or two settings, else its name, else its run id.
     """
     differing = {key: row for key, row in differing_settings(runs).items() if key != "seed"}
     members: dict[str, list[int]] = {}
@@ -70,7 +65,7 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
         members.setdefault(json.dumps([row[place] for row in differing.values()]), []).append(place)
     firsts = [places[0] for places in members.values()]
     labels = [runs[first].config.name for first in firsts]
-    named = {key: row for key, row in differing.items() if key != CODE}  # a scorer's name says more than its code's
+    named = {key: row for key, row in differing.items() if key != CODE}
     if len({json.dumps([row[first] for row in named.values()]) for first in firsts}) < len(firsts):
         named = differing
     if 1 <= len(named) <= MAX_KEYS_IN_A_LABEL:
@@ -81,16 +76,13 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """The runs by their ids, or by their folders where two have the same id."""
+    """Return the runs by id, or by folder if two have the same id."""
     by_id = {run.run_id: run for run in runs}
     return by_id if len(by_id) == len(runs) else {str(run.run_dir): run for run in runs}
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Mean over seeds, its t interval, standard deviation (n - 1), lowest and highest.
-
-    With three seeds the interval is 2.5 standard deviations to each side: few seeds say little.
-    """
+    """Return mean over seeds, its t interval, standard deviation (n - 1), lowest and highest value."""
     found = np.asarray(values, dtype=float)
     count, mean = len(found), float(found.mean())
     deviation = float(found.std(ddof=1)) if count > 1 else 0.0
@@ -99,7 +91,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """The last held-out figures by the statistic's name: one for each seed, the mean of its runs that have them."""
+    """Return the last held-out metrics by statistic: one value for each seed, the mean of its runs."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:
@@ -109,16 +101,13 @@ def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
 
 
 def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
-    """The last held-out reward over the group's seeds; None where none was judged."""
+    """Return the last held-out reward over the group's seeds, or None without validations."""
     values = _final_scores(group).get(group[0].reward_statistic)
     return spread_of(values) if values else None
 
 
-# ------------------------------------------------------------------ head and conclusions
-
-
 def title_of(groups: Groups) -> str:
-    """Short enough for one line; the tiles have all labels."""
+    """Return a title of one line."""
     names = list(dict.fromkeys(run.config.name for group in groups.values() for run in group))
     if len(groups) == 1:
         (group,) = groups.values()
@@ -128,7 +117,7 @@ def title_of(groups: Groups) -> str:
 
 
 def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
-    """The held-out reward of a setting, with its range over seeds."""
+    """Return the held-out reward of a setting, with its range over seeds."""
     reward = _reward_of(group)
     if reward is None:
         return Tile(label, NO_VALUE, "no validation")
@@ -137,13 +126,12 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
 
 
 def comparison_findings(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
-    """What several runs say together: over seeds, which setting is best, and which runs differ from the first."""
+    """Return the findings over seeds, on the best setting, and on differences from the first run."""
     return (*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _differences_from_first(runs))
 
 
 def _over_seeds(groups: Groups) -> Iterator[Finding]:
-    """Mean and range of the held-out reward of each setting that has several seeds."""
-    rule = "The last held-out reward of each seed: their mean, the lowest and the highest."
+    rule = "Mean, lowest and highest of the last held-out reward of each seed."
     for label, group in groups.items():
         found = _reward_of(group)
         if found is not None and found.num_seeds > 1:
@@ -151,34 +139,32 @@ def _over_seeds(groups: Groups) -> Iterator[Finding]:
                 f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, "
                 f"{fixed(found.lowest)} to {fixed(found.highest)}."
             )
-            yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule=rule, numbers={label: asdict(found)})
+            yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule, {label: asdict(found)})
 
 
 def _best(groups: Groups) -> Finding:
-    """Which setting is best over seeds, if that can be said."""
     rule = (
         "The setting with the highest mean of the last held-out reward over seeds; better than another if its lowest "
-        "seed is above the other's highest, with two seeds each at least."
+        "seed is above the other's highest, with at least two seeds each."
     )
     finding = partial(Finding, "Best setting", rule=rule)
     found = {label: spread for label, group in groups.items() if (spread := _reward_of(group)) is not None}
     if len(found) < MIN_RUNS:
-        text = "Fewer than two settings have been judged on held-out problems."
+        text = "Fewer than two settings have a held-out validation."
         return finding("not known", "muted", text)
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
-    said = f"{first} has {fixed(best.mean.value)}, {second} {fixed(next_best.mean.value)}"
+    text = f"{first} has {fixed(best.mean.value)}, {second} {fixed(next_best.mean.value)}"
     if min(best.num_seeds, next_best.num_seeds) < MIN_RUNS:
-        text = f"{said}; with one seed of a setting nothing is said about the setting."
+        text += "; a comparison of settings needs at least two seeds of each."
         return finding("one seed is too few", "watch", text, numbers=means)
     if best.lowest > next_best.highest:
-        return finding(first, "good", f"{said}; no seed overlaps.", numbers=means)
-    return finding("not told apart", "watch", f"{said}; their seeds overlap.", numbers=means)
+        return finding(first, "good", f"{text}; no seed overlaps.", numbers=means)
+    return finding("no clear difference", "watch", f"{text}; their seeds overlap.", numbers=means)
 
 
 def _differences_from_first(runs: Runs) -> Finding:
-    """Which runs differ from the first one on the same problems."""
-    rule = "Paired difference of the held-out reward from the first run; told apart if its 95% interval excludes 0."
+    rule = "Paired difference of the held-out reward from the first run; a difference if its 95% interval excludes 0."
     (base, first), *others = runs.items()
     gains = {
         label: row.paired.difference
@@ -188,19 +174,16 @@ def _differences_from_first(runs: Runs) -> Finding:
     }
     finding = partial(Finding, "Against the first run", rule=rule)
     if not gains:
-        text = "No other run was judged on the same problems as the first one."
+        text = "No other run was evaluated on the same problems as the first run."
         return finding("not known", "muted", text)
     apart = sum(gain.excludes_zero for gain in gains.values())
     text = f"From {base}: " + "; ".join(f"{name} {signed_interval(gain)}" for name, gain in gains.items()) + "."
     values = {label: asdict(gain) for label, gain in gains.items()}
-    return finding(f"{apart} of {len(gains)} told apart", "" if apart else "watch", text, numbers=values)
-
-
-# ------------------------------------------------------------------ tables
+    return finding(f"{apart} of {len(gains)} differ", "" if apart else "watch", text, numbers=values)
 
 
 def run_table(runs: Runs, groups: Groups) -> Table:
-    """A row for each run: its setting, its seed, how far it is, its held-out reward and what it took."""
+    """Return a row for each run: setting, seed, steps, held-out reward, tokens and time."""
     setting = {id(run): label for label, group in groups.items() for run in group}
     rows = []
     for label, run in runs.items():
@@ -226,30 +209,30 @@ def run_table(runs: Runs, groups: Groups) -> Table:
 
 
 def settings_table(runs: Runs) -> Table:
-    """The settings that differ, with each run's value."""
+    """Return the differing settings, with each run's value."""
     differing = differing_settings(list(runs.values()))
     rows: list[Row] = [
         (
             key,
             *(Cell(plain_text(each), each) for each in row),
-            "Fingerprint of the code that settings name" if key == CODE else describe_setting(key),
+            "Fingerprint of the user's code" if key == CODE else describe_setting(key),
         )
         for key, row in differing.items()
     ]
-    note = "All other settings are the same; names, tags, paths and tracking are not compared."
+    note = "All other settings are equal; names, tags, paths and tracking are not compared."
     return table("settings", "Settings that differ",
                  {"Setting": "code", **dict.fromkeys(runs, "code"), "Meaning": "text"}, rows, note)  # fmt: skip
 
 
 def seed_table(groups: Groups) -> Table:
-    """The last held-out figures of each setting over its seeds."""
+    """Return the last held-out metrics of each setting over its seeds."""
     rows = []
     for label, group in groups.items():
         for statistic, values in _final_scores(group).items():
             found = spread_of(values)
             mean, deviation = (found.mean, found.deviation) if found.num_seeds > 1 else (found.mean.value, None)
             rows.append((label, statistic, found.num_seeds, mean, deviation, found.lowest, found.highest))
-    note = "Mean with the 95% interval of Student's t over seeds; several runs of a seed count as one, by their mean."
+    note = "Mean with the 95% interval of Student's t over seeds; runs of the same seed are averaged first."
     return table("seeds", "Over seeds",
-                 {"Setting": "text", "Figure": "code", "Seeds": "number", "Mean": "score", "Deviation": "score",
+                 {"Setting": "text", "Metric": "code", "Seeds": "number", "Mean": "score", "Deviation": "score",
                   "Lowest": "score", "Highest": "score"}, rows, note)  # fmt: skip

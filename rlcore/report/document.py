@@ -1,4 +1,5 @@
-"""A report before it is HTML or JSON: sections of tables, pictures and texts."""
+"""Content of a report, independent of HTML and JSON: sections of tables, pictures and text, and how values are
+formatted."""
 
 import itertools
 import math
@@ -17,7 +18,7 @@ Tone = Literal["", "good", "bad", "watch", "muted"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table's cell: `text` for people, `value` for programs."""
+    """Cell of a table: `text` for people, `value` for programs."""
 
     text: str
     value: JsonValue = None
@@ -26,26 +27,26 @@ class Cell:
 
 Kind = Literal["text", "code", "number", "score", "share", "percent", "seconds", "signed", "difference"]
 Value = Cell | Interval | str | float | None
-"""What a row has in a column."""
+"""Content of a cell before formatting."""
 Row = tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table's column. `kind` says how its values are shown; a `difference` is an interval that is toned."""
+    """Column of a table. `kind`: format of its values; a `difference` is an interval with a tone."""
 
     title: str
     kind: Kind = "text"
 
     @property
     def style(self) -> str:
-        """Numbers are set to the right, code in its own type."""
+        """CSS class: numbers are right-aligned, code is monospaced."""
         return self.kind if self.kind in ("text", "code") else "number"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells. `name` is its key in the JSON; `folded` hides it behind its title."""
+    """Table of cells. `name`: key in the JSON; `folded`: collapsed at first."""
 
     name: str
     title: str
@@ -57,7 +58,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawn chart: markup to be put into a page, and the name of its files (`figures/<name>.png`)."""
+    """Drawn chart: SVG for the page, and the name of its files (`figures/<name>.png`)."""
 
     name: str
     title: str
@@ -67,7 +68,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Pictures side by side. `absent` has the titles of those with nothing to show, `flat` of those that are 0."""
+    """Pictures side by side. `absent`: titles of charts without data; `flat`: of charts that are 0 everywhere."""
 
     pictures: tuple[Picture, ...]
     absent: tuple[str, ...] = ()
@@ -76,7 +77,7 @@ class Gallery:
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """A paragraph, or something to copy into a terminal."""
+    """Paragraph, or a command to copy."""
 
     text: str
     is_code: bool = False
@@ -87,7 +88,7 @@ Block = Table | Gallery | Prose
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A chapter. `name` is its anchor."""
+    """Section of a report. `name` is its anchor."""
 
     name: str
     title: str
@@ -97,7 +98,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A key figure with its label."""
+    """Key metric with its label."""
 
     label: str
     text: str
@@ -107,7 +108,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A conclusion, the rule by which it was drawn, and the numbers that went into the rule."""
+    """Conclusion, its rule, and the numbers used."""
 
     topic: str
     verdict: str
@@ -119,7 +120,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole report. `genre` is its kind: run report or comparison."""
+    """Report of a run, or comparison of several (`genre`)."""
 
     genre: str
     title: str
@@ -131,27 +132,24 @@ class Report:
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
-    """When and on what it ran, each in a few words."""
+    """Device, model size, start and duration."""
     failure: str = ""
-    """How the run failed; '' where it did not."""
+    """Reason why the run failed, or ''."""
 
     def tables(self) -> Sequence[Table]:
-        """All tables, in order."""
+        """Return all tables, in order."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Table)]
 
 
-# ------------------------------------------------------------------ numbers as short text
-
 NO_VALUE = "–"
-"""Shown where there is no value."""
-
+"""Text of a missing value."""
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
-# Below it, zeros would have to be counted.
+# Smaller numbers are written with an exponent.
 _SCIENTIFIC_BELOW = 1e-3
 
 
 def compact(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits, or all of those before the point, thousands separated.
+    """Format a number with this many significant digits; integers keep all digits. Thousands are separated.
 
     >>> [compact(value) for value in (0.61234, 12345.6, 0.00009, 3.0, 1484883.0, 0.0)]
     ['0.6123', '12,346', '9e-5', '3', '1,484,883', '0']
@@ -170,7 +168,7 @@ def compact(value: float | None, digits: int = 4) -> str:
 
 
 def short(value: float) -> str:
-    """A number for an axis or a tile: large ones in three digits.
+    """Format a number for an axis or a tile, with three digits if it is large.
 
     >>> [short(value) for value in (0.25, 12345, 1500000, 3.1e9, 0.0002, -3, 9999.7, 999600)]
     ['0.25', '12.3k', '1.5M', '3.1G', '2e-4', '-3', '10k', '1M']
@@ -188,12 +186,12 @@ def _scientific(value: float, decimals: int) -> str:
 
 
 def fixed(value: float | None) -> str:
-    """A score with three decimals everywhere, so that columns compare at a glance."""
+    """Format a score with three decimals."""
     return NO_VALUE if value is None or math.isnan(value) else f"{value:,.3f}"
 
 
 def signed(value: float) -> str:
-    """The number with its sign, also where it is positive.
+    """Format a number with its sign, even if it is positive.
 
     >>> signed(0.25), signed(-0.25), signed(-0.0001)
     ('+0.250', '−0.250', '0.000')
@@ -202,7 +200,7 @@ def signed(value: float) -> str:
 
 
 def interval(found: Interval) -> str:
-    """A score and its interval.
+    """Format a score and its interval.
 
     >>> interval(Interval(0.5, 0.41, 0.59))
     '0.500 [0.410, 0.590]'
@@ -211,12 +209,12 @@ def interval(found: Interval) -> str:
 
 
 def signed_interval(found: Interval) -> str:
-    """A difference and its interval, with signs."""
+    """Format a difference and its interval, with signs."""
     return f"{signed(found.value)} [{signed(found.low)}, {signed(found.high)}]"
 
 
 def percent(share: float | None, decimals: int = 0) -> str:
-    """A share as per cent.
+    """Format a share as a percentage.
 
     >>> percent(0.613), percent(0.0004)
     ('61%', '<1%')
@@ -229,7 +227,7 @@ def percent(share: float | None, decimals: int = 0) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them.
+    """Format seconds in readable units.
 
     >>> [duration(value) for value in (0.032, 5.25, 165.0, 7800.0, 198000.0)]
     ['32 ms', '5.2 s', '2 min 45 s', '2 h 10 min', '2 d 7 h']
@@ -245,9 +243,6 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-# ------------------------------------------------------------------ tables
-
-
 def table(
     name: str,
     title: str,
@@ -257,13 +252,13 @@ def table(
     *,
     folded: bool = False,
 ) -> Table:
-    """A table whose values are shown as their columns say: kinds by title."""
+    """Build a table, whose columns map titles to kinds."""
     cells = tuple(tuple(cell(value, kind) for value, kind in zip(row, columns.values(), strict=True)) for row in rows)
     return Table(name, title, tuple(Column(*column) for column in columns.items()), cells, note, folded)
 
 
 def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:
-    """A value as a cell: words and cells as they are, others by the kind, None as a dash.
+    """Build a cell. Strings and cells stay as they are, numbers are formatted by kind, None becomes a dash.
 
     >>> cell(0.25, "share"), cell(3.0, unit="GB").text, cell(None).text
     (Cell(text='25%', value=0.25, tone=''), '3 GB', '–')

@@ -1,4 +1,4 @@
-"""Held-out problems: tables and pictures of a run before and after training, and of several runs after it."""
+"""Section on held-out problems: a run before and after training, or several runs after training."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ValidationPair = Mapping[str, ValidationResult]
-"""Results by what they are called: before and after, or by run."""
-
+"""Results by label: before and after, or by run."""
 _MEANING: Mapping[str, str] = {
-    "mean": "mean score of {k} sampled answers",
-    "pass": "at least one of {k} samples is right (unbiased)",
-    "pass_all": "all of {k} samples are right (unbiased)",
-    "maj": "the most frequent of {k} answers is right",
-    "greedy": "the greedy answer",
+    "mean": "mean score of {k} sampled responses",
+    "pass": "at least one of {k} samples is correct (unbiased)",
+    "pass_all": "all of {k} samples are correct (unbiased)",
+    "maj": "the most frequent of {k} final answers is correct",
+    "greedy": "score of the greedy response",
 }
 
 
 def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
-    """The chapter: a run before and after training, several runs after it. `draw` makes a block of its pictures."""
+    """Return the section. `draw` turns charts into a block."""
     (first, *others), lead = runs.values(), ""
     if others:
         results = {label: run.after for label, run in runs.items() if run.after is not None}
@@ -38,21 +37,21 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
         if len(results) == 2:
             before, after = results.values()
             lead = (
-                f"{after.settings.samples_per_problem} samples a problem at temperature "
+                f"{after.settings.samples_per_problem} samples per problem at temperature "
                 f"{after.settings.sampling.temperature:g}, {after.settings.confidence:.0%} intervals over problems: "
-                f"Wilson's where a figure is 0 or 1 for each, else from {after.settings.num_resamples:,} bootstrap "
+                f"Wilson's for metrics that are 0 or 1 per problem, else {after.settings.num_resamples:,} bootstrap "
                 f"resamples. Before is step {before.step}, after is step {after.step}."
             )
-    if 0 < len(results) <= len(CYCLE):  # the bars of more runs cannot be told apart
+    if 0 < len(results) <= len(CYCLE):  # more bars would be unreadable
         statistics = [name for name in first.core_statistics[: 1 if others else None] if "/maj@" not in name]
         blocks += [
             draw([Chart("solve_rates", "How often problems are solved",
-                        "Held-out problems by how many of their samples are right.", partial(_solve_rates, results))]),
+                        "Held-out problems by number of correct samples.", partial(_solve_rates, results))]),
             _parts_table(results, statistics, "source", "By data source", ("Source", "code"),
-                         ValidationResult.by_source, "Each dataset of the mixture, scored by its own scorer."),
+                         ValidationResult.by_source, "Each dataset of the mixture, with its own scorer."),
             _parts_table(results, statistics, "difficulty", "By difficulty", ("Difficulty", "number"),
-                         ValidationResult.by_difficulty, "Difficulty is the task's own measure; for countdown the "
-                         "fewest operations that reach the target."),
+                         ValidationResult.by_difficulty, "Difficulty as the task defines it; for countdown, the "
+                         "minimum number of operations."),
             _pass_table(results),
         ]  # fmt: skip
     if not others:
@@ -60,13 +59,13 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
     return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
 
 
-_COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "number",
+_COMPARED: dict[str, Kind] = {"Metric": "code", "Before": "number", "After": "number",
                               "Paired difference": "difference", "Better on": "number",
                               "Worse on": "number"}  # fmt: skip
 
 
 def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
-    """Every statistic before and after, paired; of one validation alone, where there is no second one."""
+    """Return the rows of every statistic: paired, or of one validation alone."""
     if paired:
         return [
             (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
@@ -81,17 +80,17 @@ def _result_table(record: RunRecord) -> Table:
     rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.before_and_after, record.paired)]
     count = max(len(result.scored_only.problems) for result in record.before_and_after.values())
     note = f"{record.paired[0].num_problems if record.paired else count} held-out problems"
-    note += "; paired differences have bootstrap intervals. reward is the scorer's total, acc counts full marks only."
+    note += "; paired differences have bootstrap intervals. reward: the scorer's total; acc: share of full scores."
     return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
 
 
 def suite_table(record: RunRecord) -> Table | None:
-    """Every statistic of every suite, before and after; None without suites."""
+    """Return every statistic of every suite before and after training, or None without suites."""
     rows: list[Row] = []
     for name, results in record.suites.items():
         both = [result for label in ("before", "after") if (result := results.get(label)) is not None]
         rows += [(name, *row) for row in _rows(results, compare(*both) if len(both) == 2 else ())]
-    note = "Held-out sets without a training part; intervals over the problems of each."
+    note = "Held-out sets without training data; intervals over the problems of each."
     return table("suites", "Suites", {"Suite": "code", **_COMPARED}, rows, note) if rows else None
 
 
@@ -100,8 +99,8 @@ def _last_table(runs: Runs) -> Table:
     curves = {statistic: [run.held_out(statistic) for run in runs.values()] for statistic in statistics}
     rows = [(name, *(found[-1][1] if found else None for found in each)) for name, each in curves.items() if any(each)]
     note = "At each run's last validation; intervals are over problems, within the run."
-    return table("held_out", "Held-out figures at the end",
-                 {"Figure": "code", **dict.fromkeys(runs, "number")}, rows, note)  # fmt: skip
+    return table("held_out", "Held-out metrics at the end",
+                 {"Metric": "code", **dict.fromkeys(runs, "number")}, rows, note)  # fmt: skip
 
 
 def _paired_table(runs: Runs) -> Table:
@@ -116,20 +115,20 @@ def _paired_table(runs: Runs) -> Table:
             for row in found
             if row.statistic in run.core_statistics
         ]
-    note = "Paired over problems: how hard each one is cancels. One run each: what another seed would do is not in it."
+    note = "Paired over problems, so their difficulty cancels. The variation between seeds is not included."
     return table("paired", "The same problems, run against run",
-                 {"Run": "code", "Figure": "code", f"Difference from {base}": "difference", "Better on": "number",
+                 {"Run": "code", "Metric": "code", f"Difference from {base}": "difference", "Better on": "number",
                   "Worse on": "number", "Problems": "number"}, rows, note)  # fmt: skip
 
 
 def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
-    """The statistics of two runs after training, paired; or why they cannot be."""
+    """Return the paired statistics of two runs after training, or the reason why there are none."""
     if first.after is None or second.after is None:
         return (), "no validation after training with its answers"
     try:
         return compare(first.after, second.after), ""
     except DataError:
-        return (), "judged on other problems"
+        return (), "evaluated on other problems"
 
 
 def _meaning(statistic: str) -> str:
@@ -140,7 +139,7 @@ def _meaning(statistic: str) -> str:
 def _table_by_key(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
-    """A table with a row for each key that occurs in any of the columns, in the order of keys."""
+    """Build a table with a row for each key of any column, sorted by key."""
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
@@ -148,9 +147,7 @@ def _table_by_key(
 
 def _pass_table(results: ValidationPair) -> Table | None:
     curves = {f"pass@k, {label}": pass_curve(result) for label, result in results.items()}
-    note = (
-        "Where pass@k of many samples stays while pass@1 rises, training has sharpened what the model could do already."
-    )
+    note = "If pass@1 rises but pass@k of many samples does not, training sharpened existing abilities."
     found = _table_by_key("pass_at_k", "pass@k", ("k", "number"), curves, note)
     return found if len(found.rows) > 1 else None
 
@@ -164,7 +161,7 @@ def _parts_table(
     parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
-    """Problems and these figures of each part; None of fewer than two parts."""
+    """Return number of problems and statistics of each part, or None with fewer than two parts."""
     parts = {label: parts_of(result) for label, result in results.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}
@@ -176,23 +173,20 @@ def _parts_table(
     return _table_by_key(name, title, key, columns, note) if len(columns["Problems"]) > 1 else None
 
 
-# ------------------------------------------------------------------ pictures
-
 BEFORE_AND_AFTER = ("grey", "blue")
-"""Colours of two results; of more they are those of lines."""
-
+"""Colours of two results; more results use `CYCLE`."""
 _BARS = 0.76
-"""Width of all bars at one place."""
+"""Total width of the bars at one place."""
 
 
-def _solve_rates(judged: ValidationPair, figure: "Figure") -> None:
-    """Bars of the shares of problems, those of the results next to each other."""
-    k = max(result.num_samples for result in judged.values())
+def _solve_rates(results: ValidationPair, figure: "Figure") -> None:
+    """Draw the share of problems by number of correct samples, with one bar per result."""
+    k = max(result.num_samples for result in results.values())
     axes = figure.subplots()
-    colours, width = BEFORE_AND_AFTER if len(judged) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(judged))
-    for place, (label, result) in enumerate(judged.items()):
+    colours, width = BEFORE_AND_AFTER if len(results) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(results))
+    for place, (label, result) in enumerate(results.items()):
         solved = [problem.num_solved for problem in result.problems if problem.scored_samples]
         counts = np.bincount(solved, minlength=k + 1)
-        at = np.arange(k + 1) + (place - (len(judged) - 1) / 2) * width
+        at = np.arange(k + 1) + (place - (len(results) - 1) / 2) * width
         axes.bar(at, 100 * counts / max(1, counts.sum()), width, color=LIGHT[colours[place]], label=label)
-    format_axes(axes, x=f"of {k} sampled answers solved", y="% of problems")
+    format_axes(axes, x=f"correct samples of {k}", y="% of problems")

@@ -1,4 +1,4 @@
-"""Pages from templates, the head of a report as Markdown, and sample answers: a table, and all of them in a page."""
+"""Pages from templates, the head of a report as Markdown, and sample responses as a table or a page."""
 
 import base64
 import hashlib
@@ -28,13 +28,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 def page(template: str, **values: Any) -> str:
-    """A template of `templates/` filled in."""
+    """Render a template of `templates/`."""
     return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
 def responses_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
-    """The page of answers: of `data`, which it holds, or without them of the server that it comes from. Its policy lets
-    no script run but our own."""
+    """Return the page of responses, with embedded `data` or for a server. Its content security policy permits only our
+    script."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {"title": title, "data": data, "num_left_out": num_left_out}
@@ -42,13 +42,13 @@ def responses_page(title: str = "", data: JsonValue = None, num_left_out: int = 
 
 
 def markdown_of(report: Report) -> str:
-    """A report's title, key figures and conclusions."""
+    """Return a report's title, key metrics and findings."""
     lines = [f"# {escape(report.title)}", escape(report.subtitle)]
     lines += [f"**{escape(text)}**" for text in (report.state, report.failure) if text]
     lines += [escape(" · ".join(report.facts))] if report.facts else []
     lines += [f"- {escape(tile.label)}: **{escape(tile.text)}** {escape(tile.detail)}" for tile in report.tiles]
     lines += [f"- Missing: {escape(text)}" for text in report.missing]
-    lines.append("## What was learned")
+    lines.append("## Findings")
     for found in report.findings:
         lines.append(f"- **{escape(found.topic)}: {escape(found.verdict)}.** {escape(found.statement)}")
         lines.append(f"  Rule: {escape(found.rule)}")
@@ -56,7 +56,7 @@ def markdown_of(report: Report) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that no Markdown reader takes for markup, HTML or a link, on one line.
+    """Escape text for one line of Markdown, so that nothing in it is markup, HTML or a link.
 
     >>> escape("a|b\\n<img src=x> ![x](y)")
     'a\\\\|b ⏎ &lt;img src=x&gt; \\\\!\\\\[x\\\\](y)'
@@ -64,12 +64,12 @@ def escape(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\n", " ⏎ ")
     text = _CONTROL.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = _LIST_NUMBER.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", text))
-    # A bare address becomes a link in most readers. No entity by number: Prefect's page shows those as written.
+    # Most readers link bare addresses. No numeric entities: Prefect's page shows them literally.
     return _MAIL.sub(r"\1\\.", text.replace("://", "\\://").replace("www.", "www\\."))
 
 
 def prose(text: str) -> Markup:
-    """Text of a page; what stands between backticks as code.
+    """Convert text for a page; text in backticks becomes code.
 
     >>> prose("over all, as `val-core/all` <b>")
     Markup('over all, as <code>val-core/all</code> &lt;b&gt;')
@@ -87,18 +87,11 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-
-
-# ------------------------------------------------------------------ answers to held-out problems
-
 SAMPLES_OF_A_KIND = 3
-"""Problems shown of each kind: newly solved, lost, never solved, always solved."""
-
+"""Problems per kind: newly solved, lost, never solved, always solved."""
 MAX_PROBLEMS = 2_000
-"""Problems in one page at most, those that changed most first: more make a page that is slow to open."""
-
+"""Maximum number of problems in a page, those with the largest change first. Larger pages open slowly."""
 FILE_NAME = "samples.html"
-
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
     (False, True): ("newly solved", "good"),
     (True, False): ("lost", "bad"),
@@ -108,14 +101,14 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def sample_table(record: RunRecord) -> Table:
-    """Scored answers to the same problems: newly solved, lost, unsolved and solved ones, the first of each by id."""
+    """Return scored responses to the same problems, by kind of change: the first of each kind by id."""
     rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
     later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
     before = record.before.problems if record.before is not None else ()
     for problem in sorted(before, key=lambda problem: problem.prompt_id):
         if (other := later.get(problem.prompt_id)) is None:
             continue
-        # The greedy answer, else the first sample: not the best one.
+        # the greedy response, else the first sample
         was, became = (each.greedy or each.samples[0] for each in (problem, other))
         if was.failure is not None or became.failure is not None:
             continue
@@ -124,25 +117,21 @@ def sample_table(record: RunRecord) -> Table:
             truth = truth_text(problem.ground_truth_json)
             shown = (f"{each.text}\n({_words(each)})" for each in (was, became))
             rows[kind].append((Cell(kind, kind, tone), problem.prompt_text, truth, *shown))
-    columns: dict[str, Kind] = {"": "text", "Problem": "code", "Wanted": "code", "Before": "code", "After": "code"}
-    note = f"By the greedy answer or the first sample. `{FILE_NAME}` beside this page has every answer."
+    columns: dict[str, Kind] = {"": "text", "Problem": "code", "Reference": "code", "Before": "code", "After": "code"}
+    note = f"The greedy response or the first sample. `{FILE_NAME}` next to this page has every response."
     return table(
-        "samples", "Answers before and after", columns, [row for found in rows.values() for row in found], note
+        "samples", "Responses before and after", columns, [row for found in rows.values() for row in found], note
     )
 
 
 def _words(answer: Response) -> str:
     parts = "".join(f", {name} {compact(value, 3)}" for name, value in answer.parts.items())
-    cut = ", cut" if answer.finish_reason == "length" else ""
+    cut = ", truncated" if answer.finish_reason == "length" else ""
     return f"score {answer.score:.3g}{parts}, {answer.num_tokens} tokens{cut}"
 
 
-def _score(answer: Response) -> float | None:
-    return answer.score if answer.failure is None else None
-
-
 def truth_text(ground_truth_json: str) -> str:
-    """A ground truth in one line: `target 7, numbers 3 4`.
+    """Return a ground truth in one line.
 
     >>> truth_text('{"target": 7, "numbers": [3, 4]}')
     'target 7, numbers 3 4'
@@ -157,21 +146,15 @@ def truth_text(ground_truth_json: str) -> str:
     return ", ".join(f"{key} {value}" for key, value in plain.items())
 
 
-# ------------------------------------------------------------------ the page of answers as a file
-
-
 def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MAX_PROBLEMS) -> Path:
-    """Write the page of a run's held-out answers, which asks no server (default: `report/samples.html` in its folder).
-
-    Raises:
-        DataError: the folder holds no run, or the run has no validation with answers yet.
-    """
+    """Write the page of a run's held-out responses (default: `report/samples.html` in its folder). Raises DataError if
+    the folder is not a run, or the run has no validation yet."""
     record = read_run(run_dir)
     results = validations_by_step(record.validations)
     if not results:
         raise DataError(
-            f"{run_dir / 'validation'}: holds no validation that can be read, so there are no answers to show; wait "
-            "for the first one, or run millrace validate"
+            f"{run_dir / 'validation'}: no readable validation, so there are no responses to show; wait for the first "
+            "one, or run millrace validate"
         )
     data, num_left_out = _page_data(results, max_problems)
     path = target or run_dir / "report" / FILE_NAME
@@ -180,7 +163,7 @@ def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_probl
 
 
 def validations_by_step(validations: Mapping[str, ValidationResult]) -> list[ValidationResult]:
-    """One validation for each step, in order: the one with the most problems, `before` and `after` by their step."""
+    """Return one validation per step, sorted: the one with the most problems."""
     found: dict[int, ValidationResult] = {}
     for result in sorted(validations.values(), key=lambda result: (result.step, -len(result.problems), result.name)):
         found.setdefault(result.step, result)
@@ -188,8 +171,7 @@ def validations_by_step(validations: Mapping[str, ValidationResult]) -> list[Val
 
 
 def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
-    """What the page's script reads, and how many problems are left out. A text that occurs a hundred times is in the
-    file once: answers have its number."""
+    """Return the data of the page's script, and the number of omitted problems. Responses refer to texts by number."""
     seen: dict[int, dict[int, ProblemResult]] = {}
     for at, result in enumerate(results):
         for problem in result.problems:
@@ -204,7 +186,7 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
         return {
             "text": number(answer.text),
             "greedy": greedy,
-            "score": _score(answer),
+            "score": answer.score if answer.failure is None else None,
             "failure": answer.failure,
             "parts": dict(answer.parts),
             "num_tokens": answer.num_tokens,
@@ -213,7 +195,7 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
             "logprob": answer.logprob,
         }
 
-    def judged(problem: ProblemResult | None) -> JsonValue:
+    def encode_result(problem: ProblemResult | None) -> JsonValue:
         if problem is None:
             return None
         greedy = [] if problem.greedy is None else [document(problem.greedy, True)]
@@ -231,7 +213,7 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
                 "prompt": number(first.prompt_text),
                 "truth": number(truth_text(first.ground_truth_json)),
                 "change": changes[prompt_id],
-                "at": [judged(found.get(at)) for at in range(len(results))],
+                "at": [encode_result(found.get(at)) for at in range(len(results))],
             }
         )
     data: dict[str, JsonValue] = {
@@ -243,6 +225,6 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
 
 
 def _change(seen: Sequence[ProblemResult]) -> float | None:
-    """The mean score of the samples at the last step less that at the first, of those with a score; None without."""
+    """Return the mean sample score of the last step minus that of the first, or None without scores."""
     scores = [problem.mean_score for problem in seen if problem.scored_samples]
     return scores[-1] - scores[0] if scores else None

@@ -1,7 +1,6 @@
-"""What is shown of metrics: the pictures in which they are drawn and the tables in which they are summed up.
+"""Charts and summary tables of metrics, for one run or several.
 
-`LEARNING`, `SPEED` and `TABLES` hold for one run and for several. A picture of one run has all lines
-of its panel, a picture of several runs the first line of each.
+A chart of one run has all lines of its panel, a chart of several runs the first line of each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from rlcore.config import RunConfig
-from rlcore.report import performance
+from rlcore.report import run_sections
 from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, compact, table
 from rlcore.report.plots import (
     CYCLE,
@@ -21,17 +20,14 @@ from rlcore.report.plots import (
     LIGHT,
     MAX_POINTS,
     Chart,
+    Series,
+    first_tenth,
     format_axes,
+    last_tenth,
+    late_mean,
     plot_group,
     plot_intervals,
     plot_series,
-)
-from rlcore.report.record import RunRecord, Runs
-from rlcore.report.series import (
-    Series,
-    first_tenth,
-    last_tenth,
-    late_mean,
     series_of,
     series_over,
     smooth,
@@ -39,32 +35,27 @@ from rlcore.report.series import (
     trend_of,
     without_first_step,
 )
+from rlcore.report.record import RunRecord, Runs
 from rlcore.tracking.catalog import describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ONE_UPDATE = "each batch is used for one update, before which the old policy and the new one are the same"
-
+ONE_UPDATE = "each batch is used for one update, so the old and new policies are equal before it"
 Groups = Mapping[str, Sequence[RunRecord]]
-"""Runs of the same settings and code, whatever their seed, by what tells them from the others."""
+"""Runs with the same settings and code, for any seed, by label."""
 Lines = Mapping[str, tuple[str, str]]
 """Colour and label of each line, by its metric."""
-
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
 STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
-# ------------------------------------------------------------------ the panels
-
-
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture over steps, declared. `lines`, the held-out statistics and the rest are drawn together.
+    """Declared chart over steps. `lines`, the held-out statistics and the rest are drawn together.
 
-    `held_out`: so many of the main held-out statistics with their intervals. `band`: metrics of its lower and its upper
-    edge, and its label. `limit`: label of a dashed line, and its height by the settings. `from_zero`: whether the y
-    axis begins at 0. `draw`: draws a picture that is none of a run's own steps. `when`: the runs that can have it.
+    `held_out`: number of main held-out statistics. `band`: metrics of its lower and upper edge, and its label. `limit`:
+    label of a dashed line, and its height by the settings. `draw`: replaces the lines. `when`: condition for the chart.
     `flat`: why it may be 0 at every step.
     """
 
@@ -83,7 +74,7 @@ class Panel:
     flat: str = ""
 
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
-        """Fill an empty figure with the curves of one run; next to others a line that is 0 everywhere is left out."""
+        """Draw the curves of one run into an empty figure. A line of zeros is omitted if there are others."""
         if self.draw is not None:
             self.draw(record, self, figure)
             return
@@ -99,7 +90,7 @@ class Panel:
         statistics = record.core_statistics[: self.held_out]
         for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
-            # Shifted, so that intervals do not hide each other.
+            # shifted, so that intervals do not overlap
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
@@ -110,7 +101,7 @@ class Panel:
             if height < 3 * axes.get_ylim()[1]:
                 axes.axhline(height, color=LIGHT["red"], linewidth=0.9, linestyle=(0, (4, 3)), label=label)
         if self.from_zero:
-            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else noise looks like change
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # otherwise noise looks like change
 
 
 def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
@@ -127,45 +118,44 @@ def _has_critic(record: RunRecord) -> bool:
 
 
 LEARNING = (
-    Panel("reward", "Reward", "Score of training answers, and of answers to held-out problems with 95% intervals.",
-          "score", {REWARD: ("grey", "training")}, held_out=1, height_in=2.9, flat="no answer has scored"),
-    Panel("validation", "Held-out problems", "Each held-out figure with its interval over problems.",
+    Panel("reward", "Reward", "Score of training responses, and of held-out responses with 95% intervals.",
+          "score", {REWARD: ("grey", "training")}, held_out=1, height_in=2.9, flat="no response earned a score"),
+    Panel("validation", "Held-out problems", "Each held-out metric with its interval over problems.",
           "score or share solved", held_out=4, height_in=2.9),
-    Panel("entropy", "Entropy", "Of the policy at answer tokens. Falling: answers become alike.", "nats/token",
+    Panel("entropy", "Entropy", "At response tokens. A fall means that responses become similar.", "nats/token",
           {"actor/entropy": ("purple", "entropy")}),
-    Panel("ppo_kl", "KL", "ppo_kl: how far a step's updates move the policy. kl: distance from the reference, if on.",
+    Panel("ppo_kl", "KL", "ppo_kl: change of the policy in a step. kl: distance from the reference, if enabled.",
           "nats/token", {"actor/ppo_kl": ("blue", "ppo_kl"), "actor/kl_loss": ("orange", "kl in the loss"),
                          "actor/reward_kl_penalty": ("orange", "kl in the reward")}, flat=ONE_UPDATE),
-    Panel("grad_norm", "Gradient norm", "Before clipping, mean over the step's updates.", "global norm before clipping",
+    Panel("grad_norm", "Gradient norm", "Mean over the step's updates, before clipping.", "global norm before clipping",
           {"actor/grad_norm": ("blue", "policy"), "critic/grad_norm": ("orange", "critic")},
           limit=("clipped above", lambda config: config.optim.grad_clip)),
-    Panel("clipping", "Clipped tokens", "Share of answer tokens whose update the clip range holds back.",
+    Panel("clipping", "Clipped tokens", "Share of response tokens whose update is clipped.",
           "share of tokens",
           {"actor/pg_clipfrac": ("blue", "clip range"), "actor/pg_clipfrac_lower": ("red", "dual clip"),
            "critic/vf_clipfrac": ("orange", "value clip")}, flat=ONE_UPDATE),
-    Panel("lengths", "Answer length", "Band from the shortest to the longest answer.", "tokens an answer",
+    Panel("lengths", "Response length", "Band from the shortest to the longest response.", "tokens per response",
           {"response_length/mean": ("blue", "average")}, from_zero=True,
           band=("response_length/min", "response_length/max", "shortest to longest"),
           limit=("limit", lambda config: config.rollout.max_response_tokens)),
-    Panel("cut", "Answers cut at the limit", "They are scored as they stand.", "share of answers",
-          {"response_length/clip_ratio": ("red", "cut")}, from_zero=True),
-    Panel("groups", "Groups of equal score", "Prompts whose answers all scored the same teach a group method nothing.",
+    Panel("cut", "Responses truncated at the limit", "They are scored as they are.", "share of responses",
+          {"response_length/clip_ratio": ("red", "truncated")}, from_zero=True),
+    Panel("groups", "Groups of equal score", "Groups whose responses score the same give group methods no gradient.",
           "share of prompts", {"reward/equal_group_share": ("teal", "equal groups")}),
     Panel("critic", "Critic", "Explained variance of the returns (1 is perfect, 0 is no better than their mean).",
           "share", {"critic/vf_explained_var": ("orange", "explained variance")}, when=_has_critic),
     Panel("value_loss", "Value loss", "Half the squared error, clipped.", "loss",
           {"critic/vf_loss": ("orange", "value loss")}, when=_has_critic),
-    Panel("supervised", "Supervised stage", "Cross-entropy at the demonstrations' answers, before the steps above.",
+    Panel("supervised", "Supervised stage", "Cross-entropy at the demonstrations' responses, before the steps above.",
           "nats/token", draw=_supervised, when=lambda record: record.config.warm_start.enabled),
 )  # fmt: skip
 SPEED = (
-    Panel("phases", "Time of a step", "Wall seconds of each phase, stacked.", "seconds a step",
-          {STEP_S: ("blue", "step")}, draw=lambda record, panel, figure: performance.draw_phases(record, figure),
+    Panel("phases", "Time of a step", "Wall seconds of each phase, stacked.", "seconds per step",
+          {STEP_S: ("blue", "step")}, draw=lambda record, panel, figure: run_sections.draw_phases(record, figure),
           height_in=3.2),
-    Panel("throughput", "Throughput", "Prompt and answer tokens over seconds and devices.", "tokens/s/device",
+    Panel("throughput", "Throughput", "Prompt and response tokens over seconds and devices.", "tokens/s/device",
           {"perf/throughput": ("green", "throughput")}, from_zero=True, height_in=3.2),
 )  # fmt: skip
-
 GetSeries = Callable[[RunRecord], Series | None]
 _AXES: tuple[tuple[str, str, GetSeries], ...] = (
     ("step", "training step", lambda run: None),
@@ -175,7 +165,7 @@ _AXES: tuple[tuple[str, str, GetSeries], ...] = (
 
 
 def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
-    """The pictures of these panels that the runs can have, in the order of the panels."""
+    """Return the charts of these panels that apply to the runs."""
     runs = [run for group in groups.values() for run in group]
     if len(runs) > 1:
         compared = [panel for panel in panels if panel.lines and not panel.held_out and any(map(panel.when, runs))]
@@ -192,7 +182,7 @@ def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
 
 
 def reward_charts(groups: Groups) -> list[Chart]:
-    """Held-out and training reward of several runs against steps, tokens and seconds."""
+    """Return held-out and training reward of several runs over steps, tokens and seconds."""
     kinds: tuple[tuple[str, str, GetSeries], ...] = (
         ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
         ("training", "Training reward", partial(_metric, REWARD)),
@@ -213,7 +203,7 @@ def _compared(groups: Groups, panel: Panel) -> Chart:
 
 
 def _metric(name: str, run: RunRecord) -> Series | None:
-    """Moving mean of a metric: the noise of several runs over each other would hide their lines."""
+    """Return the moving mean of a metric. Unsmoothed curves of several runs would hide each other."""
     series = run.series(name)
     return series if series is None or len(series) <= FEW_POINTS else thin(smooth(series), MAX_POINTS)
 
@@ -231,18 +221,14 @@ def _draw(groups: Groups, find: GetSeries, totals: GetSeries, x_label: str, unit
 
 
 def num_seeds(runs: Sequence[RunRecord]) -> int:
-    """How many seeds the runs have."""
+    """Return the number of different seeds."""
     return len({run.config.seed for run in runs})
 
 
-# ------------------------------------------------------------------ metrics summed up
-
-
 class Measure(NamedTuple):
-    """A row of a table: how a metric's values are summed up (None: nothing to say), and how that is shown.
+    """Row of a table: how a metric's series is summarized and formatted.
 
-    `note`: what it means, where that is not the metric's own definition. `of_run`: the value, where it is not that of
-    one metric.
+    `note`: replaces the metric's definition. `of_run`: value that does not come from one metric.
     """
 
     label: str
@@ -254,7 +240,7 @@ class Measure(NamedTuple):
     of_run: Callable[[RunRecord], Value] | None = None
 
     def value_of(self, record: RunRecord) -> Value:
-        """The value of a run; None where it has none."""
+        """Return the value of a run, or None."""
         if self.of_run is not None:
             return self.of_run(record)
         series = record.series(self.metric)
@@ -318,62 +304,62 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
                 "the last third of the steps, with a 95% interval."),
         Measure("Held-out reward, last", "", _last, note="At the last validation, with its interval over problems.",
                 of_run=_last_held_out),
-        Measure("Training less held-out reward", "", _last, "signed", note="A large gap is learning by heart.",
+        Measure("Training less held-out reward", "", _last, "signed", note="A large gap indicates overfitting.",
                 of_run=_gap),
         Measure("Entropy, first → last tenth", "actor/entropy", _change),
         Measure("KL in the loss, first → last tenth", "actor/kl_loss", _change),
         Measure("KL in the reward, first → last tenth", "actor/reward_kl_penalty", _change),
         Measure("Explained variance, first → last tenth", "critic/vf_explained_var", _change),
         Measure("Value loss, first → last tenth", "critic/vf_loss", _change),
-        Measure("Step size in KL, median / largest", "actor/ppo_kl", _extent),
+        Measure("Policy change in KL, median / largest", "actor/ppo_kl", _extent),
         Measure("Gradient norm, median / largest", "actor/grad_norm", _extent),
         Measure("Clipped tokens, last third", "actor/pg_clipfrac", late_mean, "percent"),
         Measure("Learning rate of the policy, last", "actor/lr", _last),
         Measure("Learning rate of the critic, last", "critic/lr", _last),
     )),
     "performance": ("Speed", (
-        Measure("From first to last line of the journal", "", _last, "seconds", note="By the clock, all included.",
+        Measure("From first to last line of the journal", "", _last, "seconds", note="Wall time, all included.",
                 of_run=_wall_seconds),
         Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
-                note="Sum over steps; validation, checkpoints and start-up come on top."),
-        Measure("Seconds a step", STEP_S, lambda each: without_first_step(each).mean(), "seconds",
-                note="Mean without the first step, which warms up."),
+                note="Sum over steps, without validation, checkpoints and start-up."),
+        Measure("Seconds per step", STEP_S, lambda each: without_first_step(each).mean(), "seconds",
+                note="Mean without the first step (warm-up)."),
         Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
         Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),
-        Measure("GPU time, all attempts", "", _last, "seconds", note="Summed over ranks, from their start on.",
+        Measure("GPU time, all attempts", "", _last, "seconds", note="Sum over ranks, from their start.",
                 of_run=lambda run: run.gpu_seconds),
-        Measure("GPU time a point gained", "", _last, "seconds", note="A point is 0.01 of held-out reward, from the "
+        Measure("GPU time per point gained", "", _last, "seconds", note="A point is 0.01 of held-out reward, from the "
                 "first validation to the last.", of_run=_gpu_seconds_a_point),
         Measure("Model FLOP utilization, policy", "perf/mfu/actor", pd.Series.mean, "percent"),
         Measure("Model FLOP utilization, critic", "perf/mfu/critic", pd.Series.mean, "percent"),
     )),
     "efficiency": ("Efficiency", (
-        Measure("Answer length, last third", "response_length/mean", late_mean, unit="tokens"),
-        Measure("Answers cut at the limit, last third", "response_length/clip_ratio", late_mean, "percent"),
+        Measure("Response length, last third", "response_length/mean", late_mean, unit="tokens"),
+        Measure("Responses truncated at the limit, last third", "response_length/clip_ratio", late_mean, "percent"),
         Measure("Prompt length, mean", "prompt_length/mean", pd.Series.mean, unit="tokens"),
         Measure("Groups of equal score, last third", "reward/equal_group_share", late_mean, "percent"),
-        Measure("Groups replaced, mean a step", "reward/groups_dropped", pd.Series.mean),
-        Measure("Generation per answer token", "timing_per_token_ms/gen", pd.Series.median, unit="ms"),
+        Measure("Groups replaced, mean per step", "reward/groups_dropped", pd.Series.mean),
+        Measure("Generation per response token", "timing_per_token_ms/gen", pd.Series.median, unit="ms"),
         Measure("Policy update per token", "timing_per_token_ms/update_actor", pd.Series.median, unit="ms"),
-        Measure("Reference pass per token", "timing_per_token_ms/ref", pd.Series.median, unit="ms"),
+        Measure("Reference forward pass per token", "timing_per_token_ms/ref", pd.Series.median, unit="ms"),
         Measure("Critic update per token", "timing_per_token_ms/update_critic", pd.Series.median, unit="ms"),
-        Measure("Sampler's distance from the trainer", "training/rollout_probs_diff_mean", pd.Series.mean),
-        Measure("Tokens the lightest rank lacks", "global_seqlen/balanced_max", _last, "percent", note="Mean of 1 - "
-                "balanced_min / balanced_max. Shares cost the same: long answers cost more a token.",
+        Measure("Difference of sampler and trainer probabilities", "training/rollout_probs_diff_mean", pd.Series.mean),
+        Measure("Token imbalance between ranks", "global_seqlen/balanced_max", _last, "percent", note="Mean of 1 - "
+                "balanced_min / balanced_max. Ranks are balanced by cost, and long responses cost more per token.",
                 of_run=_idle_share),
     )),
     "memory_peak": ("Memory, measured", (
-        Measure("Device memory held by tensors, peak", performance.TENSORS_GB, pd.Series.max, unit="GB"),
+        Measure("Device memory held by tensors, peak", run_sections.TENSORS_GB, pd.Series.max, unit="GB"),
         Measure("Device memory reserved by the allocator, peak", "perf/max_memory_reserved_gb", pd.Series.max,
                 unit="GB"),
-        Measure("Host memory in use, all processes, peak", "perf/cpu_memory_used_gb", pd.Series.max, unit="GB"),
-        Measure("Memory of the trainer's process, peak", "system/process_memory_gb", pd.Series.max, unit="GB"),
+        Measure("Host memory of all processes, peak", "perf/cpu_memory_used_gb", pd.Series.max, unit="GB"),
+        Measure("Memory of the trainer process, peak", "system/process_memory_gb", pd.Series.max, unit="GB"),
     )),
 }  # fmt: skip
 
 
 def measure_table(name: str, runs: Runs) -> Table:
-    """A row for each measure that a run has, with a column for each run; of one run with what it means."""
+    """Return a row for each measure with a value, and a column for each run; for one run also the definition."""
     title, measures = TABLES[name]
     rows: list[Row] = []
     for measure in measures:
@@ -387,12 +373,11 @@ def measure_table(name: str, runs: Runs) -> Table:
 
 
 def _value_columns(runs: Runs) -> dict[str, Kind]:
-    """A column of numbers for each run, by its label; of one run alone `Value`."""
     return dict.fromkeys(runs if len(runs) > 1 else ("Value",), "number")
 
 
 def last_values(runs: Runs) -> Table:
-    """Every metric's last value, as MLflow shows it."""
+    """Return the last value of every metric, as in MLflow."""
     newest = [run.metrics.ffill().reindex([run.metrics.index.max()]).T for run in runs.values()]  # NaN without a step
     last = pd.concat(newest, axis="columns").sort_index()
     rows = [
@@ -404,6 +389,5 @@ def last_values(runs: Runs) -> Table:
 
 
 def _doc_of(metric: str) -> tuple[str, str]:
-    """Unit and definition of a metric, as far as they are known."""
     found = describe(metric)
     return ("", "") if found is None else (found.unit if found.unit != "1" else "", found.definition)

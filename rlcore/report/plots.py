@@ -1,9 +1,7 @@
-"""Pictures: colours, look, lines and intervals over steps, and how a drawn chart becomes a part of a page.
+"""Charts: colours, series over steps, drawing functions, and conversion of a chart into SVG for a page.
 
-matplotlib is imported inside functions, so that nothing else loads it.
-
-A picture is drawn once, in the light colours. In a page each colour becomes a CSS variable, so that the page's dark
-side recolours it; in the files beside it stays as drawn.
+matplotlib is imported inside functions, so that nothing else loads it. A chart is drawn once, in light colours. In a
+page each colour becomes a CSS variable, so that the dark mode recolours it.
 """
 
 import html
@@ -13,19 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
+from scipy.special import stdtrit
 
 from rlcore.evaluation.stats import Interval
 from rlcore.report.document import Gallery, Picture, short
-from rlcore.report.series import Series, band_of, smooth, thin, window_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    Series: TypeAlias = pd.Series[float]
+else:
+    Series = pd.Series  # not generic at runtime
+"""Values of one metric, indexed by step in ascending order."""
 _COLOURS: Mapping[str, tuple[str, str]] = {
     "surface": ("#ffffff", "#12161c"),
     "ink": ("#1b1f26", "#e8ecf2"),
@@ -42,19 +45,14 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""Colours by role, on a light and on a dark page. Each light one occurs once: the page finds a role by it."""
-
+"""Colours by role, for a light and a dark page. Light colours are unique, since the page finds a role by its colour."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
-
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 """Colours of lines, in order."""
-
 MAX_POINTS = 400
-"""Points on a line at most: more cannot be seen."""
-
+"""Maximum number of points on a line."""
 FEW_POINTS = 12
-"""A line of so few points shows them."""
-
+"""Lines with at most this many points have markers."""
 WIDTH_IN = 6.4
 _PNG_DPI = 160
 _NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -82,16 +80,111 @@ SETTINGS: Any = {
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
     "svg.fonttype": "none",
-    "svg.hashsalt": "millrace",  # the same picture gives the same bytes
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "svg.hashsalt": "millrace",  # reproducible bytes
+    "text.parse_math": False,  # a dollar in a name is no formula
 }
 _LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6
-"""Characters of a legend's line, and how many of them the drawn sample of a line with its gaps takes."""
+"""Characters of a legend's line, and of the line sample with its gaps."""
+SMOOTHING_SHARE = 15
+"""A smoothed curve is the mean over 1/15 of the run, at least 3 steps."""
+GRID_POINTS = 120
+"""Points at which curves of several seeds are averaged."""
+MIN_STEPS = 10
+"""Minimum number of steps in the last third for a trend."""
+
+
+def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
+    """Build a series from (step, value) pairs, or None if there are none."""
+    found = dict(sorted(points))
+    return pd.Series(found, dtype=float) if found else None
+
+
+def window_of(series: Series) -> int:
+    """Return the number of steps that `smooth` averages."""
+    return min(len(series), max(3, len(series) // SMOOTHING_SHARE) | 1)  # odd, so that it is centred
+
+
+def smooth(series: Series) -> Series:
+    """Return the centred moving mean, over fewer steps at the ends."""
+    return series.rolling(window_of(series) // 2 * 2 + 1, center=True, min_periods=1).mean()
+
+
+def _num_steps(series: Series, share: float) -> int:
+    return max(1, round(share * len(series)))
+
+
+def first_tenth(series: Series) -> float:
+    """Return the mean over the first tenth of the run, at least one step."""
+    return float(series.iloc[: _num_steps(series, 0.1)].mean())
+
+
+def last_tenth(series: Series) -> float:
+    """Return the mean over the last tenth of the run, at least one step."""
+    return float(series.iloc[-_num_steps(series, 0.1) :].mean())
+
+
+def last_third(series: Series) -> Series:
+    """Return the last third of the run, at least one step."""
+    return series.iloc[-_num_steps(series, 1 / 3) :]
+
+
+def late_mean(series: Series) -> float:
+    """Return the mean over the last third of the run."""
+    return float(last_third(series).mean())
+
+
+def without_first_step(series: Series) -> Series:
+    """Return all steps but the first (warm-up), unless it is the only one."""
+    return series.iloc[min(1, len(series) - 1) :]
+
+
+def thin(series: Series, most: int) -> Series:
+    """Reduce a series to at most `most` points, each the mean of neighbouring steps."""
+    if len(series) <= most:
+        return series
+    stretch = np.arange(len(series)) * most // len(series)
+    means = series.groupby(stretch).mean()
+    return means.set_axis(series.index.to_series().groupby(stretch).mean().astype(int))
+
+
+def totals_at(totals: Series, steps: "pd.Index[int]") -> Series:
+    """Return a running total at each of these steps; 0 before the first one."""
+    return totals.reindex(steps, method="ffill").fillna(0.0)
+
+
+def trend_of(series: Series) -> Interval | None:
+    """Return the change of the least-squares line over the last third with a 95% interval, or None if it is too short.
+
+    The interval is Student's t for independent noise around the line. The noise is nearly independent, since each step
+    has other prompts.
+    """
+    part = last_third(series)
+    if len(part) < MIN_STEPS:
+        return None
+    steps = part.index.to_numpy(dtype=float)
+    (slope, _), covariance = np.polyfit(steps - steps.mean(), part.to_numpy(), 1, cov=True)
+    length = float(steps[-1] - steps[0])
+    change = float(slope) * length
+    half = float(stdtrit(len(part) - 2, 0.975) * np.sqrt(covariance[0, 0])) * length
+    return Interval(change, change - half, change + half)
+
+
+def series_over(series: Series, totals: Series | None) -> Series:
+    """Return a series over steps, or over cumulative tokens or seconds."""
+    return series if totals is None else series.set_axis(totals_at(totals, series.index))
+
+
+def band_of(curves: Sequence[Series]) -> pd.DataFrame:
+    """Return `mean`, `min` and `max` of curves over their common range, interpolated."""
+    low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
+    grid = np.linspace(low, max(low, high), GRID_POINTS)
+    values = np.array([np.interp(grid, curve.index, curve) for curve in curves])
+    return pd.DataFrame({"mean": values.mean(0), "min": values.min(0), "max": values.max(0)}, index=grid)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture that can be drawn: `draw` fills an empty figure. `flat`: why it may be 0 at every step."""
+    """Chart to be drawn: `draw` fills an empty figure. `flat`: why it may be 0 at every step."""
 
     name: str
     title: str
@@ -102,7 +195,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """The pictures, written into the folder; in words those that would be empty, or one line at 0."""
+    """Draw charts and write them into the folder. Charts without data, or 0 everywhere, are named instead."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -121,12 +214,11 @@ def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
 
 
 def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
-    """Write `<name>.svg` and `<name>.png` into the folder, and return the picture for a page."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     for axes in figure.axes:
         legend(axes)
-    # Laid out once for both files: a figure that has an engine of its own is drawn in vain before each.
+    # one layout for both files: a figure with a layout engine is drawn again before each
     ConstrainedLayoutEngine().execute(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", facecolor="none", metadata=_NO_METADATA)
@@ -137,7 +229,7 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """matplotlib's SVG as an element of a page: no prolog, no address, ids of its own, colours and font of the page."""
+    """Convert matplotlib's SVG for a page: no prolog, no links, unique ids, colours and font of the page."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
@@ -150,11 +242,8 @@ def _inline_svg(svg: str, name: str, title: str) -> Markup:
     return Markup(re.sub(r"<svg[^>]*>", lambda _: head, body, count=1))
 
 
-# ------------------------------------------------------------------ what charts are drawn with
-
-
 def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
-    """The values faintly and their moving mean; the values alone where they are few or `smoothed` is off."""
+    """Plot values and their moving mean, or only the values if they are few or `smoothed` is off."""
     points = thin(series, MAX_POINTS)
     few = len(series) <= FEW_POINTS
     if few or not smoothed:
@@ -169,7 +258,7 @@ def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smooth
 def plot_intervals(
     axes: "Axes", points: Iterable[tuple[float, Interval]], colour: str, label: str = "", **style: Any
 ) -> None:
-    """Values with their intervals, each at its x; `style`: more of what `Axes.errorbar` takes."""
+    """Plot values with their intervals. `style`: further arguments of `Axes.errorbar`."""
     x, found = zip(*points, strict=True)
     ends = np.array([(one.value - one.low, one.high - one.value) for one in found]).clip(0).T
     look = {"marker": "o", "markersize": 4, "capsize": 2.5, "elinewidth": 1.0, "color": LIGHT[colour], **style}
@@ -177,13 +266,13 @@ def plot_intervals(
 
 
 def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
-    """Curves of the runs of one setting: one alone as it is, several as their mean with a band over their range."""
+    """Plot the runs of one setting: a single curve, or the mean with a band over their range."""
     if len(curves) == 1:
         marker = "o" if len(curves[0]) <= FEW_POINTS else ""
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
         return
     band = band_of(curves)
-    if band.index[0] == band.index[-1]:  # one point each: a range has no width to be drawn over
+    if band.index[0] == band.index[-1]:  # one point each: no width for a band
         plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], colour, label)
         return
     axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[colour], alpha=0.16, linewidth=0)
@@ -191,7 +280,7 @@ def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) 
 
 
 def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
-    """Labels with units, whole steps on the x axis, short numbers on both."""
+    """Set labels with units, whole steps on the x axis, and short numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(x)
@@ -204,8 +293,7 @@ def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: b
 
 
 def legend(axes: "Axes") -> None:
-    """Above the axes, on the left, where no line runs, in as many columns as are whole; only if there is something to
-    tell apart."""
+    """Add a legend above the axes if there are at least two lines."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2:
         return

@@ -1,4 +1,4 @@
-"""A run as read from its folder, once; parts that are missing are named, not raised."""
+"""Read a run's folder once. Missing parts are named, not raised."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
-from rlcore.report.series import Series, series_of, without_first_step
+from rlcore.report.plots import Series, series_of, without_first_step
 from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
@@ -32,13 +32,13 @@ from rlcore.tracking.journal import (
 from rlcore.tracking.lineage import Origin, read_origin
 
 MAX_CACHED_VALIDATIONS = 32
-"""Validations that stay in memory: several parts of a report read the same ones."""
+"""Validations in memory: several parts of a report read the same ones."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as read from its folder. `missing` names the parts that are not there, one sentence each."""
+    """Contents of a run's folder. `missing` has a sentence for each missing part."""
 
     run_dir: Path
     config: RunConfig
@@ -49,35 +49,35 @@ class RunRecord:
     checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
     suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
-    """Results of each suite, by the suite's name, then as `validations`."""
+    """Results of each suite, by its name, then as `validations`."""
 
     @property
     def run_id(self) -> str:
-        """Id of the run: the name of its folder."""
+        """Return the id, which is the folder's name."""
         return self.run_dir.name
 
     @cached_property
     def training_steps(self) -> tuple[StepRecord, ...]:
-        """Steps in which something was learned; step 0 holds a validation only."""
+        """Return the steps after step 0, which has only a validation."""
         return tuple(record for record in self.steps if record.step > 0)
 
     @property
     def last_step(self) -> int:
-        """The newest training step, 0 before the first."""
+        """Return the newest training step, or 0."""
         return self.training_steps[-1].step if self.training_steps else 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps of the settings are in the journal."""
+        """Return whether the journal has all steps of the settings."""
         return self.last_step >= self.config.trainer.total_steps
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
-        """Every metric: a row a step, a column a name, NaN where the step has none."""
+        """Return all metrics: rows are steps, columns are names, NaN if a step has no value."""
         return pd.DataFrame([record.metrics for record in self.steps], [record.step for record in self.steps])
 
     def series(self, name: str) -> Series | None:
-        """A metric over the steps, None where no step has it."""
+        """Return a metric over the steps, or None."""
         return self.metrics[name].dropna() if name in self.metrics else None
 
     def _total(self, name: str) -> Series | None:
@@ -86,50 +86,47 @@ class RunRecord:
 
     @cached_property
     def tokens(self) -> Series | None:
-        """Prompt and answer tokens trained on up to each step."""
+        """Return the cumulative number of prompt and response tokens."""
         return self._total("perf/total_num_tokens")
 
     @cached_property
     def seconds(self) -> Series | None:
-        """Seconds of training steps up to each step; validation and checkpoints are not counted."""
+        """Return the cumulative seconds of training steps, without validation and checkpoints."""
         return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
 
     @cached_property
     def gpu_seconds(self) -> float | None:
-        """GPU-seconds of all attempts; None where no GPU was held."""
+        """Return the GPU-seconds of all attempts, or None without a GPU."""
         return gpu_seconds(self.run_dir / JOURNAL_FILE)
 
     @property
     def reward_gain(self) -> float:
-        """Held-out reward of the last validation less that of the first; 0 where there are no two."""
+        """Return the held-out reward of the last validation minus that of the first, or 0."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 
     @cached_property
     def step_s(self) -> float | None:
-        """Mean seconds of a training step, the first one left out where there are others: it warms up."""
+        """Return the mean seconds of a training step, without the first one (warm-up) if there are others."""
         series = self.series("timing_s/step")
         return None if series is None else float(without_first_step(series).mean())
 
     @property
     def workers(self) -> Mapping[str, Any]:
-        """What its newest workers found at their start (`rlcore.run.record`): device and size of the model, among
-        others; empty in old journals."""
+        """Return the newest `workers` event (`rlcore.run.record`), or an empty mapping for old journals."""
         return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property
     def supervised_steps(self) -> tuple[StepRecord, ...]:
-        """Steps of the supervised stage that made the run's start model; none where it had no such stage."""
+        """Return the steps of the supervised stage that trained the initial policy, or nothing."""
         stages = self.lineage.stages
-        beside = self.run_dir.resolve().parent.parent / "warm-starts"  # rlcore.run.inputs.stage_layout
-        files = [beside / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
+        root = self.run_dir.resolve().parent.parent  # see rlcore.run.inputs.stage_layout
+        files = [root / "warm-starts" / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
         return next((_read_journal(file, []).steps for file in files if file.is_file()), ())
-
-    # ------------------------------------------------------------------ held-out problems
 
     @cached_property
     def data_source(self) -> str | None:
-        """Which held-out data the scores are of."""
+        """Return the data source of the held-out scores."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
         found = {match["source"] for match in self._core_names}
@@ -137,26 +134,26 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """k of the newest mean@k; 0 where nothing was sampled on held-out problems."""
+        """Return k of the newest mean@k, or 0 without samples."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Names of the run's own held-out rewards in the journal, taken apart, those of its last steps first."""
+        """Return the matches of held-out reward names in the journal, newest steps first."""
         is_of_suite = self.config.validation.is_of_suite
         names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
         return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
 
     @cached_property
     def before(self) -> ValidationResult | None:
-        """The model before training: `before`, else step 0's validation."""
+        """Return the validation before training: `before`, else that of step 0."""
         return self.validations.get("before") or self.validations.get("step-000000")
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """The model after training so far: the newest validation by its step, `after` where it has the same step."""
+        """Return the newest validation after training; `after` is preferred at the same step."""
         named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         newest = max(later, key=lambda result: result.step, default=named)
@@ -164,20 +161,20 @@ class RunRecord:
 
     @property
     def before_and_after(self) -> dict[str, ValidationResult]:
-        """The validations before and after, those that are there, by these words."""
+        """Return the available validations before and after training, by these labels."""
         both = {"before": self.before, "after": self.after}
         return {label: result for label, result in both.items() if result is not None}
 
     @cached_property
     def paired(self) -> tuple[Comparison, ...]:
-        """Before against after on the same problems; nothing where either is missing."""
+        """Return the paired comparison on the same problems, or nothing."""
         try:
             return compare(*self.before_and_after.values()) if len(self.before_and_after) == 2 else ()
         except DataError:
             return ()
 
     def held_out(self, statistic: str) -> tuple[tuple[int, Interval], ...]:
-        """A held-out statistic with its interval by step: from the journal, and from the files up to its last step.
+        """Return a held-out statistic with its interval by step, from the journal and the validation files.
 
         `statistic` is the name below `val-core/<data_source>/`, such as `reward/mean@4`.
         """
@@ -185,7 +182,7 @@ class RunRecord:
         found = {
             result.step: result.intervals[statistic]
             for result in self.validations.values()
-            # What is later was left behind where the run has gone back.
+            # later files were left by an abandoned part of the run
             if statistic in result.intervals and (result.step <= self.last_step or not self.training_steps)
         } | {
             record.step: Interval(*(record.metrics.get(name + end, value) for end in ("", "/ci_low", "/ci_high")))
@@ -195,31 +192,27 @@ class RunRecord:
         return tuple(sorted(found.items()))
 
     def held_out_series(self, statistic: str) -> Series | None:
-        """The statistic of the held-out problems, without its intervals."""
+        """Return a held-out statistic without its intervals."""
         return series_of((step, found.value) for step, found in self.held_out(statistic))
 
     @property
     def reward_statistic(self) -> str:
-        """The statistic that stands for the held-out reward."""
+        """Return the statistic used as held-out reward."""
         return self.core_statistics[0]
 
     @property
     def core_statistics(self) -> tuple[str, ...]:
-        """The main held-out statistics, the held-out reward first."""
+        """Return the main held-out statistics, starting with the held-out reward."""
         k = self.num_samples
         return (f"reward/mean@{k}", f"reward/pass@{k}", f"reward/maj@{k}", "reward/greedy") if k else ("reward/greedy",)
 
 
 Runs = Mapping[str, RunRecord]
-"""Runs by what they are called: by id, or by folder where two have the same id."""
+"""Runs by id, or by folder if two have the same id."""
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run's folder.
-
-    Raises:
-        DataError: the folder holds no settings of a run.
-    """
+    """Read a run's folder. Raises DataError if the folder has no settings of a run."""
     missing: list[str] = []
     if (origin := read_origin(run_dir)) is None:
         raise DataError(
@@ -254,25 +247,25 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
     try:
         contents = load_journal(file)
     except OSError as error:
-        why = "is not there: no step has been trained yet" if not file.exists() else f"cannot be read ({error})"
+        why = "does not exist: no step has been trained yet" if not file.exists() else f"cannot be read ({error})"
         missing.append(f"{file.name} {why}, so there are no curves.")
         return JournalContents((), (), 0, 0)
     if contents.num_damaged_lines:
-        missing.append(f"{file.name} has {contents.num_damaged_lines} unreadable lines; their steps are left out.")
+        missing.append(f"{file.name} has {contents.num_damaged_lines} unreadable lines; their steps are omitted.")
     return contents
 
 
 def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
-    """Steps that were trained and have no line, and a journal that is not the one that the newest checkpoint knew."""
+    """Yield steps without a line, and differences between the journal and the newest checkpoint."""
     refused = {
         str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
         for event in journal.events
         if event.name == "checkpoint_refused"
     }
-    known = [info for info in checkpoints if info.created >= refused.get(str(info.path), "")]  # the run's own way
+    known = [info for info in checkpoints if info.created >= refused.get(str(info.path), "")]  # not abandoned
     last = max([record.step for record in journal.steps] + [info.step for info in known], default=0)
     if gap := missing_steps(journal, last):
-        yield f"{file.name} has no line of {gap}: they were trained, and their figures are lost."
+        yield f"{file.name} has no line for {gap}: the metrics of these trained steps are lost."
     yield from (str(event.data["text"]) for event in journal.events if event.name == "journal_mismatch")
     if known:
         try:
@@ -280,7 +273,7 @@ def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[Ch
         except CheckpointError as error:
             problem = str(error)
         if problem:
-            yield f"{problem}. So its figures may not be those that were measured."
+            yield f"{problem}. Its metrics may differ from the measured ones."
 
 
 def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationResult]:
@@ -290,7 +283,7 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
             known = file.stat()
             result = _read_validation(file, known.st_mtime_ns, known.st_size)
         except (MillraceError, OSError) as error:
-            missing.append(f"validation/{file.name} is left out: {error}")
+            missing.append(f"validation/{file.name} is omitted: {error}")
             continue
         if result.problems:
             found[file.stem] = result
@@ -299,24 +292,24 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
 
 @lru_cache(maxsize=MAX_CACHED_VALIDATIONS)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
-    """A validation with its intervals, kept: they take 0.1 s, and report, browser and summary each ask for them."""
+    """Read and cache a validation with its intervals, which take 0.1 s."""
     result = ValidationResult.read(file)
     result.metrics()
     return result
 
 
 def _missing_parts(record: RunRecord) -> Iterable[str]:
-    """What a complete run would have and this one has not."""
+    """Yield a sentence for each part that a complete run would have."""
     total = record.config.trainer.total_steps
     if not record.validations and record.data_source is None:
-        yield "No validation on held-out problems yet: nothing here says how well the model does on new problems."
+        yield "No validation on held-out problems yet, so the performance on new problems is unknown."
     elif record.before is None or record.after is None:
         which = "after training" if record.before is not None else "before training"
-        yield f"No validation {which} with its answers: no paired comparison, and no answers side by side."
+        yield f"No validation {which} with responses: no paired comparison, and no sample responses."
     for result in record.validations.values():
         if number := len(result.failures):
-            yield f"Validation {result.name}: {number} answers have no score, since their scorer or environment failed."
+            yield f"Validation {result.name}: {number} responses have no score, since the scorer or environment failed."
     if not record.is_complete:
-        yield f"The run has {record.last_step} of {total} steps so far; held-out figures are of its last validation."
+        yield f"The run has {record.last_step} of {total} steps so far; held-out metrics are of its last validation."
     if not record.lineage.stages:
-        yield "run.json has no stages: where data, model and code come from is not recorded."
+        yield "run.json has no stages: the origin of data, model and code is not recorded."

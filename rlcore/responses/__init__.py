@@ -1,1 +1,1 @@
-"""every answer of a run on disk, found again and judged again"""
+"""Stored responses of a run: storage, search, audit and rescoring."""

@@ -1,4 +1,4 @@
-"""Judges a scorer by answers that are there: old answers scored anew, and answers that must not score. No torch."""
+"""Evaluate a scorer: audit it with responses that must earn nothing, and rescore stored responses. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,15 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.score import Score
 
 HALF_MARKS = 0.5
-"""A wrong answer in the right form may earn something; from here on it counts as paid."""
+"""Scores from here on count as paid; a wrong answer in the correct form may earn less."""
 _MAX_EXAMPLES = 3
 _ROWS_PER_BATCH = 2_000
 _EQUAL = 1e-9
 
 
-# ---------------------------------------------------------------- the audit
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem and some answers that a model gave to it, best first."""
+    """Problem with some stored responses, best first."""
 
     prompt: str
     ground_truth_json: str
@@ -32,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An answer that should earn nothing, and what it earned."""
+    """Response that should earn nothing, and its score."""
 
     kind: str
     case: Case
@@ -42,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One kind of answer that earned more than it should. `num_tried` answers of the kind were scored."""
+    """Kind of response that earned too much. `num_tried`: scored responses of this kind."""
 
     kind: str
     num_tried: int
@@ -51,13 +48,13 @@ class AuditFinding:
     def __str__(self) -> str:
         best = max(self.paid, key=lambda trial: trial.score.total)
         return (
-            f"{self.kind}: {len(self.paid)} of {self.num_tried} scored, up to {best.score.total:g}; to the problem "
-            f"{_quote(best.case.prompt)} the answer {_quote(best.answer)}"
+            f"{self.kind}: {len(self.paid)} of {self.num_tried} earned a score, up to {best.score.total:g}; e.g. "
+            f"to {_quote(best.case.prompt)} the response {_quote(best.answer)}"
         )
 
 
 EMPTY, JUNK, COPIED, FORM, OTHERS = (
-    "empty answer", "junk", "copy of the prompt", "form without content", "answer to another problem"
+    "empty response", "junk", "copy of the prompt", "form without content", "response to another problem"
 )  # fmt: skip
 _FIXED: dict[str, tuple[str, ...]] = {
     EMPTY: ("", " \n"),
@@ -65,14 +62,13 @@ _FIXED: dict[str, tuple[str, ...]] = {
     FORM: ("<answer></answer>", "<think></think><answer></answer>", "#### ", "\\boxed{}", "```python\n```"),
 }
 _ZERO_SCORE_KINDS = (EMPTY, JUNK)
-"""Kinds that should earn nothing at all."""
 
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
-    """Score answers that must not score, and return what did, by kind.
+    """Score responses that must not earn a score, and return the kinds that did.
 
-    Tried on each problem: nothing, junk, its own prompt, the usual forms without content, and the answers to the next
-    problem whose ground truth is another one. The first two should score 0 or less, the others less than half marks.
+    Tried for each problem: empty and junk text, its prompt, usual forms without content, and responses to the next
+    problem with another ground truth. The first two should score 0 or less, the others less than half marks.
     """
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
@@ -95,11 +91,8 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """The problems with the kept answers of the highest score, with their best answers.
-
-    Raises:
-        DataError: the run has kept no answers.
-    """
+    """Return the problems whose stored responses have the highest scores, with their best responses. Raises DataError
+    if the run has no stored responses."""
     found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False
@@ -110,16 +103,15 @@ def cases_of(folder: Path, num_cases: int) -> list[Case]:
     for row in found.rows(chosen):
         cases.setdefault((row["prompt"], row["ground_truth"]), {})[row["answer"]] = None
     if not cases:
-        raise DataError("the run has kept no answers to audit its scorer with (answers.every_steps); run it further")
+        raise DataError(
+            "the run has no stored responses to audit its scorer with (answers.every_steps); run it further"
+        )
     return [Case(*problem, tuple(answers)) for problem, answers in cases.items()]
-
-
-# ---------------------------------------------------------------- old answers scored anew
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An answer that a new scorer scores otherwise. A score is None where its scorer failed."""
+    """Response with a different new score. A score is None if its scorer failed."""
 
     step: int
     prompt: str
@@ -129,17 +121,17 @@ class Change:
 
     def __str__(self) -> str:
         old, new = ("none" if score is None else f"{score:g}" for score in (self.before, self.after))
-        return f"step {self.step}: {old} -> {new}: to {_quote(self.prompt)} the answer {_quote(self.answer)}"
+        return f"step {self.step}: {old} -> {new}: to {_quote(self.prompt)} the response {_quote(self.answer)}"
 
 
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
-    """What a new scorer would have changed. Means are over the answers that have both scores.
+    """Effect of a new scorer on stored responses. Means are over responses with both scores.
 
-    A group is the answers of one training step to one prompt, each time that the step has it: `num_groups_changed`
-    counts those whose scores, less their mean, would have been others, so that the step would have learned something
-    else. `num_groups_flat` counts those in which all scores are equal, before and after. `num_failed`: answers that the
-    new scorer failed on."""
+    A group holds the responses of one training step to one occurrence of a prompt. `num_groups_changed`: groups whose
+    scores minus their mean differ, so that the step would have had another gradient. `num_groups_flat`: groups with
+    equal scores, before and after. `num_failed`: responses on which the new scorer failed.
+    """
 
     num_answers: int
     num_changed: int
@@ -153,35 +145,35 @@ class RescoreResult:
 
 
 def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> RescoreResult:
-    """Score the chosen kept answers by the pool's scorer and compare. `truth_of`: a kept ground truth -> what this
-    scorer gets, both as JSON.
+    """Score the selected stored responses with the pool's scorer and compare.
 
-    A penalty for length that the run took off a score (part `overlong`) is taken off the new one too.
-
-    Raises:
-        DataError: no answer is chosen.
+    `truth_of` converts a stored ground truth for this scorer, both as JSON. The penalty `overlong` of the run is
+    subtracted from the new score too. Raises DataError if no response is selected.
     """
-    import pandas as pd  # the trainer audits, and does without
+    import pandas as pd  # not needed for the trainer's audit
 
     answers = find_responses(folder, query)
     if not len(answers):
-        raise DataError("no kept answer is chosen; loosen the filters, or look at answers.every_steps of the run")
+        raise DataError("no stored response is selected; loosen the filters, or check answers.every_steps of the run")
     after: list[float | None] = []
     for begin in range(0, len(answers), _ROWS_PER_BATCH):
         rows = answers.rows(range(len(answers))[begin : begin + _ROWS_PER_BATCH])
         scores = pool.score([row["answer"] for row in rows], [truth_of(row["ground_truth"]) for row in rows])
-        after += [_new_total(score, row["parts"]) for row, score in zip(rows, scores, strict=True)]
+        after += [
+            None if score.failure is not None else score.total + dict(row["parts"]).get("overlong", 0.0)
+            for row, score in zip(rows, scores, strict=True)
+        ]
     both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
     largest = size[size > _EQUAL].nlargest(_MAX_EXAMPLES).index.tolist()
-    judged = both.dropna()
+    scored = both.dropna()
     where = ["step", "prompt_id", "sample_index", "part", "place"]
     kept = find_responses(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
-    # A prompt may come twice in a step in which an epoch ends. Which time it is, all kept answers say, chosen or not.
+    # A prompt may occur twice in a step with the end of an epoch; all stored responses determine the occurrence.
     kept["time"] = kept.groupby(where[:3]).cumcount()
     learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
     keys = [learned.step, learned.prompt_id, learned.time]
-    in_training = judged[judged.index.isin(learned.index)]
+    in_training = scored[scored.index.isin(learned.index)]
     groups = in_training.groupby(keys)
     less_mean = in_training - groups.transform("mean")
     differs = less_mean.after.sub(less_mean.before).abs() > _EQUAL
@@ -190,8 +182,8 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
         num_answers=len(answers),
         num_changed=int((size > _EQUAL).sum()),
         num_failed=int(both.after.isna().sum()),
-        mean_before=float(judged.before.mean()),
-        mean_after=float(judged.after.mean()),
+        mean_before=float(scored.before.mean()),
+        mean_after=float(scored.after.mean()),
         num_groups=groups.ngroups,
         num_groups_changed=int(differs.groupby(keys).any().sum()),
         num_groups_flat=(int(flat.before.sum()), int(flat.after.sum())),
@@ -202,12 +194,8 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     )
 
 
-def _new_total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:
-    return None if score.failure is not None else score.total + dict(parts).get("overlong", 0.0)
-
-
 def _quote(text: str, limit: int = 120) -> str:
-    """The text in one line, quoted.
+    """Return the text quoted, in one line.
 
     >>> _quote("a\\nb"), _quote("x" * 9, limit=4)
     ("'a\\\\nb'", "'xxxx...'")

@@ -1,9 +1,9 @@
-"""Finds kept answers: filters and order over the light columns of all parts, in memory; texts and tokens are read for
-the rows that are asked for. No torch.
-"""
+"""Search stored responses. Light columns of all parts are filtered and sorted in memory, texts and tokens are read on
+demand. No torch."""
 
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
@@ -23,26 +23,31 @@ from rlcore.responses.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_o
 KINDS = ("all", "training", "validation")
 EACH = ("answer", "prompt")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
-"""Columns to sort by. `change`: how much the mean score of the prompt's sampled answers has risen from the first
-validation to the last."""
+"""Columns to sort by. `change`: rise of the prompt's mean sample score from the first validation to the last."""
 READABLE = [*LIGHT.names, *TEXTS.names]
 """Columns without those of tokens."""
 ALL_COLUMNS = [*READABLE, *TOKENS.names]
 _PROMPT = ["data_source", "prompt_id"]
+Decode = Callable[[Sequence[int]], str]
+_REPLACEMENT = "\ufffd"
+"""Character that a decoder returns for an incomplete character."""
+_MAX_TOKENS_PER_CHARACTER = 4
 MAX_PROMPT_ID = 2**63 - 1
-"""Largest id of a prompt: its column has 64 bits."""
+"""Largest prompt id in an int64 column."""
 MAX_DIGITS = 19
-"""A longer text is not read as a number; Python itself refuses more than 4,300 digits."""
+"""Longer texts are not parsed as numbers; Python itself limits digits to 4,300."""
 Range = tuple[float | None, float | None]
-"""Lowest and highest value, both included; None: no bound."""
+"""Lowest and highest value, both inclusive; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which answers, in which order. `prompt`: its id. `search`: a part of the answer, or of the prompt where
-    `in_prompts`, in small or capital letters alike. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` before it
-    for the highest first; answers that are equal in it stay in the order of steps. `each`: `prompt` for the first
-    answer to each prompt alone, of equal ones that of the last step."""
+    """Selection and order of responses.
+
+    `prompt`: its id. `search`: case-insensitive part of the response, or of the prompt if `in_prompts`. `kind`: one of
+    `KINDS`. `sort`: one of `SORTS`, with `-` for descending; ties keep the order of steps. `each`: `prompt` selects the
+    first response to each prompt, and of ties that of the last step.
+    """
 
     step: Range = (None, None)
     score: Range = (None, None)
@@ -55,11 +60,7 @@ class Query:
 
     @classmethod
     def parse(cls, step: str = "", score: str = "", **others: Any) -> "Query":
-        """A query as a person types it, ranges as `LOW..HIGH`.
-
-        Raises:
-            ConfigError: one cannot be read.
-        """
+        """Parse a query with ranges as `LOW..HIGH`. Raises ConfigError if a value is invalid."""
         query = cls(parse_range("step", step), parse_range("score", score), **others)
         if query.prompt is not None and not 0 <= query.prompt <= MAX_PROMPT_ID:
             raise ConfigError(f"prompt: must be from 0 to {MAX_PROMPT_ID}, got {format_value(query.prompt)}")
@@ -71,13 +72,13 @@ class Query:
             raise ConfigError(f"kind: must be all, training or validation, got {query.kind!r}")
         if query.sort.removeprefix("-") not in SORTS:
             raise ConfigError(
-                f"sort: must be one of {', '.join(SORTS)}, each perhaps with - before it, got {query.sort!r}"
+                f"sort: must be one of {', '.join(SORTS)}, optionally with a leading -, got {query.sort!r}"
             )
         return query
 
 
 def parse_range(name: str, text: str) -> Range:
-    """The bounds that `LOW..HIGH`, either of which may be missing, or one number stands for.
+    """Parse `LOW..HIGH`, where both are optional, or a single number.
 
     >>> parse_range("step", "3"), parse_range("step", "3..5"), parse_range("score", "..0.5"), parse_range("score", "")
     ((3.0, 3.0), (3.0, 5.0), (None, 0.5), (None, None))
@@ -95,27 +96,23 @@ def parse_range(name: str, text: str) -> Range:
 
 
 to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
-"""A value for JSON, which has no NaN and no infinity: null."""
+"""Convert a value for JSON, with null for NaN and infinity."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The answers that a search has found, in its order. `light`: their light columns, number of the part and place in
-    it; other columns are read when they are asked for."""
+    """Responses in the order of the search. `light`: their light columns, number of the part and place in it."""
 
     parts: tuple[Path, ...]
     light: pa.Table
 
     def __len__(self) -> int:
-        """Number of answers found."""
+        """Return the number of responses."""
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """These columns of the answers at these numbers, each with a `key` for `read_response`.
-
-        Raises:
-            DataError: a part cannot be read.
-        """
+        """Return these columns of the responses at these numbers, each with a `key` for `read_response`. Raises
+        DataError if a part cannot be read."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -131,14 +128,10 @@ class SearchResult:
 
 
 def find_responses(folder: Path, query: Query) -> SearchResult:
-    """Search the answers that a run has kept so far.
-
-    Raises:
-        DataError: a part cannot be read.
-    """
+    """Search the responses that a run has stored so far. Raises DataError if a part cannot be read."""
     known = {}
     for path in parts_of(folder):
-        with suppress(FileNotFoundError):  # a run that goes on removes its oldest parts
+        with suppress(FileNotFoundError):  # a running trainer removes its oldest parts
             known[path] = path.stat()
     parts = tuple((path, state.st_mtime_ns, state.st_size) for path, state in known.items())
     table, conditions = _read_light(parts), [pc.scalar(True)]
@@ -172,25 +165,18 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
 
 
 def count_responses(folder: Path) -> int:
-    """How many answers a run has kept.
-
-    Raises:
-        DataError: none, or a part cannot be read.
-    """
+    """Return the number of responses that a run has stored. Raises DataError if there are none, or a part cannot be
+    read."""
     if not (total := len(find_responses(folder, Query()))):
         raise DataError(
-            f"{folder}: run {folder.parent.name} has no answers on record: none are there yet, or its settings keep "
-            "none (answers.every_steps=0)"
+            f"{folder}: run {folder.parent.name} has no stored responses, either not yet or because of its settings "
+            "(answers.every_steps=0)"
         )
     return total
 
 
 def read_response(folder: Path, key: str) -> dict[str, Any]:
-    """Everything of one answer, by its key.
-
-    Raises:
-        DataError: there is none, or its part cannot be read.
-    """
+    """Return all columns of the response with a key. Raises DataError if it is missing, or its part is unreadable."""
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
     if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
@@ -199,24 +185,20 @@ def read_response(folder: Path, key: str) -> dict[str, Any]:
 
 
 def _missing_response(key: str) -> DataError:
-    return DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
+    return DataError(f"{key}: no such response; perhaps the run resumed from an earlier step: search again")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptResponses:
-    """The answers to one prompt in one step or validation, whole, and each step or validation that has some: the key of
-    the first one, and their mean score."""
+    """Responses to one prompt in one step or validation, and the key and mean score of all its visits."""
 
     answers: list[dict[str, Any]]
     visits: list[dict[str, Any]]
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """The answers to the same prompt as one answer, by its key.
-
-    Raises:
-        DataError: there is none, or a part cannot be read.
-    """
+    """Return the responses to the same prompt as the response with a key. Raises DataError if it does not exist, or a
+    part cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -225,7 +207,7 @@ def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
         if row["data_source"] == chosen["data_source"]:
             visits.setdefault((row["step"], row["validation"]), []).append(place)
     means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
-    if (chosen["step"], chosen["validation"]) not in visits:  # a run that goes on has removed the part meanwhile
+    if (chosen["step"], chosen["validation"]) not in visits:  # a running trainer has removed the part
         raise _missing_response(key)
     return PromptResponses(
         found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS),
@@ -243,7 +225,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """The light columns of parts, each with its time of change in ns and its size in bytes; and where each row is."""
+    """Return the light columns of parts (path, time of change in ns, size in bytes), and the location of each row."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):
@@ -255,18 +237,18 @@ def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
 
 
 def _changes(light: pa.Table) -> pa.Array:
-    """`change` of `SORTS` for each answer; null where no validation has scored its prompt."""
+    """Return `change` of `SORTS` for each response, or null without a scored validation."""
     if not light.num_rows:
         return pa.nulls(0, pa.float64())
     frame = light.select([*_PROMPT, "step", "validation", "greedy", "score"]).to_pandas()
-    judged = frame[frame.validation.notna() & ~frame.greedy & frame.score.notna()]
-    means = judged.groupby([*_PROMPT, "step"], dropna=False).score.mean().groupby(_PROMPT, dropna=False)
+    scored = frame[frame.validation.notna() & ~frame.greedy & frame.score.notna()]
+    means = scored.groupby([*_PROMPT, "step"], dropna=False).score.mean().groupby(_PROMPT, dropna=False)
     change = (means.last() - means.first()).rename("change")
     return pa.array(frame[_PROMPT].join(change, on=_PROMPT).change, pa.float64(), from_pandas=True)
 
 
 def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
-    """Whether one of these texts at each of these places of a part has a text; without places no part is read."""
+    """Return whether one of the columns at each place contains the text. No part is read without places."""
     if not len(places):
         return np.zeros(0, dtype=bool)
     table = _read(path, columns)
@@ -275,7 +257,7 @@ def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -
 
 
 def _read_rows(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
-    """These columns of these rows of a part, whose other row groups are not read."""
+    """Read these columns of these rows of a part, from their row groups only."""
     groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
     table = _read(path, columns, groups.tolist())
     sizes = np.minimum(ROWS_PER_GROUP, _count_rows(path) - groups * ROWS_PER_GROUP)
@@ -303,6 +285,52 @@ def _translate_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as reason:
         raise DataError(
-            f"{path}: cannot be read as kept answers ({reason}). If the run is going on, ask again; else delete the "
-            "file, and the rest can be read."
+            f"{path}: cannot be read as stored responses ({reason}). If the run is active, try again; otherwise delete "
+            "the file to read the rest."
         ) from reason
+
+
+def load_decoder(run_json: Path) -> Decode | None:
+    """Return the decoder of the tokenizer in a run's record, or None without a `tokenizer.json`."""
+    try:
+        stages = json.loads(run_json.read_text(encoding="utf-8"))["stages"]
+        file = Path(next(stage["path"] for stage in stages if stage["name"] == "tokenizer")) / "tokenizer.json"
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+    return _decoder(file) if file.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _decoder(file: Path) -> Decode:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token, or '' if its character belongs to the previous token.
+
+    Tokens are decoded after the previous one, since many decoders drop leading white space.
+
+    >>> words = {1: "a", 2: " b", 3: " c"}
+    >>> token_texts(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])
+    ['a', ' b', ' c']
+    """
+    found: list[str] = []
+    place = 0
+    while place < len(ids):
+        before = list(ids[max(0, place - 1) : place])
+        start = decode(before) if before else ""
+        for count in range(1, _MAX_TOKENS_PER_CHARACTER + 1):
+            whole = decode([*before, *ids[place : place + count]])
+            piece = whole.removeprefix(start) if whole.startswith(start) else decode(ids[place : place + count])
+            if not piece.endswith(_REPLACEMENT):
+                break
+        else:
+            count = 1
+            piece = _REPLACEMENT
+        count = min(count, len(ids) - place)
+        found += [piece, *[""] * (count - 1)]
+        place += count
+    return found

@@ -1,11 +1,10 @@
-"""Every answer of a run as parquet parts in one folder: what stands in a part, how parts are written, cut and let go.
+"""Responses of a run as parquet parts in one folder.
 
-    train-000001-000020.parquet        answers that steps 1 to 20 learned from
-    validation-step-000020.parquet     answers of one validation
+train-000001-000020.parquet: responses of the training steps 1 to 20. validation-step-000020.parquet: responses of one
+validation.
 
-A training part is on the disk before the checkpoint of its last step is published, and going back to a checkpoint
-deletes the parts of later steps. So a run that was killed and started again has each answer once. A part is written
-beside its place, flushed and renamed: it is whole or absent. No torch.
+A training part is written before the checkpoint of its last step is published. A resume deletes the parts of later
+steps, so each response is stored once. Parts are written atomically. No torch.
 """
 
 import re
@@ -38,10 +37,9 @@ LIGHT = pa.schema(
         ("gap", pa.float32()),
     ]
 )
-"""What answers are chosen and sorted by. `validation`: its name, null for an answer of training. `score`: null without
-one. `advantage`: mean over the tokens learned from. `logprob`: mean over the sampled tokens as they were drawn, nats.
-`gap`: largest absolute difference between that and the trainer's own, null where the trainer has computed none."""
-
+"""Columns for selection and sorting. `validation`: its name, null for training. `score`: may be null. `advantage`: mean
+over the trained tokens. `logprob`: mean over the sampled tokens, nats. `gap`: largest absolute difference from the
+trainer's log-probabilities, null if not computed."""
 TEXTS = pa.schema(
     [
         ("prompt", pa.string()),
@@ -52,8 +50,7 @@ TEXTS = pa.schema(
         ("failure", pa.string()),
     ]
 )
-"""What a person reads. `said`: the answer that the scorer found in the text. `failure`: why there is no score."""
-
+"""Columns to read. `said`: the final answer that the scorer found. `failure`: why there is no score."""
 TOKENS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -64,38 +61,35 @@ TOKENS = pa.schema(
         ("advantages", pa.list_(pa.float32())),
     ]
 )
-"""One entry a token of the answer. `is_sampled`: null where the model wrote all of them. `policy_logprobs`: the
-trainer's before the update; null, as `ref_logprobs`, where none were computed. `advantages`: null where all tokens
-have `advantage`."""
-
+"""Columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the trainer's
+before the update; these and `ref_logprobs` may be null. `advantages`: null if all tokens have `advantage`."""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
-
 PART_BYTES = 32 * 2**20
-"""Answers in memory are written when they reach this size, even before a chunk ends."""
+"""Responses in memory are written when they reach this size, even before a chunk ends."""
 ROWS_PER_GROUP = 256
-"""Few, so that one answer is read without many others."""
+"""Rows of a row group. Small, so that one response is read without many others."""
 _PART = re.compile(r"(train-(?P<first>\d{6,})-|validation-step-)(?P<last>\d{6,})\.parquet")
 _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled")]
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """The parts of a run, training first, each kind in the order of its steps."""
+    """Return the parts of a run, training first, sorted by step."""
     return sorted(files_of(folder, "*.parquet"))
 
 
 def training_parts(folder: Path) -> list[Path]:
-    """The files of training, in the order of their steps."""
+    """Return the parts of training, sorted by step."""
     return [path for path in parts_of(folder) if path.name.startswith("train-")]
 
 
 def write_part(path: Path, table: pa.Table) -> None:
-    """Write one part in place of what has its name.
+    """Write one part atomically.
 
     Raises:
-        DiskSpaceError: no room; nothing is left of it.
+        DiskSpaceError: no room; no partial file remains.
         UnwritableError: the folder cannot be written.
     """
-    # Dictionaries for what repeats; log-probabilities hardly do, and are split by bytes instead, which packs them.
+    # dictionaries for repeated values, byte-stream split for log-probabilities
     plain = [f"{name}.list.element" for name in _HEAVY]
     repeats = [name for name in SCHEMA.names if name not in _HEAVY and name not in ("answer", "parts", "token_ids")]
     with replaced_file(path) as file:
@@ -110,7 +104,7 @@ def write_part(path: Path, table: pa.Table) -> None:
 
 
 class ResponseWriter:
-    """Takes a run's answers step by step, and writes them in a thread."""
+    """Collects a run's responses step by step, and writes them in a thread."""
 
     def __init__(self, folder: Path, settings: AnswersConfig) -> None:
         self._folder, self._settings = folder, settings
@@ -120,36 +114,29 @@ class ResponseWriter:
         self._written: Future[None] | None = None
 
     def stores_step(self, step: int) -> bool:
-        """Whether the answers of this training step are kept."""
+        """Return whether the responses of this training step are stored."""
         every = self._settings.every_steps
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Keep the answers of the next training step in memory."""
+        """Add the responses of the next training step in memory."""
         self._tables.append(table)
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time for `start_part`, before the chunk's end."""
+        """Return whether `start_part` is due before the chunk's end."""
         return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
     def start_part(self) -> None:
-        """Begin to write what was added since the last call, once the part before it is written.
-
-        Raises:
-            DiskSpaceError: there was no room for the part before; call again.
-        """
+        """Start to write the responses added since the last call, after the previous part is written. Raises
+        DiskSpaceError if no room for the previous part; call again."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait for the part under way.
-
-        Raises:
-            DiskSpaceError: there was no room for it; call again.
-        """
+        """Wait for the part in progress. Raises DiskSpaceError if there is no room; call again."""
         if self._part is None:
             return
         written, self._written = self._written, None
@@ -160,13 +147,12 @@ class ResponseWriter:
         self._part = None
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the answers of a validation, in place of those of its name, unless none are kept. Raises as
-        `write_part` does."""
+        """Write the responses of a validation unless responses are not stored. Raises like `write_part`."""
         if self._settings.every_steps:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
     def truncate(self, step: int) -> None:
-        """Go back to the end of this step: later answers are forgotten, in memory and on the disk."""
+        """Discard the responses after this step, in memory and on disk."""
         self._tables = []
         if self._written is not None:
             self._written.exception()
@@ -176,7 +162,7 @@ class ResponseWriter:
             first, last = steps_of(path)
             if last <= step:
                 continue
-            if first <= step:  # a checkpoint inside a part: older ones were deleted, or other steps ended chunks then
+            if first <= step:  # a checkpoint inside a part: older ones were deleted, or chunks ended at other steps
                 table = pq.read_table(path)
                 kept = table.filter(pc.field("step") <= step)
                 write_part(self._folder / _training_name(kept), kept)
@@ -187,7 +173,7 @@ class ResponseWriter:
         self._delete_oldest()
 
     def _delete_oldest(self) -> None:
-        """Delete the oldest training parts, but never the newest, while all parts are larger than they may be."""
+        """Delete the oldest training parts, except the newest one, while all parts exceed their maximum size."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
         for path in training_parts(self._folder)[:-1]:
@@ -203,7 +189,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """First and last step of a part; twice -1 of a validation that was asked for, which no cut concerns."""
+    """Return first and last step of a part, or twice -1 for a validation that was requested separately."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

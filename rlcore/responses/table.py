@@ -1,6 +1,6 @@
-"""From rollouts to the columns of `rlcore.responses.store`: flat arrays and offsets, no loop over tokens.
+"""Convert rollouts to the columns of `rlcore.responses.store`, without a loop over tokens.
 
-Legend: N answers, R tokens of all answers laid end to end, without their prompts.
+Legend: N responses, R tokens of all responses concatenated, without prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from rlcore.responses.store import SCHEMA
 from rlcore.types import Rollout, Score, TrainBatch
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""Token ids of many texts -> the texts, as scorers see them."""
+"""Decoder of many token id sequences into texts, as scorers get them."""
 
 
 def response_table(
@@ -29,10 +29,10 @@ def response_table(
     batch: TrainBatch | None = None,
     policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """The answers of a validation, sampled or `greedy`, or those that a training step learned from: N rows.
+    """Return the responses of a validation, sampled or `greedy`, or of a training step: N rows.
 
-    `batch`: what the step learned from; None for a validation. `policy_logprobs`: the trainer's own before the update,
-    laid out as `batch` is; None where none were computed.
+    `batch`: training batch of the step, None for a validation. `policy_logprobs`: the trainer's before the update, in
+    the layout of `batch`, or None.
     """
     tokens, count = _Tokens(rollouts), len(rollouts)
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
@@ -68,7 +68,6 @@ def response_table(
 
 
 def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | None) -> dict[str, object]:
-    """The columns of what was learned from the answers, as far as it was computed."""
     where = tokens.packed_indices(batch.packed.cu_seqlens.numpy())
     learned = batch.packed.loss_mask.numpy()[where]
     advantages = batch.advantages.float().numpy()[where]
@@ -89,12 +88,10 @@ def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Ten
 
 
 _EQUAL = 1e-6
-"""Advantages of one answer's tokens that differ by less are one number."""
+"""Advantages of a response's tokens with a smaller difference count as equal."""
 
 
 class _Tokens:
-    """The tokens of all answers, end to end."""
-
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
         self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
@@ -106,13 +103,13 @@ class _Tokens:
         self.is_sampled = _concatenate(whole, np.bool_)
 
     def packed_indices(self, cu_seqlens: np.ndarray) -> np.ndarray:
-        """Int[R]: where in the flat tensors of a packed batch the quantities of each answer token stand."""
+        """Return Int[R]: indices of the response tokens in the flat tensors of a packed batch."""
         prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
-        first = cu_seqlens[:-1] + prompts - 1  # the position that predicts an answer's first token
+        first = cu_seqlens[:-1] + prompts - 1  # the position that predicts the first response token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
 
     def reduce(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
-        """Values of all tokens -> their sum, or what `function` makes of them, for each answer; 0 for an empty one."""
+        """Reduce values of all tokens to one value per response; 0 for an empty response."""
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
         if full.any():
@@ -120,7 +117,7 @@ class _Tokens:
         return found
 
     def column(self, values: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
-        """One list an answer; null where not `present`."""
+        """Return one list per response; null where not `present`."""
         if present is None:
             offsets = np.concatenate([np.zeros(1, dtype=np.int32), self.ends.astype(np.int32)])
             return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

@@ -1,4 +1,4 @@
-"""The engine that the settings name."""
+"""Construction of the configured rollout engine."""
 
 import torch
 
@@ -10,11 +10,8 @@ from rlcore.rollout.engine import NoEngine, RolloutEngine
 
 
 def build_engine(config: RunConfig, model_directory: str, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
-    """The engine of `rollout.engine` in `dtype`, without valid weights until its first hand-over.
-
-    Raises:
-        EngineError: vLLM is missing, or cannot run this model with these settings.
-    """
+    """Return the engine of `rollout.engine` in `dtype`, without valid weights until its first weight sync. Raises
+    EngineError if vLLM is missing, or cannot run this model with these settings."""
     if config.rollout.engine == "none":
         return NoEngine()
     end_of_text = end_of_text_ids(model_directory)
@@ -28,8 +25,7 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
 
     from rlcore.rollout.hf import HfEngine
 
-    # Of its own type in its products too: weights in float32 would otherwise compute in the trainer's. And no base in 4
-    # bits: it takes merged weights.
+    # The engine computes in its own type, and without a 4-bit base, since it gets merged weights.
     lora = config.model.lora and config.model.lora.model_copy(update={"base": "native"})
     computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch."), "lora": lora})
     policy = round_weights(load_policy(model_directory, model=computing, device=device), dtype)

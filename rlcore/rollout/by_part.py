@@ -1,4 +1,4 @@
-"""The scorer of rows that name theirs: parts of a mixture, and rows of files with known data sources."""
+"""Scorer of rows that name their scorer: parts of a mixture, and rows of files with known data sources."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _scorer = cache(resolve_scorer)
 
 
 def with_scorer(ground_truth_json: str, scorer: str) -> str:
-    """A ground truth that says who scores.
+    """Add the scorer's name to a ground truth.
 
     >>> with_scorer('{"answer": "3"}', "data.gsm8k:score")
     '{"answer": "3", "scorer": "data.gsm8k:score"}'
@@ -33,7 +33,7 @@ def _rest(ground_truth: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
-    """The score by the named scorer, which gets the ground truth without that name."""
+    """Score with the named scorer, which gets the ground truth without that name."""
     if SCORER_KEY not in ground_truth:
-        raise ValueError("data.scorer: must be given, for none is known for the row's data_source")
+        raise ValueError("data.scorer: must be set, since none is known for the row's data_source")
     return _scorer(str(ground_truth[SCORER_KEY]))(response, _rest(ground_truth))

@@ -1,7 +1,7 @@
-"""The slow, obvious engine: a transformers model, a key-value cache and one uniform number for each token.
+"""Simple reference engine with a transformers model and one uniform number per token.
 
-It keeps its own copy of the weights, like every engine, so that the hand-over is the same everywhere. The answers to
-one prompt share its prefill. Rows that have ended leave the batch.
+Like every engine it has a copy of the weights. Responses to one prompt share its prefill, and finished rows leave the
+batch.
 """
 
 import gc
@@ -25,14 +25,13 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResu
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
-
 COMPACT_BELOW = 0.75
-"""The batch is rebuilt when fewer than this share of its rows are still being written."""
+"""The batch is rebuilt when fewer than this share of its rows are unfinished."""
 
 
 @dataclass(slots=True)
 class _Response:
-    """An answer in the making, of at most `limit` tokens."""
+    """Unfinished response of at most `limit` tokens."""
 
     limit: int
     token_ids: list[int] = field(default_factory=list)
@@ -41,12 +40,11 @@ class _Response:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it has neither ended by itself nor reached its limit."""
         return self.finish_reason == "length" and len(self.token_ids) < self.limit
 
 
 class HfEngine(RolloutEngine):
-    """`RolloutEngine` on transformers; runs anywhere torch runs. It has no cache between calls."""
+    """`RolloutEngine` with transformers, on any torch device. It has no cache between calls."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
@@ -56,7 +54,7 @@ class HfEngine(RolloutEngine):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
         """Copy all weights into the engine's model."""
-        self.policy_version = -1  # an interrupted hand-over leaves no valid version
+        self.policy_version = -1  # an interrupted weight sync leaves no valid version
         own = dict(self._policy.model.named_parameters())
         with torch.no_grad():
             for name, tensor in require_all_weights(weights, own):
@@ -67,9 +65,9 @@ class HfEngine(RolloutEngine):
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """(index of the request, its rollout), batch by batch."""
+        """Yield (index of the request, its rollout), batch by batch."""
         if self.policy_version < 0:
-            raise EngineError("the engine was asked for answers before its first weight hand-over")
+            raise EngineError("the engine got requests before its first weight sync")
         start = 0
         while start < len(requests):
             batch = requests[start : start + self._batch_size]
@@ -81,16 +79,16 @@ class HfEngine(RolloutEngine):
             start += len(batch)
 
     def _reduce_batch_size(self, number: int, refused: OutOfMemory) -> None:
-        """Write half as many answers at once from now on; each draws by its own seed, so they are the same."""
+        """Halve the batch size. Responses stay equal, since each has its seed."""
         if number == 1:
             raise DeviceMemoryError(
-                f"generation ran out of memory with a single answer at once ({refused.message}). Shorten "
+                f"generation ran out of memory with a single response ({refused.message}). Shorten "
                 "filter.max_prompt_tokens or rollout.max_response_tokens, or free memory for it: algo.kl.offload=true, "
                 "optim.offload=true."
             )
         self._batch_size = -(-number // 2)
         log.warning(
-            "generation ran out of memory with %d answers at once, and goes on with %d: %s",
+            "generation ran out of memory with %d concurrent responses, and continues with %d: %s",
             number, self._batch_size, refused.message,
         )  # fmt: skip
         gc.collect()
@@ -131,13 +129,13 @@ class HfEngine(RolloutEngine):
         return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _append(self, answers: list[_Response], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
-        """Add a token to each answer that is not finished; which rows go on, Bool[B]."""
+        """Add a token to each unfinished response, and return which rows continue, Bool[B]."""
         going = np.ones(len(live), dtype=bool)
         for row, (request, token, logprob) in enumerate(
             zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
         ):
             answer = answers[request]
-            if answer.is_unfinished:  # a row that has ended may stay in the batch until it is rebuilt
+            if answer.is_unfinished:  # finished rows may stay until the batch is rebuilt
                 answer.token_ids.append(token)
                 answer.logprobs.append(logprob)
                 if token in self._eos_token_ids:
@@ -159,10 +157,10 @@ class HfEngine(RolloutEngine):
 def sample(
     logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], sampling: SamplingConfig
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """Draw a token for each row by inverting its distribution function at `uniforms`; its log-probability beside it.
+    """Draw a token for each row by inverting its distribution function, and return it with its log-probability.
 
-    Temperature 0 takes the most likely token. The log-probability is that of the tempered distribution before top-p,
-    which is what the trainer computes.
+    Temperature 0 takes the most likely token. The log-probability is that of the tempered distribution before top-p, as
+    in the trainer.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
@@ -181,12 +179,12 @@ def sample(
 
 
 def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
-    """Token ids and attention mask, padded on the left with token 0 (masked, so its value never matters)."""
+    """Return token ids and attention mask, left-padded with token 0."""
     rows = [torch.tensor(token_ids) for token_ids in prompts]
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     return padded, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:
-    """Float64[B, count] in [0, 1): row i depends on the seed of request i alone."""
+    """Return Float64[B, count] in [0, 1): row i depends only on the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])

@@ -1,8 +1,8 @@
-"""Scoring of answers in processes that a model's output cannot hang.
+"""Scoring in separate processes, so that model output cannot block a run.
 
-Each process has one answer at a time under its deadline. One that overruns is killed and replaced; its answer gets no
-score (`Score.failure` says why) and is counted. So does an answer at which the scorer raises. Results come in the order
-of the requests, and `submit` returns at once, so that scoring can go on while the engine writes further answers.
+Each process scores one response at a time under its deadline. After a timeout it is killed and replaced, and its
+response has no score but a counted failure (`Score.failure`), as after an exception of the scorer. Results have the
+order of the requests. `submit` does not block, so that scoring and generation run concurrently.
 """
 
 import contextlib
@@ -32,26 +32,23 @@ from rlcore.score import Score, Scorer
 from rlcore.start import python_path
 
 R = TypeVar("R")
-
 log = logging.getLogger(__name__)
-
-# Answers sent to a process in one message: large enough to hide the way there, small enough to share out evenly.
+# responses per message: hides latency, and still balances the load
 _MAX_RESPONSES_PER_MESSAGE = 32
 _MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
-# Errors that are logged; later ones are only counted.
 _MAX_LOGGED = 5
 _START_DEADLINE_S = 120.0
-"""For importing a scorer's module, and what its first call imports, on a busy machine."""
+"""Deadline for importing a scorer and for its first call."""
 _SEND_DEADLINE_S = 10.0
-"""An idle process reads answers at once; one that does not (stopped from outside) would hold up the pool."""
+"""Deadline for sending to an idle process, which may have been stopped by a user."""
 _MAX_WAIT_S = 1.0
-"""The pool looks at the clock as often while processes are busy, and so sees when it stood still itself."""
+"""Interval of checks while processes are busy, which also detect a pause of this process."""
 
 
 @dataclass(slots=True)
 class ScoringJob:
-    """Answers submitted together, for `ScoringPool.collect`."""
+    """Responses submitted together, for `ScoringPool.collect`."""
 
     scores: list[Score]
     num_pending: int
@@ -59,7 +56,7 @@ class ScoringJob:
     failure: EngineError | None = None
 
     def put(self, index: int, score: Score) -> None:
-        """Keep the score of one answer."""
+        """Set the score of one response."""
         self.scores[index] = score
         self.num_pending -= 1
         if self.num_pending == 0:
@@ -68,7 +65,7 @@ class ScoringJob:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """One answer to be scored: `index` is its place in the job, `num_deaths` the processes that ended at it."""
+    """Response to be scored. `index`: its place in the job; `num_deaths`: processes that ended at it."""
 
     job: ScoringJob
     index: int
@@ -78,13 +75,13 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """One scoring process: its answers (the running one first), its deadline, and how it is ended."""
+    """Scoring process with its responses (the running one first) and its deadline."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
         whole, rest = divmod(_SEND_DEADLINE_S, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
-        # No standard stream of ours goes in: a child that holds them keeps a dead run's log open.
+        # No inherited standard streams: a child would keep a dead run's log open.
         with theirs:
             weights = json.dumps(config.weights)
             arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)), weights)
@@ -99,38 +96,38 @@ class ScoringProcess:
                     "PYTHONPATH": python_path(),
                     JUDGE_VARIABLE: config.judge.model_dump_json(),
                 },
-                start_new_session=True,  # a Ctrl-C at the terminal is the trainer's to handle
+                start_new_session=True,  # the trainer handles Ctrl-C
             )
         self.socket = ours
-        self._partial_line = b""  # of the next message
+        self._partial_line = b""
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
-        """Whether the scorer has been called on an empty answer; an answer's deadline holds only then."""
+        """True after the first call on an empty response, from which the deadline applies."""
         self.responses: deque[PendingResponse] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is ready and has no answers."""
+        """Return whether it is ready and has no responses."""
         return self.ready and not self.responses
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal from outside has stopped it; its answer is not counted as overdue then."""
+        """Return whether a signal has stopped it, so that its response is not overdue."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def send(self, answers: Sequence[PendingResponse]) -> None:
-        """Send answers. Raises OSError where the process has ended or does not read."""
+        """Send responses. Raises OSError if the process has ended or does not read."""
         self.responses.extend(answers)
         self.socket.sendall(encode_line([(answer.response, answer.ground_truth_json) for answer in answers]))
         self._set_deadline()
 
     def receive(self) -> Iterator[Any]:
-        """Read the messages that have come, one at least. Raises EOFError or OSError where the process has ended."""
+        """Yield at least one received message. Raises EOFError or OSError if the process has ended."""
         read = self.socket.recv(_MAX_READ_BYTES)
         if not read:
             raise EOFError
@@ -146,7 +143,7 @@ class ScoringProcess:
         self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
 
     def kill(self) -> None:
-        """End the process and what it has started (its process group) now, and reap it."""
+        """End the process and its process group, and reap it."""
         self.socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -158,38 +155,28 @@ def _unscored(why: str) -> Score:
 
 
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """The function at `module:function`. `key`: the setting or option that names it, for the message.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Return the function at `module:function`. `key`: its setting or option, for the message. Raises ConfigError if it
+    does not exist."""
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
 def require_environment(name: str) -> None:
-    """There is a class at `module:Class`.
-
-    Raises:
-        ConfigError: there is none, or it lacks a method.
-    """
+    """Check the class at `module:Class`. Raises ConfigError if it does not exist, or lacks a method."""
     _require(resolve_environment, name, "data.environment: must name a class as module:Class")
 
 
 def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
     try:
         return resolve(name)
-    except Exception as error:  # importing somebody's module can raise anything
+    except Exception as error:  # user code can raise anything
         raise ConfigError(f"{rule}, got {name!r} ({describe(error)}). {missing_object_remedy(name)}.") from error
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
-    """Scores answers by `scorer`, a `module:function`; see `rlcore.score.Scorer`.
+    """Pool that scores responses with `scorer`, a `module:function`; see `rlcore.score.Scorer`.
 
-    With `num_processes` 0 it scores in this process, without a deadline: for scorers known to be bounded. `section`:
-    that of the settings, for messages. `num_logged`: failures that are logged.
-
-    Raises:
-        ConfigError: there is no such function.
+    `num_processes` 0: scores in this process without a deadline, for trusted scorers. `section`: section of the
+    settings, for messages. `num_logged`: maximum number of logged failures. Raises ConfigError if it does not exist.
     """
 
     def __init__(
@@ -201,9 +188,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._config = config
         self._section = section
         self.timeouts = 0
-        """Answers so far that overran the deadline."""
+        """Number of responses that exceeded the deadline."""
         self.errors = 0
-        """Answers so far for which the scorer raised, returned no finite score, or took its process down."""
+        """Number of responses on which the scorer raised, returned no finite score, or ended its process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
@@ -211,12 +198,11 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """Whether processes call the scorer on an empty answer first; not once it has hung in that, or has twice taken
-        its process down before the same answer."""
+        """If True, processes call the scorer on an empty response first; disabled after a timeout or two deaths."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
-            # A byte through this pair wakes the thread when there is something to do.
+            # A byte through this pair wakes the thread.
             self._wakes, self._woken = socket.socketpair()
             self._wakes.setblocking(False)
             self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
@@ -227,15 +213,15 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Answers so far that have no score since the scorer failed on them, and what happened last."""
+        """Return the number of responses without a score, and the last failure."""
         return self.errors + self.timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
-        """One score for each answer, in their order."""
+        """Return one score for each response, in order."""
         return self.collect(self.submit(responses, ground_truths_json))
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
-        """Start to score and return at once; with no processes return when all are scored."""
+        """Start scoring and return immediately, or without processes when all are scored."""
         pairs = list(zip(responses, ground_truths_json, strict=True))
         job = ScoringJob([_unscored("not scored yet")] * len(pairs), len(pairs))
         if not pairs:
@@ -246,17 +232,13 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         else:
             with self._lock:
                 if self._closing:
-                    raise self._failure or EngineError("the scoring pool is closed; it takes no more answers")
+                    raise self._failure or EngineError("the scoring pool is closed; it accepts no more responses")
                 self._queue.extend(PendingResponse(job, index, *pair) for index, pair in enumerate(pairs))
             self._wake()
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
-        """Wait for the scores of a job.
-
-        Raises:
-            EngineError: the scoring processes cannot be started, or the pool was closed meanwhile.
-        """
+        """Wait for the scores of a job. Raises EngineError if processes cannot be started, or the pool was closed."""
         job.done.wait()
         if job.failure is not None:
             raise job.failure
@@ -264,7 +246,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Failures inside the block, in which nobody else uses the pool, are left out of the counts."""
+        """Exclude failures inside the block from the counts. No other thread may use the pool in it."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -272,7 +254,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             self.errors, self.timeouts, self._last_failure = before
 
     def close(self) -> None:
-        """End every scoring process. Answers still waiting are given up. May be called twice."""
+        """End every scoring process and cancel pending responses. Idempotent."""
         with self._lock:
             self._closing = True
         if self._thread is not None:
@@ -281,26 +263,24 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             self._wakes.close()
             self._woken.close()
 
-    # ------------------------------------------------------------ in this process
-
     def _score_in_process(self, response: str, ground_truth_json: str) -> Score:
         try:
             return score_one(self._function, response, ground_truth_json, self._config.weights)
-        except (Exception, SystemExit) as error:  # never kills a run
+        except (Exception, SystemExit) as error:  # never ends a run
             return self._record_error(describe(error), response)
 
     def _record_error(self, what: str, response: str) -> Score:
-        """Count and log an error of the scorer; returns its answer's score."""
+        """Count and log a scorer's error, and return the score."""
         self.errors += 1
         self._last_failure = what
         if self.errors <= self._num_logged:
-            log.warning("scorer %s failed, the answer has no score: %s; answer %.200r", self._scorer, what, response)
+            log.warning(
+                "scorer %s failed, the response has no score: %s; response %.200r", self._scorer, what, response
+            )
         return _unscored(what)
 
-    # ------------------------------------------------------------ the thread that feeds the processes
-
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of such bytes already, or closed
+        with contextlib.suppress(OSError):  # full or closed
             self._wakes.send(b"!")
 
     def _run(self) -> None:
@@ -308,7 +288,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             while not self._closing:
                 self._start_missing()
                 self._distribute()
-                self._start_missing()  # sending finds ended processes; with none left the wait would have no end
+                self._start_missing()  # sending detects ended processes; without any, the wait would not end
                 self._wait_for_events()
         except EngineError as error:
             self._failure = error
@@ -316,7 +296,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             log.exception("the scoring pool stopped")
             self._failure = EngineError(f"the scoring pool stopped: {describe(error)}")
         finally:
-            self._fail_pending(self._failure or EngineError("the pool was closed before these answers were scored"))
+            self._fail_pending(self._failure or EngineError("the pool was closed before these responses were scored"))
             for worker in self._workers:
                 worker.kill()
 
@@ -338,7 +318,6 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 self._replace_ended(worker, describe(error))
 
     def _wait_for_events(self) -> None:
-        """Wait for a result, a deadline or `_wake`, and handle it."""
         busy = [worker.overdue_at for worker in self._workers if not worker.is_idle]
         began = time.monotonic()
         timeout = min(max(0.0, min(busy) - began), _MAX_WAIT_S) if busy else None
@@ -346,7 +325,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         if self._woken in ready:
             self._woken.recv(4_096)
         now = time.monotonic()
-        # After a longer wait this process stood still, and probably all of the job with it: a paused container.
+        # After a longer wait this process was paused, and probably the whole container.
         if timeout is not None and now - began - timeout > _MAX_WAIT_S:
             for worker in self._workers:
                 worker.overdue_at += now - began - timeout
@@ -376,15 +355,15 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _end_overdue(self, worker: ScoringProcess) -> None:
         if worker.is_stopped:
-            self._replace_ended(worker, "it was stopped from outside")
+            self._replace_ended(worker, "it was stopped by a signal")
             return
         if worker.responses and worker.warm:
             answer = worker.responses.popleft()
             self.timeouts += 1
             limit = self._config.deadline_s
-            self._last_failure = f"an answer took longer than {limit:g} s ({self._section}.deadline_s)"
+            self._last_failure = f"a response took longer than {limit:g} s ({self._section}.deadline_s)"
             if self.timeouts <= self._num_logged:
-                text = "scorer %s overran %s.deadline_s=%g, the answer has no score: %.200r"
+                text = "scorer %s overran %s.deadline_s=%g, the response has no score: %.200r"
                 log.warning(text, self._scorer, self._section, limit, answer.response)
             answer.job.put(answer.index, _unscored(self._last_failure))
         elif worker.responses:
@@ -392,10 +371,10 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that ended by itself.
+        """Replace a process that ended.
 
-        The first time its answer is tried again, since it may have been killed from outside; the second time the answer
-        counts as an error, or there are no more first calls if it was in one.
+        Its response is retried once, since the process may have been killed. The second time, the response counts as an
+        error, or first calls are disabled if it ended in one.
         """
         if worker.responses:
             answer = worker.responses[0]
@@ -409,7 +388,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, why)
 
     def _disable_first_calls(self, why: str) -> None:
-        log.warning("scorer %s did not come back from its first call, on an empty answer: %s", self._scorer, why)
+        log.warning("scorer %s did not return from its first call, on an empty response: %s", self._scorer, why)
         self._first_call = False
 
     def _remove(self, worker: ScoringProcess, why: str) -> None:
@@ -428,7 +407,6 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 )
 
     def _fail_pending(self, failure: EngineError) -> None:
-        """Fail every job that has answers waiting."""
         with self._lock:
             self._closing = True
             left = [*self._queue, *(answer for worker in self._workers for answer in worker.responses)]

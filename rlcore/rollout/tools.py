@@ -1,15 +1,15 @@
-"""Tools: functions that the model calls in the middle of its answer, as an environment.
+"""Tools: an environment of functions that the model calls.
 
     data.environment=rlcore.rollout.tools:Tools episode.tools=[my_tools:search]
 
-A tool is a plain function with type hints and a docstring that describes its arguments; transformers makes its JSON
-schema, and the chat template shows it to the model. A call is JSON in the model's own format:
+A tool is a function with type hints and documented arguments; transformers creates its JSON schema for the chat
+template. A call is JSON in the model's format:
 
     <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>     Qwen, Hermes; several in a turn
     {"name": "search", "parameters": {"text": "..."}}                           Llama; the whole turn
 
-The model reads a call's result, or what was wrong with the call. A turn without a call ends the episode. The score is
-that of `data.scorer` for all that the model wrote, tool results left out.
+The model reads a call's result or error. A turn without a call ends the episode. `data.scorer` scores all text of the
+model, without tool results.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call as the model wrote it; `problem` says what is wrong with its form."""
+    """Tool call of the model; `problem` describes a wrong form."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -36,7 +36,7 @@ class ToolCall:
 
 
 class Tools:
-    """Runs the calls of each turn; see the module. `tools`, `scorer`: `module:function`."""
+    """Environment that runs the calls of each turn. `tools`, `scorer`: `module:function`."""
 
     def __init__(self, tools: Sequence[str], scorer: str) -> None:
         self._tools = {name.rpartition(":")[2]: resolve_name(name) for name in tools}
@@ -46,12 +46,12 @@ class Tools:
         self._texts: list[str] = []
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Keep the row's ground truth for the score."""
+        """Store the row's ground truth for the score."""
         truth = {name: value for name, value in row.items() if name not in ("seed", OWN_SEED)}
         self._truth = json.dumps({**truth, **({"seed": row[OWN_SEED]} if OWN_SEED in row else {})})
 
     def step(self, text: str) -> Turn:
-        """Answer the turn's calls. The reward is what the turn has changed in the score of all turns so far."""
+        """Run the turn's calls. The reward is the change of the score of all turns so far."""
         calls = parse_calls(text)
         replies = [self._run_call(call) for call in calls]
         self._texts.append(text)
@@ -70,14 +70,14 @@ class Tools:
             try:
                 arguments = inspect.signature(function).bind(**call.arguments)
                 return str(await_value(function(*arguments.args, **arguments.kwargs)))
-            except (Exception, SystemExit) as error:  # whatever a tool raises is for the model to read
+            except (Exception, SystemExit) as error:  # the model reads the error
                 problem = f"{type(error).__name__}: {error}"[:500]
         self._num_errors += 1
         return f"error: {problem}"
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """The calls of a turn, in order. Linear in the length of the text.
+    """Return the calls of a turn, in order. Linear in the length of the text.
 
     >>> parse_calls('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, problem='')]
@@ -103,7 +103,7 @@ def _parse_call(body: str, close: str) -> ToolCall:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is no JSON ({describe(error)[:200]})")
+        return ToolCall("", {}, f"the call is not JSON ({describe(error)[:200]})")
     named = found if isinstance(found, dict) else {}
     arguments = named.get("arguments", named.get("parameters"))
     if not isinstance(named.get("name"), str) or not isinstance(arguments, dict):
@@ -112,11 +112,8 @@ def _parse_call(body: str, close: str) -> ToolCall:
 
 
 def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """What a chat template shows of each tool, made by transformers from its type hints and docstring.
-
-    Raises:
-        ConfigError: there is no such function, or it lacks a hint or a description.
-    """
+    """Return the JSON schemas of tools from type hints and docstrings, for the chat template. Raises ConfigError if the
+    function does not exist, or lacks a hint or a description."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     found = []
@@ -124,7 +121,7 @@ def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:
         try:
             function: Callable[..., Any] = resolve_name(name)
             found.append(get_json_schema(function))
-        except Exception as error:  # importing its module can raise anything
+        except Exception as error:  # user code can raise anything
             raise ConfigError(
                 f"episode.tools: must name functions as module:function, each with type hints, a docstring and a line "
                 f"for each argument under `Args:`; got {name!r} ({describe(error)})"

@@ -1,7 +1,7 @@
-"""The tokens between two turns of the model: the end of its turn, the environment's message, a new turn's beginning.
+"""Tokens between two turns of the model: end of its turn, message of the environment, start of the next turn.
 
-They are appended to the tokens that the model has read and written; nothing is ever tokenized again. So the template
-has to render a conversation as the beginning of every longer one, which is checked once with marked messages.
+They are appended to the previous tokens, which are never tokenized again. So the template must render a conversation as
+a prefix of every longer one, which is checked with marked messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,14 @@ from typing import Any
 from rlcore.errors import ConfigError
 
 TODAY = date(2024, 7, 26)
-"""The date for templates that write one (Llama 3; it is the default of Llama's own), so that equal rows give equal
-tokens on every day, and turns keep their places in a conversation."""
+"""Date for templates that include one (default of Llama 3), so that equal rows give equal tokens every day."""
 _USER_MESSAGE = {"role": "user", "content": "MillraceAsk"}
 _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
 
 class TurnTokens:
-    """Token ids of environment messages, by a tokenizer's chat template or (`chat` False) as plain text.
-
-    Raises:
-        ConfigError: the template cannot render turns after the first, or drops or changes earlier turns.
-    """
+    """Token ids of environment messages, from a chat template or (`chat` False) as plain text. Raises ConfigError if
+    the template cannot render later turns, or drops or changes earlier ones."""
 
     def __init__(
         self,
@@ -44,23 +40,23 @@ class TurnTokens:
             start = self._render([_USER_MESSAGE]) + _RESPONSES[0]
             one = self._conversation(1)
             two = self._conversation(2)
-        except Exception as error:  # jinja's own classes, and what a template raises
+        except Exception as error:  # errors of jinja and templates
             raise ConfigError(
                 f"data.environment: the tokenizer's chat template cannot render a second turn ({type(error).__name__}: "
-                f"{error}). Mend chat_template.jinja, or choose another model"
+                f"{error}). Fix chat_template.jinja, or choose another model"
             ) from error
         if not (one.startswith(start) and two.startswith(one + _RESPONSES[1]) and _REPLIES[1] in two):
             raise ConfigError(
                 "data.environment: the tokenizer's chat template drops or changes earlier turns of a conversation, so "
-                "tokens that the model wrote could not be kept. Use a template that keeps every turn (chat_template"
-                ".jinja beside the tokenizer)"
+                "the model's tokens could not be reused. Use a template that keeps every turn (chat_template.jinja of "
+                "the tokenizer)"
             )
         self._head = len(start)
 
     def reply_tokens(self, last_token: int, reply: str) -> tuple[str, list[int]]:
-        """The reply cut to its limit, and the ids from after `last_token` to where the model goes on.
+        """Return the truncated reply, and the ids from after `last_token` to the start of the model's next turn.
 
-        The template's end of the model's turn is left out where `last_token` is that end already.
+        The template's end of turn is omitted if `last_token` already is that end.
         """
         reply = self._truncate(reply)
         if not self._chat:
@@ -70,12 +66,8 @@ class TurnTokens:
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
-        """A first message after the prompt: the message cut to its limit, the prompt without the beginning of the
-        model's turn, and the ids that follow it.
-
-        Raises:
-            ConfigError: the prompt does not end with the template's beginning of a turn.
-        """
+        """Return the truncated first message, the prompt without the start of the model's turn, and the following ids.
+        Raises ConfigError if the prompt does not end with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)
@@ -85,8 +77,8 @@ class TurnTokens:
         kept = len(prompt) - len(begin)
         if not (opened.startswith(closed) and both.startswith(closed) and list(prompt[kept:]) == begin and kept > 0):
             raise ConfigError(
-                "data.environment: reset returned a first message, and the chat template has no place for it after the "
-                "prompt. Put it into the row's prompt, and return None"
+                "data.environment: reset returned a first message, which the chat template does not support after the "
+                "prompt. Move it to the row's prompt, and return None"
             )
         return message, tuple(prompt[:kept]), self._ids(both[len(closed) :])
 

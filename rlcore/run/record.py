@@ -29,8 +29,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import LEFT, set_aside
-from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.companion import CLOSE_TIMEOUT_S
+from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult

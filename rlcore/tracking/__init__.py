@@ -1,5 +1,5 @@
-"""Where a run's metrics go: the local journal first, MLflow after it, and the training never waits for it.
+"""Tracking of a run: metrics go to the local journal first and then to MLflow, and training never waits for MLflow.
 
-A trainer writes to `RunJournal`, `read_journal` reads its values back, the stages around the training write by
-`MlflowStore`, and `sync_run` delivers later. Importing any of it does not import mlflow.
+A trainer writes to `RunJournal`, `read_journal` reads its values, other stages use `MlflowStore`, and `sync_run`
+delivers later. These imports do not load mlflow.
 """

@@ -1,7 +1,6 @@
-"""`python -m rlcore.tracking RUN_DIR ...`: the process beside the trainer that delivers its journal to MLflow.
+"""`python -m rlcore.tracking RUN_DIR ...`: the process that delivers a trainer's journal to MLflow.
 
-It outlives its trainer by a moment and can give the MLflow run the status KILLED. Why a process:
-docs/decisions/0004-tracking-in-a-separate-process.md.
+It outlives its trainer, so it can report the status KILLED. See docs/decisions/0004-tracking-in-a-separate-process.md.
 """
 
 import argparse
@@ -14,22 +13,21 @@ from pathlib import Path
 
 from rlcore.errors import RunInUseError, TrackingError
 from rlcore.start import tune_garbage_collection
-from rlcore.tracking.companion import PREFIX
+from rlcore.tracking.attempts import PREFIX
 from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import Delivery, delivery_lock
 
-log = logging.getLogger("rlcore.tracking")  # run as a program, this module is named `__main__`
-
+log = logging.getLogger("rlcore.tracking")  # the module's name is `__main__`
 POLL_S = 0.1
-"""Seconds between two checks whether the trainer has finished or is gone."""
-
+"""Seconds between checks of the trainer's state."""
 ORPHAN_GRACE_S = 30.0
-"""Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
+"""Seconds for delivering the last values and the status after the trainer is gone."""
 
 
 def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
-    """Deliver and wait in turn, until the trainer (process `parent_pid`) has ended and MLflow has its end, or it is
-    gone and MLflow has all or time is up. One warning when MLflow begins to fail, one when it takes values again.
+    """Deliver until MLflow has the end of the trainer (process `parent_pid`), or until a grace period after its loss.
+
+    Warns once when MLflow starts to fail, and once when it recovers.
     """
     deadline, num_failures = float("inf"), 0
     while True:
@@ -39,20 +37,19 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
         try:
             status = delivery.catch_up()
         except Exception as error:
-            # Whatever MLflow, its database or the network raises: the training goes on.
+            # any error of MLflow, its database or the network
             if num_failures == 0:
                 log.warning(
-                    "MLflow does not take the values: %s. Training goes on, the journal keeps them; "
-                    "trying again every %g s.",
+                    "MLflow rejects the values: %s. Training continues with the journal; retrying every %g s.",
                     explain_error(error, delivery.state.uri),
                     every_s,
                 )
             num_failures += 1
         else:
             if num_failures:
-                log.warning("MLflow takes the values again; tries that failed: %d.", num_failures)
+                log.warning("MLflow accepts the values again; failed attempts: %d.", num_failures)
             num_failures = 0
-            if status is not None or gone:  # without a status another trainer works on the run by now
+            if status is not None or gone:  # without a status, another trainer works on the run
                 return
         if time.monotonic() > deadline:
             return
@@ -60,7 +57,7 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
 
 
 def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
-    """Wait until the next turn is due: at once when the trainer goes back, ends or is gone."""
+    """Wait until the next delivery is due, or until the trainer resumes, ends or is gone."""
     until, was_gone = time.monotonic() + seconds, os.getppid() != parent_pid
     while time.monotonic() < until:
         if delivery.has_changes() or was_gone != (os.getppid() != parent_pid):
@@ -69,28 +66,26 @@ def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Deliver a run for as long as its trainer lives."""
+    """Deliver a run while its trainer lives."""
     parser = argparse.ArgumentParser(prog="python -m rlcore.tracking", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
     parser.add_argument("--every-s", type=float, required=True, help="seconds between two deliveries")
     options = parser.parse_args(arguments)
     tune_garbage_collection()
-    # The trainer's end is the signal to end; a Ctrl-C or a TERM to the whole group must not cut off the last values.
+    # The trainer's end is the signal to end; a Ctrl-C or TERM to the group must not drop the last values.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Where training and delivery want the same core, training has it.
-    os.nice(5)
+    os.nice(5)  # training has priority
     logging.basicConfig(stream=sys.stderr, format=f"{PREFIX}%(message)s", level=logging.ERROR)
     logging.getLogger("rlcore").setLevel(logging.WARNING)
-    # The trainer that reads these warnings may be gone.
-    logging.raiseExceptions = False
+    logging.raiseExceptions = False  # the reader of these warnings may be gone
     try:
-        # The process of an attempt that was killed may still deliver its last values.
+        # The process of a killed attempt may still deliver its last values.
         with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
             deliver_until_end(Delivery(options.run_dir), parent_pid=options.parent, every_s=options.every_s)
     except (RunInUseError, TrackingError) as error:
-        log.warning("MLflow gets no values: %s", error)
+        log.warning("nothing is delivered to MLflow: %s", error)
         sys.exit(1)
 
 

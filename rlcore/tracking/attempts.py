@@ -1,11 +1,17 @@
-"""The attempts at a run in `attempts.jsonl`: one JSON line when a trainer begins or goes back, one when it ends.
+"""Attempts at a run in `attempts.jsonl`, and the process that delivers them to MLflow.
 
-{"from_step": 40, "journal_bytes": 91812, "time": 1763.2, "owner": {"pid": 411, ...}, "destination": {...}}
-{"status": "FINISHED", "time": 1763.5}
+The file has one JSON line when a trainer starts or resumes, and one when it ends:
+
+    {"from_step": 40, "journal_bytes": 91812, "time": 1763.2, "owner": {"pid": 411, ...}, "destination": {...}}
+    {"status": "FINISHED", "time": 1763.5}
 """
 
+import logging
 import os
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,23 +20,33 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, TrackingConfig
 from rlcore.storage.documents import open_ordinary
 from rlcore.storage.line_file import LineFile, iter_json
 from rlcore.storage.locks import Holder
 from rlcore.tracking.connection import resolve_uri
-from rlcore.tracking.lineage import RUN_ID_TAG, lineage_tags
+from rlcore.tracking.lineage import RUN_ID_TAG, SOURCE_FOLDER, lineage_tags
 
+log = logging.getLogger(__name__)
 ATTEMPTS_FILE = "attempts.jsonl"
-"""Name of the file in a run's folder."""
-
+CLOSE_TIMEOUT_S = 30.0
+"""Seconds to wait for the delivery of the last values at the end of a run."""
+PREFIX = "tracking: "
+"""Prefix of lines for the trainer's log; MLflow and its libraries write to the same stream."""
+MAX_STARTS = 3
+REQUEST_LIMITS = {
+    # The process retries by itself; a retry inside the client could create a run twice.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ends, in MLflow's words. KILLED: stopped or lost; it can be resumed."""
+"""Final status of a run, in MLflow's terms. KILLED: stopped or lost; it can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a run's values go in MLflow, and how it is described there.
+    """MLflow run of a run, and its description.
 
     `root`: `paths.root` of the run. `settings`: its settings as JSON values.
     """
@@ -44,9 +60,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The training of a run from a step on. `journal_bytes`: size of the journal before its first line, after any cut.
+    """Training of a run from a step on.
 
-    `owner`: the process.
+    `journal_bytes`: size of the journal before its first line. `owner`: the process.
     """
 
     from_step: int
@@ -56,13 +72,13 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Whether the process has surely ended; False for a process on another host."""
+        """Return whether the process has ended; False for another host."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an attempt ended, and when."""
+    """End of an attempt."""
 
     status: FinalStatus
     time: float
@@ -72,7 +88,7 @@ _LINE: TypeAdapter[Attempt | End] = TypeAdapter(Attempt | End)
 
 
 def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
-    """Where the values of a run go and how it is described there; its name is its folder's."""
+    """Return the MLflow run of a run, and its description. Its name is the folder's."""
     root = Path(config.paths.root).absolute()
     return Destination(
         uri=resolve_uri(config.tracking, root),
@@ -84,17 +100,17 @@ def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) ->
 
 
 class AttemptLog(LineFile):
-    """Writes `attempts.jsonl`."""
+    """Writer of `attempts.jsonl`."""
 
     def add(self, line: Attempt | End) -> None:
-        """Append a line to the file."""
+        """Append a line."""
         self.append(_LINE.dump_python(line))
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """All attempts at a run, oldest first, each with its end: None for one that goes on or was lost.
+    """Return all attempts at a run, oldest first, with their ends: None if active or lost.
 
-    Empty where no trainer has begun. Unreadable lines are left out.
+    The result is empty before the first attempt. Unreadable lines are skipped.
     """
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
@@ -109,3 +125,71 @@ def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
                     case End() as end if found:
                         found[-1] = (found[-1][0], end)
     return found
+
+
+class Companion:
+    """Process `python -m rlcore.tracking`. Does nothing if tracking is disabled."""
+
+    def __init__(self, run_dir: Path, settings: TrackingConfig) -> None:
+        self._run_dir, self._settings = run_dir, settings
+        self._process: subprocess.Popen[str] | None = None
+        self._num_starts = 0
+
+    def ensure_running(self) -> None:
+        """Start the process, or restart it after a failure. Never raises."""
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running or not self._settings.enabled or self._num_starts >= MAX_STARTS:
+            return
+        if self._process is not None:
+            log.warning(
+                "the process that delivers values to MLflow ended with code %d; restarting it",
+                self._process.returncode,
+            )
+        self._num_starts += 1
+        try:
+            self._start()
+        except OSError as error:
+            log.warning("nothing is delivered to MLflow for now: its process cannot be started: %s", error)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", "rlcore.tracking", str(self._run_dir)]
+        path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [*command, "--parent", str(os.getpid()), "--every-s", str(self._settings.ship_every_s)],
+            env={**os.environ, **REQUEST_LIMITS, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # readers of the trainer's output must not wait for this process
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        threading.Thread(target=self._relay, args=(self._process,), name="tracking", daemon=True).start()
+
+    def _relay(self, process: "subprocess.Popen[str]") -> None:
+        """Copy the process's messages to the trainer's log until it ends."""
+        if process.stderr is not None:
+            with process.stderr:
+                for line in process.stderr:
+                    level = logging.WARNING if line.startswith(PREFIX) else logging.DEBUG
+                    log.log(level, "%s", line.removeprefix(PREFIX).rstrip())
+        process.wait()
+
+    def finish(self, timeout_s: float | None) -> bool:
+        """Wait for the delivery, end the process, and return whether everything was delivered.
+
+        None: do not wait; the process outlives the trainer.
+        """
+        self.ensure_running()
+        if timeout_s is None or not self._settings.enabled:
+            return False
+        delivered = False
+        if self._process is not None:
+            try:
+                delivered = self._process.wait(timeout_s) == 0
+            except subprocess.TimeoutExpired:
+                # safe at any moment: unrecorded values are sent again
+                self._process.kill()
+                self._process.wait()
+        if not delivered:
+            log.warning("MLflow does not have all of this run yet. To deliver it: millrace sync %s", self._run_dir)
+        return delivered

@@ -1,4 +1,4 @@
-"""What each metric means: the rows of `metrics.md`, the page beside this module, for the report.
+"""Definitions of metrics, from the rows of `metrics.md`.
 
 In a name, `{a,b}` stands for one of the words, `<k>` and `<i>` for a number and `<x>` for any text.
 """
@@ -15,7 +15,7 @@ FIRST_HEADING, REFERENCE_HEADING = "\n## The run\n", "\n## The reference log\n"
 
 @dataclass(frozen=True, slots=True)
 class MetricDoc:
-    """What a metric, or a family of them, means. `pattern` matches its names."""
+    """Definition of a metric, or of a family of metrics. `pattern` matches its names."""
 
     name: str
     unit: str
@@ -25,7 +25,7 @@ class MetricDoc:
 
 @cache
 def metric_docs() -> tuple[MetricDoc, ...]:
-    """All metrics, in the order of the page."""
+    """Return the definitions of all metrics, in the order of the page."""
     page = METRICS_FILE.read_text(encoding="utf-8").partition(FIRST_HEADING)[2].partition(REFERENCE_HEADING)[0]
     rows = ((name, *rest.replace("\\|", "|").split(" | ", 1)) for name, rest in ROW.findall(page))
     return tuple(MetricDoc(name, unit, definition, _pattern(name)) for name, unit, definition in rows)
@@ -33,7 +33,7 @@ def metric_docs() -> tuple[MetricDoc, ...]:
 
 @lru_cache(maxsize=4096)
 def describe(name: str) -> MetricDoc | None:
-    """What a metric means, by the first row that matches; None if it is not documented.
+    """Return the definition of a metric by the first matching row, or None.
 
     >>> describe("val-core/openai/gsm8k/reward/mean@8").unit
     'score'
@@ -42,7 +42,6 @@ def describe(name: str) -> MetricDoc | None:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """`{a,b}` one of the words, `<k>` and `<i>` a number, `<x>` any text (a data source may hold slashes)."""
     pattern = re.sub(r"<[ki]>", r"\\d+", re.escape(name))
     pattern = re.sub(r"<\w+>", ".+", pattern)
     return re.compile(re.sub(r"\\{(.*?)\\}", lambda words: f"(?:{words[1].replace(',', '|')})", pattern))

@@ -1,4 +1,4 @@
-"""The connection to MLflow: which store, with which limits on waiting; its names, its errors explained, its server."""
+"""Connection to MLflow: address, limits, tables, names, error messages and server application."""
 
 import logging
 import os
@@ -18,7 +18,6 @@ from rlcore.storage.documents import SQLITE, sqlite_address, sqlite_file
 from rlcore.storage.locks import HeldLock
 
 Value = TypeVar("Value")
-
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 MIGRATION_TIMEOUT_S = 120.0
-"""Seconds that the making of a store by another process may take."""
-
+"""Seconds to wait for another process that creates a store."""
 CLIENT_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "1",
@@ -35,17 +33,15 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    # We cut long values ourselves, with a mark; a value that slips through is an error, not a silent cut.
+    # Millrace truncates long values itself, with a mark.
     "MLFLOW_TRUNCATE_LONG_VALUES": "false",
-    # Colours and spinners have no place in a log.
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Set before mlflow is imported, where the user's environment says nothing else."""
+"""Defaults for the environment, set before mlflow is imported."""
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
-    """The absolute tracking URI. A relative path of sqlite begins at the working directory; the settings that a run
-    keeps have it absolute.
+    """Return the absolute tracking URI. A relative sqlite path starts at the working directory.
 
     >>> resolve_uri(TrackingConfig(), Path("/data/artifacts"))
     'sqlite:////data/artifacts/mlflow.db'
@@ -58,35 +54,31 @@ def resolve_uri(config: TrackingConfig, root: Path) -> str:
 
 
 def has_store(uri: str) -> bool:
-    """Whether there may be a store: a sqlite file that is there, or any other address. `connect` would make one."""
+    """Return whether a store may exist: a sqlite file, or any other address. `connect` creates a missing store."""
     return not uri.startswith(SQLITE) or sqlite_file(uri).is_file()
 
 
 def connect(uri: str) -> "MlflowClient":
-    """A client of the store; on sqlite the first one makes the tables, one process at a time."""
-    _set_environment()
+    """Return a client of the store. On sqlite, it creates or migrates the tables under a lock."""
+    for name, value in CLIENT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     with warnings.catch_warnings():
-        # MLflow's own use of what SQLAlchemy and pydantic are about to drop: nothing that a user of ours can act on.
+        # MLflow uses deprecated functions of SQLAlchemy and pydantic; users cannot change that.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         from mlflow import MlflowClient
 
         if not uri.startswith(SQLITE):
-            # It logs each try to reach a server that is away; `explain` says that in one sentence.
+            # It logs each failed connection; `explain_error` reports it once.
             logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
             return MlflowClient(uri, uri)
         with _locked_database(sqlite_file(uri)):
             return _create_tables(uri)
 
 
-def _set_environment() -> None:
-    for name, value in CLIENT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
 @contextmanager
 def _locked_database(database: Path) -> Iterator[None]:
-    """Make the file where it is missing, and hold its lock: no other process opens it before its tables are there."""
+    """Hold the lock of the file, and create it if it is missing. No process opens it before its tables exist."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
@@ -98,17 +90,17 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Make the tables in a file beside, and rename it: MLflow's migrations are no transaction, and a store that a kill
-    has left in the middle of them is never completed."""
-    beside = database.with_name(f".tmp-{database.name}")
-    for left in (beside, beside.with_name(f"{beside.name}-journal")):
+    """Create the tables in a temporary file, and rename it. MLflow's migrations are not atomic, and never complete a
+    store that a kill interrupted."""
+    temporary = database.with_name(f".tmp-{database.name}")
+    for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
-    _create_tables(sqlite_address(beside))
-    beside.replace(database)
+    _create_tables(sqlite_address(temporary))
+    temporary.replace(database)
 
 
 def _create_tables(address: str) -> "MlflowClient":
-    """A client of a store on sqlite, whose first request makes the tables or brings them up to date."""
+    """Return a client of a sqlite store, whose first request creates or migrates the tables."""
     from mlflow import MlflowClient
 
     client = MlflowClient(address, address)
@@ -117,15 +109,15 @@ def _create_tables(address: str) -> "MlflowClient":
 
 
 def explain_error(error: BaseException, uri: str) -> str:
-    """A line that says why MLflow refused something, and the remedy."""
+    """Return one line with the reason of an MLflow error and the remedy."""
     if isinstance(error, TrackingError):
         return str(error)
     text, uri = mask_secrets(" ".join(str(error).split())), mask_secrets(uri)
     where = f"tracking.uri {uri}"
     if "out-of-date database schema" in text or "Can't locate revision" in text:
         return (
-            f"{where}: the store was made by another MLflow version ({text[:200]}). If the store is older, back it up "
-            f"and run `mlflow db upgrade {uri}`; if newer, use the MLflow that made it, or set another tracking.uri"
+            f"{where}: the store has another MLflow version ({text[:200]}). If the store is older, back it up "
+            f"and run `mlflow db upgrade {uri}`; if newer, use its MLflow version, or set another tracking.uri"
         )
     if "must be in the 'active' state" in text:
         return (
@@ -138,53 +130,52 @@ def explain_error(error: BaseException, uri: str) -> str:
         return f"{where}: the server cannot be reached or does not answer ({type(error).__name__})"
     if "error code 401" in text:
         return (
-            f"{where}: the server asks for a login, which is another one or none. Set MLFLOW_TRACKING_USERNAME and "
+            f"{where}: the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root"
         )
     return f"{where}: {type(error).__name__}: {text[:300]}"
 
 
 MAX_NAME_CHARACTERS = 250
-"""MLflow's limit for the name of a metric or parameter and the key of a tag."""
-
+"""MLflow's limit for names of metrics, parameters and tags."""
 _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 
 
 def mlflow_name(name: str) -> str:
-    """The name that MLflow shows for a metric or parameter of ours: `@` becomes `_at_`, the rest stays.
+    """Return MLflow's name of a metric or parameter: `@` becomes `_at_`.
 
     >>> mlflow_name("val-core/openai/gsm8k/reward/mean@1")
     'val-core/openai/gsm8k/reward/mean_at_1'
 
     Raises:
-        TrackingError: MLflow would refuse the name.
+        TrackingError: the name is invalid for MLflow.
     """
     mapped = name.replace("@", "_at_")
     is_path = posixpath.normpath(mapped) == mapped and not mapped.startswith(("/", "..")) and mapped != "."
     if not (len(mapped) <= MAX_NAME_CHARACTERS and _ALLOWED.fullmatch(mapped) and is_path):
         raise TrackingError(
-            f"metric name {name[:80]!r}: MLflow takes 1 to {MAX_NAME_CHARACTERS} letters a-z, digits and "
+            f"metric name {name[:80]!r}: MLflow accepts 1 to {MAX_NAME_CHARACTERS} letters a-z, digits and "
             "`_ - . : / space` (`@` becomes `_at_`), and no empty part, `.` or `..` between `/`. Rename the metric."
         )
     return mapped
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Values under MLflow's names, without those whose name it refuses: with one it would take nothing of a request."""
+    """Return values under MLflow's names, without invalid names: with one, MLflow rejects the whole request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 
-@lru_cache(maxsize=4096)  # so that a refused name is logged once
+@lru_cache(maxsize=4096)  # logs an invalid name once
 def _is_accepted(name: str) -> str | None:
     try:
         return mlflow_name(name)
     except TrackingError as error:
-        log.warning("left out of MLflow: %s", error)
+        log.warning("omitted in MLflow: %s", error)
         return None
 
 
 def mlflow_app() -> "ASGIApp":
-    """The application of `mlflow server`, which is set up by the environment that this command makes."""
+    """Return the application of `mlflow server`, configured by this command's environment."""
     from mlflow.server.fastapi_app import app
 
     application: ASGIApp = app

@@ -1,8 +1,8 @@
-"""GPU-seconds of a run, over all its attempts.
+"""GPU-seconds of a run over all its attempts.
 
-Each step's line has the total so far. The largest total in the journal, or in what a resume cut off it, is the cost of
-the run: repeated steps are counted twice, and no line is. The time of a killed process after its last line is not
-known. Without a GPU there is no such metric.
+Each step's line has the total so far. The cost of a run is the largest total in the journal and in the lines that a
+resume cut off: repeated steps count twice. The time of a killed process after its last line is unknown. Without a GPU
+there is no such metric.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,21 @@ GPU_SECONDS = "cost/gpu_seconds"
 
 
 class GpuUse(NamedTuple):
-    """Seconds for which a rank has held its GPU since it `began` (monotonic seconds), which identifies the rank's
-    process."""
+    """Seconds of a rank on its GPU since it `began` (monotonic seconds), which identifies the rank's process."""
 
     began: float
     seconds: float
 
 
 def gpu_seconds(journal: Path) -> float | None:
-    """GPU-seconds of a run so far; None where it has held no GPU, or has written no line."""
+    """Return the GPU-seconds of a run so far, or None without a GPU or a line."""
     files = [journal, *journal.parent.glob(f"{journal.stem}.abandoned-*{journal.suffix}")]
     lines = [record.metrics for file in files if file.is_file() for record in load_journal(file).steps]
     return max((line[GPU_SECONDS] for line in lines if GPU_SECONDS in line), default=None)
 
 
 class CostMeter:
-    """Adds the use of the ranks of one process to what the run had used before."""
+    """Adds the GPU use of a process's ranks to the previous use of the run."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0
@@ -38,7 +37,7 @@ class CostMeter:
         """Seconds of each rank, by its number and the time at which it began."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """The total after these uses, one a rank; nothing without ranks on GPUs."""
+        """Return the total after these uses, one per rank, or nothing without GPUs."""
         if not uses:
             return {}
         self._seconds |= {(rank, use.began): use.seconds for rank, use in enumerate(uses)}

@@ -1,8 +1,8 @@
-"""Delivery of a run's journal to MLflow: the lines after a cursor, which is kept in `tracking.json`.
+"""Delivery of a run's journal to MLflow: the lines after a cursor in `tracking.json`.
 
-A batch is sent first and the cursor moved after it, so a kill in between sends a batch twice, which MLflow stores once:
-the time stamps are the journal's. A trainer that goes back to a checkpoint cuts its journal, the cursor goes back to
-the cut, and the repeated steps are sent again with new times; MLflow shows the last value of a step.
+The cursor moves after a batch is sent, so a kill may send a batch twice. MLflow stores it once, since time stamps come
+from the journal. A resume truncates the journal and moves the cursor back. Repeated steps are sent again with new
+times, and MLflow shows the last value of a step.
 """
 
 import re
@@ -30,27 +30,22 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 STATE_FILE = "tracking.json"
-"""Name of the file with the cursor in a run's folder."""
-
 FORMAT_VERSION = 2
-"""Format version of that file; another one is refused."""
-
+"""Format version of `tracking.json`; other versions are rejected."""
 CREATE_TIMEOUT_S = 60.0
-"""Seconds to wait for another process that is making the run in MLflow."""
-
+"""Seconds to wait for another process that creates the run in MLflow."""
 MAX_METRICS_PER_BATCH = 1_000
 """MLflow's limit for one request."""
-
 NONFINITE_METRIC = "training/num_nonfinite"
-"""How many metrics of a step were NaN or infinite; these themselves are not sent."""
+"""Number of metrics of a step that were NaN or infinite, which are not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackingState:
-    """What has been delivered to which MLflow run: `tracking.json` in the run's folder.
+    """Delivered values and their MLflow run: `tracking.json` in the run's folder.
 
-    `key`: tag of the MLflow run, by which one that was made and not noted is found. `attempt_time`: of the newest
-    attempt that is described there. `journal_bytes`: the cursor. `status`: the end of that attempt, once MLflow has it.
+    `key`: tag of the MLflow run, to find one that was created but not recorded. `attempt_time`: of the newest described
+    attempt. `journal_bytes`: the cursor. `status`: the delivered end of that attempt.
     """
 
     format_version: int = FORMAT_VERSION
@@ -67,11 +62,8 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """The state of a run's delivery; a fresh one if nothing has been delivered yet.
-
-    Raises:
-        TrackingError: the file is of another format version or damaged.
-    """
+    """Return the state of a run's delivery, or a new one. Raises TrackingError if the file is of another format version
+    or damaged."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -80,32 +72,34 @@ def read_state(run_dir: Path) -> TrackingState:
         raise TrackingError(str(error)) from error
     if state.format_version != FORMAT_VERSION:
         raise TrackingError(
-            f"{path}: format version {state.format_version}, this Millrace knows {FORMAT_VERSION}. Use the Millrace "
+            f"{path}: format version {state.format_version}, this Millrace reads {FORMAT_VERSION}. Use the Millrace "
             f"that wrote it, or {remedy}."
         )
     return state
 
 
 def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:
-    """The lock of the one process that delivers a run and writes `tracking.json`; a crash frees it."""
+    """Return the lock of the process that delivers a run and writes `tracking.json`. A crash releases it."""
     return HeldLock(run_dir / "tracking.lock", what=f"the delivery of run {run_dir.name}", wait_s=wait_s)
 
 
 class MlflowRun:
-    """A run in its MLflow store, and what `tracking.json` says of it."""
+    """Run in its MLflow store, and its `tracking.json`."""
 
     def __init__(self, run_dir: Path, target: Destination) -> None:
         self._run_dir, self.target = run_dir, target
         self.store = MlflowStore(TrackingConfig(uri=target.uri, experiment=target.experiment), Path(target.root))
         state = read_state(run_dir)
         if (state.uri, state.experiment) != (target.uri, target.experiment):
-            state = TrackingState(uri=target.uri, experiment=target.experiment, key=state.key)  # gets the whole journal
+            state = TrackingState(
+                uri=target.uri, experiment=target.experiment, key=state.key
+            )  # sends the whole journal
         self.state = state
 
     @property
     def id(self) -> str:
-        """MLflow's id of the run, which has been made."""
-        assert self.state.mlflow_run_id is not None, "make the run first"
+        """Return MLflow's id of the created run."""
+        assert self.state.mlflow_run_id is not None, "create the run first"
         return self.state.mlflow_run_id
 
     def update_state(self, **changes: object) -> None:
@@ -114,10 +108,10 @@ class MlflowRun:
         write_text_atomically(self._run_dir / STATE_FILE, _STATE.dump_json(self.state).decode() + "\n")
 
     def create(self, start_time_s: float) -> None:
-        """Make the run in MLflow, unless it is there."""
+        """Create the run in MLflow, unless it exists."""
         if self.state.mlflow_run_id is not None:
             return
-        self.update_state()  # the key, before a run that a kill or a slow answer may keep from being noted
+        self.update_state()  # stores the key first: a kill may prevent recording the created run
         known, name = self.store.find_runs({KEY_TAG: self.state.key}), self._run_dir.name
         tags = {**self.target.tags, KEY_TAG: self.state.key}
         made = known[0].info.run_id if known else self.store.create_run(name, tags, start_time_s=start_time_s)
@@ -125,23 +119,20 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """Delivers one run. The caller holds `delivery_lock` as long as it uses the object.
+    """Delivery of one run. The caller holds `delivery_lock`.
 
-    `sent_bytes`: of the journal, so far.
+    `sent_bytes`: bytes of the journal sent so far.
     """
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """`uri`: another store than the run's.
-
-        Raises:
-            TrackingError: no trainer has begun, there is no journal, or `tracking.json` cannot be read.
-        """
+        """Read attempts and state. `uri`: another store than the run's. Raises TrackingError if no attempt or journal
+        exists, or `tracking.json` cannot be read."""
         attempts = read_attempts(run_dir)
         if not attempts:
-            raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: has no attempt, so there is nothing to deliver.")
+            raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
         if not (journal := run_dir / JOURNAL_FILE).exists():
-            raise TrackingError(f"{journal}: is not there, so there is nothing to deliver. Put it back.")
-        remove_stale_temporaries(run_dir)  # of a process that was killed while it wrote the state
+            raise TrackingError(f"{journal}: does not exist, so there is nothing to deliver. Restore it.")
+        remove_stale_temporaries(run_dir)  # of a killed process
         target = attempts[-1][0].destination
         if uri is not None:
             target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.root)))
@@ -149,15 +140,15 @@ class Delivery(MlflowRun):
         self.sent_bytes = self._attempts_bytes = 0
 
     def catch_up(self) -> FinalStatus | None:
-        """Send all that is new, then the newest attempt's end, if it has ended and MLflow has another; returns that
-        end. Raises whatever MLflow raises; what was sent before stays noted.
+        """Send all new values and the end of the newest attempt, and return its final status, or None.
 
-        The end is what the trainer wrote, or KILLED if its process is gone without a record of it.
+        Raises the errors of MLflow; values sent before stay recorded. The status is KILLED if the trainer's process is
+        gone without a record of its end.
         """
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
         attempt, end = attempts[-1]
-        is_lost = attempt.is_lost()  # before its lines are sent: it may write another one meanwhile
+        is_lost = attempt.is_lost()  # before its lines are sent, since it may write more
         self.create(attempts[0][0].time)
         known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == self.state.attempt_time]
         if new := attempts[known[-1] if known else 0 :]:
@@ -176,11 +167,11 @@ class Delivery(MlflowRun):
         return end.status
 
     def has_changes(self) -> bool:
-        """Whether the trainer has begun, gone back or ended since the last `catch_up`."""
+        """Return whether the trainer has started, resumed or ended since the last `catch_up`."""
         return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
 
     def _send_journal(self) -> None:
-        """Send the whole lines after the cursor, and move it with each batch."""
+        """Send the complete lines after the cursor, and move it with each batch."""
         points: list[Metric] = []
         end = self.state.journal_bytes
         with open_ordinary(self._run_dir / JOURNAL_FILE) as file:
@@ -203,7 +194,6 @@ class Delivery(MlflowRun):
 
 
 def _points(record: Record | None) -> "list[Metric]":
-    """What MLflow gets of a line."""
     from mlflow.entities import Metric
 
     values: dict[str, float] = {}
@@ -212,16 +202,16 @@ def _points(record: Record | None) -> "list[Metric]":
             return []
         case StepRecord(metrics=metrics, nonfinite=nonfinite):
             values = {**metrics, NONFINITE_METRIC: float(len(nonfinite))} if nonfinite else dict(metrics)
-        case EventRecord(name=name) if name != WORKERS:  # which each attempt begins with
+        case EventRecord(name=name) if name != WORKERS:  # every attempt has one
             values = {f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}": 1.0}  # marks the event on the step axis
     time_ms = milliseconds(record.time)
     return [Metric(name, value, time_ms, record.step) for name, value in accepted_values(values).items()]
 
 
 def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
-    """A run in MLflow, which is made if it is missing: for the stages around the training.
+    """Return the run in MLflow, created if missing, for the stages around training.
 
-    Raises whatever MLflow raises, as the calls of `MlflowStore` do.
+    Raises MLflow's errors.
     """
     target, deadline = destination_of(run_dir, config, tags), time.monotonic() + CREATE_TIMEOUT_S
     while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
@@ -230,18 +220,15 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
                 run = MlflowRun(run_dir, target)
                 run.create(time.time())
                 return run
-        except RunInUseError:  # by the process beside the trainer, which makes the run
+        except RunInUseError:  # the delivery process creates the run
             if time.monotonic() > deadline:
                 raise
     return run
 
 
-# ------------------------------------------------------------------ a delivery now
-
-
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What a delivery did. `num_bytes` counts the journal; `status` is None for a run that goes on."""
+    """Result of a delivery. `num_bytes` counts the journal; `status` is None for an active run."""
 
     mlflow_run_id: str
     num_bytes: int
@@ -249,14 +236,13 @@ class SyncResult:
 
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
-    """Bring MLflow up to date with a run's journal, and its status with how the run ended.
+    """Deliver a run's journal and final status to MLflow. Idempotent.
 
-    A run whose process is gone without a record of its end gets the status KILLED. Doing it again changes nothing.
-    `uri`: another store than the one of the run's settings.
+    The status is KILLED if the process is gone without a record of its end. `uri`: another store than the run's.
 
     Raises:
-        RunInUseError: the run is being delivered by another process.
-        TrackingError: there is no journal, or MLflow does not take it.
+        RunInUseError: another process delivers the run.
+        TrackingError: there is no journal, or MLflow rejects it.
     """
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)

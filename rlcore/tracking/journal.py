@@ -3,9 +3,8 @@
     {"step": 3, "time": 1763.25, "metrics": {"actor/lr": 0.1, "critic/lr": null}, "nonfinite": ["critic/lr"]}
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
-It is written first, and MLflow, the report and the progress line are made from it. Times are seconds since the epoch,
-rounded to the millisecond that MLflow keeps, so that a replay gives the same time stamp and therefore the same point.
-JSON has neither NaN nor infinity: such a value is stored as null and its name listed under `nonfinite`.
+MLflow, the report and the progress line are derived from it. Times are seconds since the epoch, rounded to MLflow's
+milliseconds, so that a replay gives the same points. NaN and infinity are null and listed under `nonfinite`.
 """
 
 import logging
@@ -23,27 +22,25 @@ from rlcore.storage.line_file import LineFile, iter_json
 from rlcore.storage.locks import Holder
 from rlcore.tracking.attempts import (
     ATTEMPTS_FILE,
+    CLOSE_TIMEOUT_S,
     Attempt,
     AttemptLog,
+    Companion,
     End,
     FinalStatus,
     destination_of,
     read_attempts,
 )
-from rlcore.tracking.companion import CLOSE_TIMEOUT_S, Companion
 
 log = logging.getLogger(__name__)
-
 JOURNAL_FILE = "metrics.jsonl"
-"""Name of the journal in a run's folder."""
-
 WORKERS = "workers"
-"""Event of each start of the ranks: their number, device and precision, and the size of the model."""
+"""Event at each start of the ranks, with their number, device and precision, and the model's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What was measured at one step. `metrics` holds finite values only; the names of the others are in `nonfinite`."""
+    """Metrics of one step. `metrics` has finite values only; names of the others are in `nonfinite`."""
 
     step: int
     time: float
@@ -53,7 +50,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """Something that happened at a step and is no number: out of memory, a lost worker, a resume."""
+    """Event at a step: out of memory, a lost worker, a resume."""
 
     name: str
     step: int
@@ -66,10 +63,10 @@ Record = StepRecord | EventRecord
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """A whole journal. Lines of the same step are one record.
+    """Contents of a journal. Lines of the same step are one record.
 
-    `torn_bytes` counts what stands after the last newline (a process died while it wrote), `num_damaged_lines` the
-    whole lines that are not readable.
+    `torn_bytes`: bytes after the last newline, if a process died while writing. `num_damaged_lines`: unreadable
+    complete lines.
     """
 
     steps: tuple[StepRecord, ...]
@@ -79,13 +76,13 @@ class JournalContents:
 
 
 class Journal(LineFile):
-    """The journal of one run, as its trainer writes it. One writer at a time (the run's lock sees to that)."""
+    """Journal of one run. The run's lock ensures a single writer."""
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step. Anything that `float` takes is a value.
+        """Add the metrics of a step. Values are converted with `float`.
 
         Raises:
-            TypeError, ValueError: a value is no number.
+            TypeError, ValueError: a value is not a number.
         """
         values = {name: float(value) for name, value in metrics.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
@@ -96,20 +93,19 @@ class Journal(LineFile):
         self.append(line)
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Add an event. Data that JSON cannot hold is written as its text."""
+        """Add an event. Data without a JSON form is written as text."""
         self.append({"event": name, "step": int(step), "time": _now(), "data": _json_safe(data)})
 
 
 class RunJournal(Journal):
-    """The journal that a trainer writes, with the process that delivers it to MLflow.
+    """Journal of a trainer, with the process that delivers it to MLflow.
 
-    Values go to a local file: only `finish` waits for MLflow. A trainer calls, in this order, `resume_at` (with 0, 0 on
-    a fresh start), then `append_step` and `append_event`, at each checkpoint `sync`, whose result the checkpoint
-    stores, and in the end `finish`. A resume from the checkpoint cuts off the lines after it.
+    A trainer calls `resume_at` (0, 0 for a new run), then `append_step` and `append_event`, `sync` at each checkpoint,
+    which stores its result, and `finish`. Only `finish` waits for MLflow.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
-        """`tags` are set on the MLflow run, besides those of lineage (`lineage_tags`), which they override."""
+        """Open the journal. `tags` are added to the run's `lineage_tags` and override them."""
         super().__init__(run_dir / JOURNAL_FILE)
         self._run_dir, self._config, self._tags = run_dir, config, dict(tags)
         self._attempts = AttemptLog(run_dir / ATTEMPTS_FILE)
@@ -117,10 +113,10 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Go back to a checkpoint: the lines after it are cut off (and kept in a file of their own).
+        """Resume from a checkpoint: later lines are moved to a separate file.
 
-        Where something is cut, a new attempt begins. A journal that is shorter than the checkpoint states was changed
-        from outside; training goes on with what there is.
+        Removing lines starts a new attempt. A journal shorter than the checkpoint's record was changed by others;
+        training continues with it.
         """
         try:
             if self.truncate(journal_bytes) is not None:
@@ -130,7 +126,7 @@ class RunJournal(Journal):
         self._begin_attempt(step)
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step, in an attempt. Raises as `Journal.append_step` does."""
+        """Add the metrics of a step, in an attempt. Raises like `Journal.append_step`."""
         self._begin_attempt(step)
         super().append_step(step, metrics)
 
@@ -140,18 +136,17 @@ class RunJournal(Journal):
         super().append_event(name, step, data)
 
     def sync(self) -> int:
-        """Size in bytes, after forcing the journal to the disk. Raises as `LineFile.sync` does."""
+        """Flush the journal to disk and return its size in bytes. Raises like `LineFile.sync`."""
         if self._has_begun:
             self._companion.ensure_running()
         return super().sync()
 
     def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
-        """End the attempt and wait, at most so long, until MLflow has everything; None: do not wait.
+        """End the attempt, wait for MLflow (None: do not wait), and return whether it has everything.
 
-        Returns:
-            Whether MLflow has everything. If not, nothing is lost: `millrace sync` delivers it later.
+        `millrace sync` delivers the rest later.
         """
-        # Without an attempt there is no run, and a process that trains nothing changes no end but to FINISHED.
+        # Without an attempt there is no run. A process that trained nothing may change an end only to FINISHED.
         known = [] if self._has_begun else read_attempts(self._run_dir)
         has_run = self._has_begun or (bool(known) and (known[-1][1] is None or status == "FINISHED"))
         self.close()
@@ -161,7 +156,7 @@ class RunJournal(Journal):
         return self._companion.finish(timeout_s) if has_run else True
 
     def _begin_attempt(self, step: int) -> None:
-        """Record, once an attempt, which process writes from which byte on, and start the delivery."""
+        """Record the attempt once, and start the delivery."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -171,11 +166,11 @@ class RunJournal(Journal):
 
 
 def read_journal(path: Path) -> list[StepRecord]:
-    """The metrics of every step, in the order written; lines of one step are joined. Says so if the end is torn."""
+    """Return the metrics of every step in order, with lines of one step joined. Warns about a torn end."""
     contents = load_journal(path)
     if contents.torn_bytes or contents.num_damaged_lines:
         log.warning(
-            "%s: left out %d bytes of an unfinished last line and %d unreadable lines",
+            "%s: skipped %d bytes of an unfinished last line and %d unreadable lines",
             path,
             contents.torn_bytes,
             contents.num_damaged_lines,
@@ -184,7 +179,7 @@ def read_journal(path: Path) -> list[StepRecord]:
 
 
 def load_journal(path: Path) -> JournalContents:
-    """All of a journal, and what of it could not be read."""
+    """Return the whole journal, and counts of unreadable parts."""
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     end = num_damaged = 0
@@ -203,7 +198,7 @@ def load_journal(path: Path) -> JournalContents:
 
 
 def missing_steps(contents: JournalContents, up_to: int) -> str:
-    """The steps from 1 on that have no line, as `steps 4-6, 9`; '' where each has one."""
+    """Return the steps without a line, as `steps 4-6, 9`, or ''."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
     starts = sorted(step for step in absent if step - 1 not in absent)
     ends = sorted(step for step in absent if step + 1 not in absent)
@@ -212,15 +207,12 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """The whole lines of an open journal from a byte on: record (None if unreadable) and the byte after it.
-
-    A line that is still being written is not among them.
-    """
+    """Yield the complete lines of an open journal from a byte on: record (None if unreadable) and end byte."""
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 
 def parse_record(value: object) -> Record | None:
-    """A line's JSON value as a record; None if it is neither a step nor an event."""
+    """Parse a line's JSON value, or return None if it is neither a step nor an event."""
     try:
         match value:
             case {"event": str(name), "step": int(step), "time": int() | float() as when, "data": dict(data)}:

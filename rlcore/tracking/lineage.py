@@ -1,7 +1,7 @@
-"""Record of a run's origin, `run.json` in its folder: settings, models, the stages before it, command, code, machine.
+"""Origin of a run, `run.json` in its folder: settings, models, stages, command, code and machine.
 
-It is written when the run is opened, and completed as the stages before the training end. The trainer process, resumes
-and the report read it.
+It is written when the run is opened, and completed by the stages before training. The trainer, resumes and the report
+read it.
 """
 
 import getpass
@@ -30,29 +30,23 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
 
 RUN_ID_TAG = "millrace.run_id"
-"""Tag of a run's own MLflow run; its value is the run's folder name."""
-
+"""Tag of a run's MLflow run with its folder name."""
 KEY_TAG = "millrace.key"
-"""Tag of a run's own MLflow run: a random key. Several people may have runs of one name in one store."""
-
+"""Tag of a run's MLflow run with a random key, since names may repeat in a store."""
 SOURCE_FOLDER = Path(__file__).parents[2]
-"""The folder that holds `rlcore`: a git checkout, or an installed package's parent."""
-
+"""Folder of `rlcore`: a git checkout, or the parent of an installed package."""
 PACKAGES = ("torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "flash-attn", "numpy", "pyarrow")
-"""Packages whose versions can change the numbers or the speed."""
-
+"""Packages whose versions can affect results or speed."""
 PASS_RATES_STAGE = "pass rates"
-"""Name of the table of pass rates among a run's stages; its fact `rows_by_passes` is the histogram."""
-
+"""Name of the stage with the table of pass rates; its fact `rows_by_passes` is the histogram."""
 Fact = str | int | float | bool | None
-
 GIT_TIMEOUT_S = 10.0
-"""A repository on a slow network disk must not hold up a run."""
+"""Timeout for a repository on a slow network disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage left for the next: `dataset`, `filter`, `model`, ... `facts` are counts and other plain values."""
+    """Result of a stage: `dataset`, `filter`, `model`, ... `facts`: counts and other plain values."""
 
     name: str
     fingerprint: str
@@ -62,8 +56,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a run. `models`: sha256 of each file, by key of the settings, then by name. `command`: the command line
-    as typed, empty where it was not kept; on disk it is `masked`. `version`: of the file's format."""
+    """Origin of a run.
+
+    `models`: sha256 of each file, by settings key and file name. `command`: command line, empty if unknown,
+    `mask_secrets` on disk. `version`: of the file format.
+    """
 
     settings: RunConfig
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -76,7 +73,7 @@ class Origin:
 
     def write(self, run_dir: Path) -> None:
         """Write the record into the run's folder."""
-        shown = replace(self, command=tuple(map(mask_secrets, self.command)))  # the file goes to MLflow too
+        shown = replace(self, command=tuple(map(mask_secrets, self.command)))  # the file is uploaded to MLflow
         write_json_atomically(run_dir / RUN_FILE, _ORIGIN.dump_python(shown, mode="json"))
 
 
@@ -85,23 +82,19 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """What `Origin.write` wrote; None without a file.
-
-    Raises:
-        DataError: the file is damaged or of another version.
-    """
+    """Read the record, or return None without a file. Raises DataError if the file is damaged or of another version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """A stage as its folder's manifest describes it; the folder alone where it has none (a model from elsewhere)."""
+    """Return a stage from its folder's manifest, or only the folder without a manifest."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
         manifest = None
     if manifest is None:
         return Stage(name, folder.name, str(folder))
-    counts = manifest.values.get("counts")  # rows by split and the like, which stand one level down
+    counts = manifest.values.get("counts")  # nested, such as rows by split
     below = {f"{key} rows": value for key, value in counts.items()} if isinstance(counts, Mapping) else {}
     values = {**manifest.values, **below, "size_bytes": manifest.size_bytes}
     facts = {key: value for key, value in values.items() if isinstance(value, str | int | float | bool)}
@@ -109,8 +102,10 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """The git commit of the source, and whether some file differs from it or is not in it; '' without git, or where no
-    git repository has these files: an environment inside a project's folder lies in that project's repository.
+    """Return the git commit of the source, and whether files differ from it.
+
+    '' without git, or if no repository tracks the source: a virtual environment may be inside another project's
+    repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
@@ -119,14 +114,14 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit."""
-    # Without its refresh, git writes no index: ended in the middle of that, it would leave the repository locked.
+    """Return the changes of tracked files since the commit as a patch, or ''."""
+    # Without a refresh, git writes no index: a kill would leave the repository locked.
     diff = ("-c", "diff.autoRefreshIndex=false", "diff", "HEAD")
     return (_git(folder, *diff) if _is_tracked(folder) else None) or ""
 
 
 def environment_facts() -> dict[str, str]:
-    """Python, operating system, host, GPUs with their driver, and the versions of the packages that matter, by name."""
+    """Return Python, operating system, host, GPUs, driver and relevant package versions, by name."""
     facts = {"python": platform.python_version(), "platform": platform.platform(), "host": socket.gethostname()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -137,10 +132,9 @@ def environment_facts() -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The tags of a run's MLflow run: by these it is searched, compared and traced back.
+    """Return the tags of a run's MLflow run, for search and comparison.
 
-    `prefect` may hold `flow_run_id`, `deployment` and the like; each becomes a tag `prefect.<key>`. The tags of the
-    settings come last and win.
+    `prefect`: `flow_run_id`, `deployment` and others become tags `prefect.<key>`. Tags of the settings take precedence.
     """
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
@@ -180,26 +174,25 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # A container with a numeric user id and no entry for it.
-        return "unknown"
+        return "unknown"  # a container with a numeric user id without an entry
 
 
 class SystemSampler:
-    """Samples the machine. Percentages of processor time are since the sample before.
+    """Sampler of the machine's load. CPU percentages are since the previous sample.
 
-    GPUs are read through NVML where the package and a driver are present, and left out elsewhere.
+    GPUs are read with NVML if the package and a driver are present.
     """
 
     def __init__(self, disk: Path) -> None:
         self._disk = disk
         self._process = psutil.Process()
         self._nvml: Any = _start_nvml()
-        # The first reading of a percentage has nothing to compare with.
+        # the first call starts the interval
         psutil.cpu_percent()
         self._process.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """Metrics under `system/`: percent, GB of 1e9 bytes, watts. What cannot be read is left out."""
+        """Return metrics under `system/`: percent, GB of 1e9 bytes, watts. Unreadable values are omitted."""
         memory, disk = psutil.virtual_memory(), shutil.disk_usage(self._disk)
         return {
             "system/cpu_percent": psutil.cpu_percent(),
@@ -215,7 +208,7 @@ class SystemSampler:
         nvml = self._nvml
         metrics: dict[str, float] = {}
         for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
-            with suppress(nvml.NVMLError):  # not every card and container tells everything
+            with suppress(nvml.NVMLError):  # some values may be unsupported
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
                 metrics[f"system/gpu_{index}_memory_used_gb"] = memory.used / BYTES_PER_GB
@@ -225,7 +218,7 @@ class SystemSampler:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Names and memory of the GPUs and the driver's version, as NVML tells them; nothing where there is none."""
+    """Return names and memory of the GPUs and the driver's version from NVML, or nothing."""
     nvml = _start_nvml()
     if nvml is None:
         return {}
@@ -237,23 +230,20 @@ def gpu_facts() -> dict[str, str]:
 
 
 def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
-    """Name and bytes of memory of each GPU; none without a driver."""
     for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
         gpu, size = nvml.nvmlDeviceGetHandleByIndex(index), None
-        with suppress(nvml.NVMLError):  # a GPU that shares the host's memory has none of its own
+        with suppress(nvml.NVMLError):  # a GPU with shared host memory has none
             size = int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
         yield str(nvml.nvmlDeviceGetName(gpu)), size
 
 
 def first_gpu() -> tuple[str, int | None] | None:
-    """Name and bytes of memory (None: not known) of the host's first GPU; None where there is none. Allocates nothing
-    on it.
-    """
+    """Return name and memory in bytes (None: unknown) of the first GPU, or None. Allocates nothing on it."""
     return next(_gpus(_start_nvml()), None)
 
 
 def _start_nvml() -> Any:
-    """The NVML module, ready to be asked; None without a driver."""
+    """Return the initialized NVML module, or None without a driver."""
     pynvml = importlib.import_module("pynvml")  # has no types
     try:
         pynvml.nvmlInit()

@@ -1,7 +1,6 @@
-"""MLflow as the rest of Millrace sees it: runs, parameters, metrics, datasets, artifacts and models of a run.
+"""MLflow client of Millrace: runs, parameters, metrics, datasets and addresses.
 
-Every call goes to MLflow at once and may raise; none of them belongs into a training step (that is what the journal
-and the delivery are for). Only the client is used, never MLflow's global "active run".
+Calls are synchronous and may raise, so none belongs into a training step. MLflow's global "active run" is not used.
 """
 
 import json
@@ -28,32 +27,26 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
 
 log = logging.getLogger(__name__)
-
 TRAINING_VIEW = "workflowType=machine_learning"
-"""Asks a page of MLflow 3.17 for the tables and curves of training; without it the page shows the GenAI view."""
+"""Query that selects the training view on a page of MLflow 3.17 instead of the GenAI view."""
 LOCAL_UI = "http://127.0.0.1:5000"
-"""Address of the pages of a store on sqlite while `millrace ui` or `millrace up` serves them."""
-
-# MLflow's limits: of parameters or tags in one request, and of the characters of a value.
+"""Address of the pages of a sqlite store while `millrace ui` or `millrace up` serves them."""
+# MLflow's limits for parameters or tags of a request, and for characters of a value.
 MAX_BATCH = 100
 MAX_PARAM_CHARACTERS = 6_000
 MAX_TAG_CHARACTERS = 8_000
-
 MAX_RUNS = 1_000
-"""A search returns at most so many runs."""
-
+"""Maximum number of runs of a search."""
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""Tag of an experiment: with it MLflow shows runs, charts and models, and not the view for traces of agents."""
-
+"""Tag of an experiment, for which MLflow shows runs, charts and models instead of traces."""
 PARENT_TAG = "mlflow.parentRunId"
-"""MLflow's own tag for nesting."""
-
+"""MLflow's tag for nested runs."""
 NOTE_TAG = "mlflow.note.content"
-"""MLflow shows it as the run's description."""
+"""MLflow's tag for the description of a run."""
 
 
 class MlflowStore:
-    """One experiment in one MLflow store. Connects at the first use."""
+    """Experiment in an MLflow store. Connects at the first use."""
 
     def __init__(self, config: TrackingConfig, root: Path) -> None:
         self.uri = resolve_uri(config, root)
@@ -62,30 +55,26 @@ class MlflowStore:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """MLflow's own client, for what this class does not offer."""
+        """Return MLflow's client, for what this class does not provide."""
         return connect(self.uri)
 
     @cached_property
     def experiment_id(self) -> str:
-        """The id of the experiment, which is made if it is missing.
-
-        Raises:
-            TrackingError: the experiment was deleted.
-        """
+        """Return the id of the experiment, created if missing. Raises TrackingError if the experiment was deleted."""
         experiment = self.client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
             experiment = self._create_experiment()
         if experiment.lifecycle_stage != "active":
             raise TrackingError(
-                f"tracking.experiment {self._experiment_name!r}: was deleted in {mask_secrets(self.uri)}. Restore it with "
-                f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`, or set another name."
+                f"tracking.experiment {self._experiment_name!r}: was deleted in {mask_secrets(self.uri)}. Restore it "
+                f"with `mlflow experiments restore --experiment-id {experiment.experiment_id}`, or set another name."
             )
         return str(experiment.experiment_id)
 
     def _create_experiment(self) -> "Experiment":
         from mlflow.exceptions import MlflowException
 
-        # A server chooses the place of its artifacts itself; on sqlite MLflow would take the working directory.
+        # A server chooses the location of its artifacts; for sqlite, MLflow would use the working directory.
         location = self._artifact_root.as_uri() if self.uri.startswith(SQLITE) else None
         try:
             self.client.create_experiment(self._experiment_name, location, {EXPERIMENT_KIND_TAG: TRAINING})
@@ -95,23 +84,23 @@ class MlflowStore:
         created = self.client.get_experiment_by_name(self._experiment_name)
         if created is None:
             raise TrackingError(
-                f"tracking.experiment {self._experiment_name!r}: {mask_secrets(self.uri)} made it but does not show it"
+                f"tracking.experiment {self._experiment_name!r}: created, but not returned by {mask_secrets(self.uri)}"
             )
         return created
 
     def find_runs(self, tags: Mapping[str, str]) -> "list[Run]":
-        """The runs of the experiment that have all these tags, oldest first."""
+        """Return the runs of the experiment with all these tags, oldest first."""
         conditions = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         return self.client.search_runs([self.experiment_id], conditions, order_by=["attributes.start_time ASC"])
 
     def create_run(self, run_name: str, tags: Mapping[str, str], start_time_s: float | None = None) -> str:
-        """The MLflow id of a new run. `start_time_s`: seconds since the epoch or now."""
+        """Create a run and return its MLflow id. `start_time_s`: seconds since the epoch, by default now."""
         start_ms = None if start_time_s is None else milliseconds(start_time_s)
         short = {key: _truncate(value, MAX_TAG_CHARACTERS) for key, value in accepted_values(tags).items()}
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags; a value over MLflow's limit is cut and says so, and a name that MLflow refuses is left out."""
+        """Set tags. Long values are truncated with a mark, invalid names are omitted."""
         from mlflow.entities import RunTag
 
         rows = [RunTag(key, _truncate(value, MAX_TAG_CHARACTERS)) for key, value in accepted_values(tags).items()]
@@ -119,10 +108,9 @@ class MlflowStore:
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
     def log_params(self, run_id: str, settings: Mapping[str, object]) -> None:
-        """Write the settings as parameters, `trainer.total_steps` and so on.
+        """Log the settings as parameters, `trainer.total_steps` and so on.
 
-        MLflow keeps the first value of a parameter for ever. Where a resumed run has another one (more steps, say),
-        the new value becomes a tag `changed.<key>`.
+        MLflow's parameters are immutable: a changed value of a resumed run becomes a tag `changed.<key>`.
         """
         from mlflow.entities import Param
 
@@ -139,7 +127,7 @@ class MlflowStore:
         self.set_tags(run_id, changed)
 
     def log_metrics(self, run_id: str, step: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """Write values of one step, for stages without a journal (a validation on its own, a sweep's summary)."""
+        """Log values of one step, for stages without a journal."""
         from mlflow.entities import Metric
 
         rows = [Metric(mlflow_name(name), value, milliseconds(time_s), step) for name, value in metrics.items()]
@@ -156,9 +144,10 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Link a dataset to a run as an input, found again by `dataset.digest = '<fingerprint>'`: MLflow's own digest
-        would be of a sample of rows. `source`: path or hub id of the files; `schema`: type by column; `counts`: rows by
-        split, dropped rows and the like; `context`: what the run did with it ("training", "validation").
+        """Log a dataset as an input of a run, for searches by `dataset.digest = '<fingerprint>'`.
+
+        `source`: path or hub id; `schema`: type by column; `counts`: rows by split, dropped rows and so on; `context`:
+        its use ("training", "validation").
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -174,35 +163,33 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def set_status(self, run_id: str, status: FinalStatus, end_time_s: float | None = None) -> None:
-        """End the run with this status; the end is now unless told in seconds since the epoch."""
+        """End the run with this status, now or at a time in seconds since the epoch."""
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
-        """The page of a run. On sqlite it is the page under `ui`, where `ui_command` serves it."""
+        """Return the page of a run, for sqlite below `ui`."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
-        """The page with the table of all runs."""
+        """Return the page with the table of all runs."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}"
 
     def page_root(self, ui: str) -> str:
-        """Where MLflow's pages are: `ui` on sqlite, else the server."""
+        """Return the address of MLflow's pages: `ui` for sqlite, else the server."""
         return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:
-        """The command that shows a sqlite store in a browser; None where a server does already."""
+        """Return the command that serves a sqlite store, or None for a server."""
         return f"mlflow ui --backend-store-uri {quote(self.uri)}" if self.uri.startswith(SQLITE) else None
 
 
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
-    """The run ids (names of folders) of the experiment's trainings that a query finds, oldest first.
+    """Return the run ids (folder names) of the trainings that a query finds, oldest first.
 
-    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
-
-    Raises:
-        TrackingError: MLflow does not take the query, or does not answer.
+    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``. Raises
+    TrackingError if MLflow rejects the query, or does not respond.
     """
-    own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # a warm start has settings too
+    own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # excludes warm starts
     try:
         runs = store.client.search_runs(
             [store.experiment_id],
@@ -212,28 +199,28 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
         )
     except Exception as error:
         raise TrackingError(
-            f"search {query!r}: MLflow does not take it: {explain_error(error, store.uri)}. A query reads like "
+            f"search {query!r}: MLflow rejects it: {explain_error(error, store.uri)}. Example: "
             "\"params.`optim.lr` = '0.001' and tags.task = 'countdown'\"."
         ) from error
     if runs.token:
-        log.warning("search %r: more than %d runs are found; the oldest %d are taken", query, MAX_RUNS, MAX_RUNS)
+        log.warning("search %r: more than %d runs found; the oldest %d are used", query, MAX_RUNS, MAX_RUNS)
     return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs))
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
-    """MLflow's page that compares runs. On sqlite it is the page under `ui`, where `millrace ui` serves it."""
+    """Return MLflow's page that compares runs, for sqlite below `ui`."""
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
 
 
 def milliseconds(time_s: float) -> int:
-    """MLflow's time stamp of a time in seconds since the epoch."""
+    """Return MLflow's time stamp of seconds since the epoch."""
     return round(time_s * 1e3)
 
 
 def _truncate(value: str, limit: int) -> str:
-    """The value, or its beginning and a mark that says how long it was. MLflow itself would cut without a word."""
+    """Truncate a value with a mark that has its length. MLflow would truncate silently."""
     if len(value) <= limit:
         return value
     mark = f" ... [cut: {len(value)} characters]"

@@ -1,7 +1,7 @@
-"""Checkpoints and weights of a run as MLflow's logged models, by step and with their scores; files of deleted runs.
+"""Checkpoints and weights of a run as MLflow's logged models, and files of deleted runs.
 
-MLflow only hides a deleted run: its files stay until `remove_garbage`. A run that is restored afterwards still has its
-metrics, but no artifacts.
+MLflow hides a deleted run, and its files stay until `remove_garbage`. A run restored afterwards has metrics but no
+artifacts.
 """
 
 import importlib.metadata
@@ -30,16 +30,12 @@ if TYPE_CHECKING:
 
 Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
-
 Kind = Literal["checkpoint", "transformers"]
-"""MLflow's model types. A checkpoint stays where it is: shards and optimizer are no model that MLflow can load."""
-
+"""MLflow's model types. Checkpoints are not copied: MLflow cannot load shards and optimizer states."""
 EXTERNAL = "mlflow.model.isExternal"
-"""MLflow's own tag of a model whose files are elsewhere; its page says so."""
-
+"""MLflow's tag of a model whose files are stored elsewhere."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-"""Files that are not copied to the tokenizer's own folder."""
-
+"""Files that are not copied to the tokenizer's folder."""
 MAX_DELETED_RUNS = 50_000
 """MLflow's limit for one search."""
 
@@ -57,14 +53,14 @@ def log_model(
     tags: Mapping[str, str],
     max_bytes: int | None = None,
 ) -> str:
-    """Note a checkpoint or keep a transformers directory as an output of the run at a step.
+    """Log a checkpoint or a transformers directory as an output of the run at a step.
 
-    A checkpoint stays where it is. Weights are copied as they are, never loaded, and can be read by
-    `mlflow.transformers.load_model` and (the folder `model` in it) by `AutoModelForCausalLM`; over `max_bytes` only
-    the place is recorded. A complete model of the same name and step is not written again.
+    Checkpoints are not copied. Weights are copied without loading, for `mlflow.transformers.load_model` and (folder
+    `model`) `AutoModelForCausalLM`; above `max_bytes` only their location is logged. An existing model of the same name
+    and step is reused.
 
-    `metrics` are the scores of the validation that judged it, and `time_s` the time of their line in the journal: they
-    are linked to the points of the run's own curves.
+    `metrics`: scores of its validation; `time_s`: time of their journal line, so that they match the points of the
+    run's curves.
 
     Returns:
         The model's id: its address is `models:/<id>`.
@@ -79,7 +75,7 @@ def log_model(
     if upload:
         if not (path / "config.json").is_file():
             raise TrackingError(
-                f"{path}: holds no config.json, so it is no transformers model; export the weights first."
+                f"{path}: has no config.json, so it is not a transformers model; export the weights first."
             )
         num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         upload = max_bytes is None or num_bytes <= max_bytes
@@ -105,7 +101,6 @@ def log_model(
 def _log_model_metric(
     client: "MlflowClient", run_id: str, model_id: str, name: str, value: float, time_s: float, step: int
 ) -> "Metric":
-    """A model's metric. MLflow draws it on the run's curve too, so it must be the point that the curve has there."""
     from mlflow.entities import Metric
 
     key = mlflow_name(name)
@@ -116,7 +111,7 @@ def _log_model_metric(
 
 
 def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
-    """Weights and tokenizer, described as `mlflow.transformers.save_model` does, which would import torch for that."""
+    """Upload weights and tokenizer in the format of `mlflow.transformers.save_model`, which would import torch."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
@@ -158,7 +153,7 @@ def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
 
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":
-    """All complete models of a run, oldest first."""
+    """Return all complete models of a run, oldest first."""
     found = [model for model in _all_models(client, experiment_id, run_id) if str(model.status) == "READY"]
     return sorted(found, key=lambda model: model.creation_timestamp)
 
@@ -172,10 +167,10 @@ def _all_models(client: "MlflowClient", experiment_id: str, run_id: str) -> "Ite
 
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
-    """Tag which of the run's models is `best` and which `last`; one may be both.
+    """Tag the `best` and the `last` model of the run, which may be the same.
 
-    MLflow gives aliases to versions in its registry alone, so a run's own models have tags. Where `registered` names a
-    model of the registry, the models are versions of it too, and `models:/<registered>@best` loads one.
+    MLflow has aliases in its registry only, so the models have tags. With `registered`, they also become versions of
+    this registered model, for `models:/<registered>@best`.
     """
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
@@ -188,17 +183,17 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """The id of the logged model that a version in the registry stands for; a search does not fill `model_id`."""
+    """Return the id of the logged model of a registered version; a search does not set `model_id`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """MLflow's registry on a database reads the model by the process's own tracking URI, whatever the client's is."""
+    """Set MLflow's global tracking URI, by which its database registry reads the model."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
-    before: Any = mlflow.get_tracking_uri() if is_set else None  # else its default would be kept
+    before: Any = mlflow.get_tracking_uri() if is_set else None  # else its default would be stored
     mlflow.set_tracking_uri(uri)
     try:
         yield
@@ -207,8 +202,7 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Put models into MLflow's registry under one name, each once, and point the aliases at their versions, which say
-    of which run and step they are and what they scored."""
+    """Register models under one name, once each, and set their aliases. Versions have tags for run, step and scores."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -231,14 +225,11 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
         client.set_registered_model_alias(name, alias, versions[model_id])
 
 
-# ------------------------------------------------------------------ files of deleted runs
-
-
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Files of a deleted run: its own artifacts, or those of a model that it made.
+    """Files of a deleted run: its artifacts, or those of its model.
 
-    `kept` says why they stay; empty where they may go. `num_bytes` as MLflow counts them.
+    `kept`: why they must stay, else ''. `num_bytes`: as MLflow counts them.
     """
 
     run_id: str
@@ -251,7 +242,7 @@ class Garbage:
 
 
 def find_garbage(uri: str) -> list[Garbage]:
-    """Artifacts of all deleted runs of a store, and of the models that these runs made. Raises what MLflow raises."""
+    """Return the artifacts of all deleted runs of a store and of their models. Raises MLflow's errors."""
     from mlflow.entities import ViewType
 
     client = connect(uri)
@@ -276,14 +267,14 @@ def _garbage_of(client: "MlflowClient", run: "Run") -> "Iterator[Garbage]":
 def _garbage(run: "Run", model_id: str, location: str, files: "Iterator[FileInfo]", kept: str = "") -> Garbage:
     owner = model_id or str(run.info.run_id)
     if not kept and owner not in location.split("/"):
-        # Deleting is recursive: a place that is not this run's alone must not be deleted for it.
-        kept = f"its place {location} does not name {owner}"
+        # Deletion is recursive, so the location must belong to this run alone.
+        kept = f"its location {location} does not name {owner}"
     sizes = [file.file_size or 0 for file in files]
     return Garbage(str(run.info.run_id), str(run.info.run_name), model_id, location, len(sizes), sum(sizes), kept)
 
 
 def remove_garbage(uri: str, garbage: Garbage) -> None:
-    """Delete the files; nothing where they have to stay. Raises what MLflow raises."""
+    """Delete the files unless they must stay. Raises MLflow's errors."""
     if garbage.kept:
         return
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository

@@ -94,7 +94,7 @@ def test_rows_of_an_unknown_source_are_refused(tmp_path: Path, artifacts_root: P
     assert validate_rows(own, 1, artifacts_root, each_once=True) is None
     with ScoringPool(data.scorer, RewardConfig(num_processes=0)) as pool:
         (score,) = pool.score(["1"], ['{"answer": "1"}'])
-    assert "data.scorer: must be given, for none is known for the row's data_source" in score.failure
+    assert "data.scorer: must be set, since none is known for the row's data_source" in score.failure
 
 
 def test_the_first_row_names_its_scorer(tmp_path: Path, artifacts_root: Path) -> None:

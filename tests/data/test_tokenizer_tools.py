@@ -75,8 +75,8 @@ def test_the_model_reads_results_and_errors_of_calls():
         (tagged("calculate", expression="2 ** 3"), "error: ValueError: an expression is whole numbers"),
         (tagged("looks_up", word="two"), "error: KeyError: 'two'"),
         (tagged("leaves"), "error: SystemExit: usage: leaves"),
-        ("<tool_call>{'name'}</tool_call>", "error: the call is no JSON (JSONDecodeError"),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", "error: the call is no JSON (RecursionError"),
+        ("<tool_call>{'name'}</tool_call>", "error: the call is not JSON (JSONDecodeError"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "error: the call is not JSON (RecursionError"),
         ('<tool_call>{"name": "calculate", "arguments": [1]}</tool_call>', 'error: a call is JSON with "name" and'),
         ("<tool_call>", "error: the call has no </tool_call>"),
     ):

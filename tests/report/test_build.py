@@ -18,16 +18,14 @@ from rlcore.tracking.lineage import Origin
 from tests.helpers.reports import FEW, page_of, parse, table, validation, write_run
 
 pytestmark = pytest.mark.slow
-
-
 SECTIONS = ["learned", "curves", "held_out", "answers", "convergence", "performance", "memory", "configuration",
             "reproduce", "lineage", "journal"]  # fmt: skip
 
 
-def test_the_summary_is_the_head_with_the_gain(grpo_run, grpo_report):
+def test_summary_has_head_and_gain(grpo_run, grpo_report):
     text = summary_markdown(grpo_run)
     assert text.startswith("# countdown\\_demo-s1-0a1b2c3d\n")
-    assert "## What was learned" in text
+    assert "## Findings" in text
     assert len(text) < 6_000
     assert text == grpo_report.summary
     found = table(grpo_report, "held_out")[0]
@@ -36,14 +34,14 @@ def test_the_summary_is_the_head_with_the_gain(grpo_run, grpo_report):
     assert gain in text
 
 
-def test_the_same_folder_gives_the_same_bytes(grpo_run, grpo_report, tmp_path):
+def test_report_of_same_folder_has_same_bytes(grpo_run, grpo_report, tmp_path):
     again = build_report(grpo_run, target=tmp_path)
     assert grpo_report.summary == again.summary
     for first, second in ((grpo_report.html, again.html), (grpo_report.json, again.json)):
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_pages_load_nothing(grpo_report, ppo_report):
+def test_pages_load_no_resources(grpo_report, ppo_report):
     for files in (grpo_report, ppo_report):
         html = files.html.read_text()
         page = parse(html)
@@ -55,7 +53,7 @@ def test_pages_load_nothing(grpo_report, ppo_report):
         assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
 
 
-def test_every_section_is_there_and_linked(grpo_report, ppo_report):
+def test_sections_are_present_and_linked(grpo_report, ppo_report):
     for files in (grpo_report, ppo_report):
         page = page_of(files)
         assert [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")] == SECTIONS
@@ -65,19 +63,19 @@ def test_every_section_is_there_and_linked(grpo_report, ppo_report):
         assert set(links) <= targets
 
 
-def test_algorithms_show_what_is_theirs(grpo_report, ppo_report):
+def test_sections_depend_on_algorithm(grpo_report, ppo_report):
     grpo, ppo = (files.html.read_text() for files in (grpo_report, ppo_report))
     for html, present, absent in ((grpo, "f-groups", "f-critic"), (ppo, "f-critic", "no-such")):
         assert f'id="{present}"' in html
         assert f'id="{absent}"' not in html
-    assert "Critic explains returns" in ppo
-    assert "Critic explains returns" not in grpo
+    assert "Critic explains the returns" in ppo
+    assert "Critic explains the returns" not in grpo
     assert "kl in the reward" in ppo
     assert "PPO · countdown" in ppo
     assert "GRPO · countdown" in grpo
 
 
-def test_a_run_still_going_says_so(ppo_report):
+def test_unfinished_run_reports_its_step(ppo_report):
     words = page_of(ppo_report).words
     assert "step 30 of 100" in words
     assert "The run has 30 of 100 steps" in words
@@ -101,7 +99,7 @@ def hostile_report(tmp_path_factory):
     return build_report(run_dir)
 
 
-def test_hostile_text_is_text_in_a_page(hostile_report):
+def test_hostile_text_stays_text_in_page(hostile_report):
     html = hostile_report.html.read_text()
     page = parse(html)
     assert not {"script", "img", "b", "i"} & (set(page.tags) - {"b"})
@@ -112,7 +110,7 @@ def test_hostile_text_is_text_in_a_page(hostile_report):
     assert "{{ 7*7 }}" in page.words
 
 
-def test_one_step_and_no_validation(tmp_path):
+def test_report_of_one_step_without_validation(tmp_path):
     run_dir = tmp_path / "young"
     write_run(run_dir, experiment="debug", num_steps=1, validate=False, only=FEW)
     files = build_report(run_dir)
@@ -125,27 +123,27 @@ def test_one_step_and_no_validation(tmp_path):
     assert table(files, "samples") == []
 
 
-def test_nothing_but_settings(tmp_path):
+def test_report_of_settings_only(tmp_path):
     config = load_config([], experiment="debug")
     Origin(config).write(tmp_path)
     files = build_report(tmp_path)
     words = page_of(files).words
-    assert "metrics.jsonl is not there" in words
+    assert "metrics.jsonl does not exist" in words
     assert "run.json has no stages" in words
     assert "Not measured: Reward" in words
     assert "step 0 of 2" in words
 
 
-def test_only_one_validation(tmp_path):
+def test_report_with_one_validation(tmp_path):
     run_dir = tmp_path / "half"
     config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     validation(config, "before", 0, 0.3, 10).write(run_dir / "validation" / "before.json")
     files = build_report(run_dir)
-    assert "No validation after training with its answers" in page_of(files).words
-    assert {row["Figure"] for row in table(files, "held_out")} >= {"reward/mean@2", "reward/greedy"}
+    assert "No validation after training with responses" in page_of(files).words
+    assert {row["Metric"] for row in table(files, "held_out")} >= {"reward/mean@2", "reward/greedy"}
 
 
-def test_figures_of_the_journal_serve_where_the_files_are_gone(tmp_path):
+def test_held_out_metrics_come_from_journal_without_files(tmp_path):
     run_dir = tmp_path / "pruned"
     write_run(run_dir, num_steps=40, overrides=("trainer.total_steps=40",), only=FEW)
     shutil.rmtree(run_dir / "validation")
@@ -157,7 +155,7 @@ def test_figures_of_the_journal_serve_where_the_files_are_gone(tmp_path):
     assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
 
 
-def test_the_head_says_on_what_it_ran_and_when(tmp_path):
+def test_head_has_devices_and_times(tmp_path):
     write_run(tmp_path, experiment="debug", num_steps=2, validate=False, only=FEW)
     found = {"num_workers": 2, "device_name": "NVIDIA H200", "num_parameters": 1_234_567}
     with Journal(tmp_path / JOURNAL_FILE) as journal:
@@ -166,12 +164,12 @@ def test_the_head_says_on_what_it_ran_and_when(tmp_path):
     steps = load_journal(tmp_path / JOURNAL_FILE).steps
     facts = report_of({"run": read_run(tmp_path)}, lambda charts: Gallery(())).facts
     assert facts[:2] == ("2 × NVIDIA H200", "1,234,567 parameters")
-    assert facts[2] == f"begun {datetime.fromtimestamp(steps[0].time, UTC):%Y-%m-%d %H:%M} UTC"
-    assert facts[3] == f"{document.duration(steps[-1].time - steps[0].time)} by the clock"
+    assert facts[2] == f"started {datetime.fromtimestamp(steps[0].time, UTC):%Y-%m-%d %H:%M} UTC"
+    assert facts[3] == f"{document.duration(steps[-1].time - steps[0].time)} elapsed"
     assert " · ".join(facts) in page_of(build_report(tmp_path)).words
 
 
-def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
+def test_damaged_parts_are_reported(tmp_path):
     run_dir = tmp_path / "damaged"
     write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
     (run_dir / "validation" / "after.json").write_text("{")
@@ -181,20 +179,20 @@ def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
         journal.write("not json\n")
     words = page_of(build_report(run_dir)).words
     for part in (
-        "validation/after.json is left out",
+        "validation/after.json is omitted",
         "step-000002/manifest.json",
         "1 unreadable lines",
     ):
         assert part in words
 
 
-def test_values_that_were_not_finite_do_not_break_it(tmp_path):
+def test_nonfinite_values_are_reported(tmp_path):
     run_dir = tmp_path / "nan"
     write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     with Journal(run_dir / JOURNAL_FILE) as journal:
         journal.append_step(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
     files = build_report(run_dir)
-    (check,) = [row for row in table(files, "checks") if row["Check"] == "Numbers are finite"]
+    (check,) = [row for row in table(files, "checks") if row["Check"] == "Finite numbers"]
     assert (check["Result"], check["Measured"]) == (False, 1.0)
     assert "actor/grad_norm, actor/pg_loss at 1 steps, first 2" in page_of(files).words
     shown = {row["Metric"] for row in table(files, "metrics")}

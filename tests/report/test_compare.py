@@ -13,9 +13,9 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.report.build import build_report, compare_runs
 from rlcore.report.compare import differing_settings, groups_of, spread_of
+from rlcore.report.plots import band_of, series_of, series_over
 from rlcore.report.record import read_run
-from rlcore.report.series import band_of, series_of, series_over
-from rlcore.report.settings import describe_setting
+from rlcore.report.run_sections import describe_setting
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Stage
@@ -27,7 +27,7 @@ STEPS = ("trainer.total_steps=40",)
 
 @pytest.fixture(scope="module")
 def run_dirs(tmp_path_factory):
-    """Two learning rates of two seeds each, and one PPO run on other problems; the last one goes on still."""
+    """Two learning rates with two seeds each, and an unfinished PPO run on other problems."""
     root = tmp_path_factory.mktemp("compare") / "runs"
     found = []
     for rate, gain in (("3e-4", 0.45), ("1e-5", 0.1)):
@@ -52,7 +52,7 @@ def two_seeds(run_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unlike(run_dirs, tmp_path_factory):
-    """Runs of two algorithms on other problems."""
+    """Comparison of two algorithms on different problems."""
     return compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path_factory.mktemp("unlike"))
 
 
@@ -60,14 +60,14 @@ def finding(files, topic: str) -> dict:
     return next(found for found in json.loads(files.json.read_text())["findings"] if found["topic"] == topic)
 
 
-def test_it_lies_beside_the_runs(run_dirs, comparison):
+def test_comparison_is_next_to_the_runs(run_dirs, comparison):
     assert comparison.html.parent.parent == run_dirs[0].parent.parent / "comparisons"
     again = compare_runs([*run_dirs[:4], run_dirs[0]])
     assert again == comparison
     assert comparison.summary.split("\n")[2] == "4 runs, 2 settings"
 
 
-def test_only_what_differs_is_told(run_dirs, comparison):
+def test_only_differing_settings_are_shown(run_dirs, comparison):
     rows = {row["Setting"]: row for row in table(comparison, "settings")}
     assert set(rows) == {"seed", "optim.lr"}
     assert rows["optim.lr"]["lr3e-4-s1"] == 3e-4
@@ -78,7 +78,7 @@ def test_only_what_differs_is_told(run_dirs, comparison):
     assert not any(key.startswith(("name", "paths", "tags", "tracking")) for key in ppo)
 
 
-def test_a_free_name_has_the_meaning_of_its_mapping(run_dirs, tmp_path):
+def test_free_name_has_description_of_its_mapping(run_dirs, tmp_path):
     for name, width in (("a", 0.1), ("b", 0.2)):
         options = (f"reward.weights={{style.length: {width}}}", *STEPS)
         write_run(tmp_path / "runs" / name, overrides=options, num_steps=2, num_problems=4, only=FEW)
@@ -88,7 +88,7 @@ def test_a_free_name_has_the_meaning_of_its_mapping(run_dirs, tmp_path):
     assert describe_setting("nothing.of.this") == ""
 
 
-def test_seeds_are_put_together(run_dirs):
+def test_runs_are_grouped_by_seed(run_dirs):
     groups = groups_of([read_run(folder) for folder in run_dirs])
     assert [[run.run_id for run in group] for group in groups.values()] == [
         ["lr3e-4-s1", "lr3e-4-s2"],
@@ -99,7 +99,7 @@ def test_seeds_are_put_together(run_dirs):
     assert list(groups) == ["lr3e-4-s1", "lr1e-5-s1", "ppo"]  # three by too many settings
 
 
-def test_runs_of_a_seed_are_one_seed(run_dirs, tmp_path):
+def test_runs_of_same_seed_count_once(run_dirs, tmp_path):
     again = [shutil.copytree(folder, tmp_path / "runs" / f"{folder.name}-again") for folder in run_dirs[:3:2]]
     files = compare_runs([run_dirs[0], again[0], run_dirs[2], again[1]])
     assert {row["Seeds"] for row in table(files, "seeds")} == {1}
@@ -109,7 +109,7 @@ def test_runs_of_a_seed_are_one_seed(run_dirs, tmp_path):
     assert json.loads(one.json.read_text())["title"] == "countdown_demo: 2 runs of one seed"
 
 
-def test_runs_with_other_code_are_no_seeds_of_each_other(run_dirs, tmp_path):
+def test_runs_with_different_code_are_separate_groups(run_dirs, tmp_path):
     folders = [shutil.copytree(folder, tmp_path / "runs" / folder.name) for folder in run_dirs[:2]]
     for folder, fingerprint in zip(folders, ("c0ffee", "decade"), strict=True):
         with_stages(folder, Stage("code", fingerprint, "code"))
@@ -123,7 +123,7 @@ def test_runs_with_other_code_are_no_seeds_of_each_other(run_dirs, tmp_path):
     assert [len(group) for group in groups_of([read_run(folder) for folder in folders]).values()] == [2]
 
 
-def test_a_setting_that_differs_shows_no_password(run_dirs):
+def test_differing_settings_mask_passwords(run_dirs):
     runs = [read_run(folder) for folder in run_dirs[:2]]
     paths = ("http://me:SECRET@a", "http://me:SECRET@b")
     runs = [
@@ -133,13 +133,13 @@ def test_a_setting_that_differs_shows_no_password(run_dirs):
     assert differing_settings(runs)["model.path"] == ("http://me:***@a", "http://me:***@b")
 
 
-def test_figures_over_seeds(run_dirs, comparison):
+def test_seed_table_and_finding(run_dirs, comparison):
     last = [read_run(folder).held_out("reward/mean@4")[-1][1].value for folder in run_dirs[:2]]
-    row = next(row for row in table(comparison, "seeds") if row["Figure"] == "reward/mean@4")
+    row = next(row for row in table(comparison, "seeds") if row["Metric"] == "reward/mean@4")
     assert row["Seeds"] == 2
     ends = f"{statistics.fmean(last):.3f}, {min(last):.3f} to {max(last):.3f}"
-    told = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
-    assert told[0] == f"optim.lr=0.0003: reward/mean@4 {ends}."
+    statements = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
+    assert statements[0] == f"optim.lr=0.0003: reward/mean@4 {ends}."
     assert row["Mean"]["value"] == pytest.approx(statistics.fmean(last))
     assert row["Deviation"] == pytest.approx(statistics.stdev(last))
     assert row["Mean"]["high"] - row["Mean"]["value"] == pytest.approx(
@@ -148,7 +148,7 @@ def test_figures_over_seeds(run_dirs, comparison):
     assert (row["Lowest"], row["Highest"]) == (min(last), max(last))
 
 
-def test_t_intervals_cover_the_truth_with_few_seeds():
+def test_t_intervals_have_nominal_coverage():
     rng = np.random.default_rng(0)
     covered = sum(
         found.mean.low <= 0.5 <= found.mean.high
@@ -158,13 +158,13 @@ def test_t_intervals_cover_the_truth_with_few_seeds():
     assert 0.94 <= covered / 4_000 <= 0.96
 
 
-def test_the_same_problems_are_paired_with_the_first_run(run_dirs, comparison):
+def test_runs_are_paired_with_first_run(run_dirs, comparison):
     first, other = (
         ValidationResult.read(folder / "validation" / "after.json") for folder in (run_dirs[0], run_dirs[2])
     )
     wanted = compare(first, other)[0].paired
     row = next(
-        row for row in table(comparison, "paired") if row["Run"] == "lr1e-5-s1" and row["Figure"] == "reward/mean@4"
+        row for row in table(comparison, "paired") if row["Run"] == "lr1e-5-s1" and row["Metric"] == "reward/mean@4"
     )
     assert row["Difference from lr3e-4-s1"]["value"] == wanted.difference.value
     assert (row["Better on"], row["Worse on"]) == (wanted.wins, wanted.losses)
@@ -172,7 +172,7 @@ def test_the_same_problems_are_paired_with_the_first_run(run_dirs, comparison):
     assert found["numbers"]["lr1e-5-s1"]["high"] < 0
 
 
-def test_the_best_setting_needs_seeds_that_do_not_overlap(run_dirs, comparison, two_seeds, tmp_path):
+def test_best_setting_needs_separated_seeds(run_dirs, comparison, two_seeds, tmp_path):
     assert finding(comparison, "Best setting")["verdict"] == "optim.lr=0.0003"
     one_each = compare_runs([run_dirs[0], run_dirs[2]], target=tmp_path / "a")
     assert finding(one_each, "Best setting")["verdict"] == "one seed is too few"
@@ -181,7 +181,7 @@ def test_the_best_setting_needs_seeds_that_do_not_overlap(run_dirs, comparison, 
     assert parse(two_seeds.html.read_text()).words.count("2 seeds") >= 1
 
 
-def test_last_values_are_those_of_the_journals(run_dirs, comparison):
+def test_last_values_match_journals(run_dirs, comparison):
     rows = {row["Metric"]: row for row in table(comparison, "metrics")}
     for folder in run_dirs[:4]:
         record = read_run(folder)
@@ -189,7 +189,7 @@ def test_last_values_are_those_of_the_journals(run_dirs, comparison):
         assert rows["val-core/countdown/reward/greedy"][folder.name] == record.held_out("reward/greedy")[-1][1].value
 
 
-def test_other_axes_are_running_totals():
+def test_series_over_running_totals():
     series = series_of([(1, 0.1), (3, 0.3), (4, 0.4)])
     totals = series_of([(1, 10.0), (2, 25.0), (3, 45.0), (4, 70.0)])
     assert series_over(series, totals).index.tolist() == [10.0, 45.0, 70.0]
@@ -198,7 +198,7 @@ def test_other_axes_are_running_totals():
     assert series_over(held_out, totals).index.tolist() == [0.0, 25.0]
 
 
-def test_bands_are_over_what_all_runs_have():
+def test_bands_cover_common_range():
     x = series_of((step, float(step)) for step in range(5))
     band = band_of([x, 3 * x.iloc[:4], 2 * x])
     assert (band.index[0], band.index[-1]) == (0.0, 3.0)
@@ -207,7 +207,7 @@ def test_bands_are_over_what_all_runs_have():
     assert band["max"].to_numpy() == pytest.approx(3 * band.index.to_numpy())
 
 
-def test_curves_are_drawn_against_steps_tokens_and_seconds(comparison):
+def test_curves_over_steps_tokens_and_seconds(comparison):
     html = comparison.html.read_text()
     for name in ("held_out", "training"):
         for axis in ("step", "tokens", "seconds"):
@@ -218,7 +218,7 @@ def test_curves_are_drawn_against_steps_tokens_and_seconds(comparison):
     parse(html)
 
 
-def test_gpu_time_is_shown_by_run_and_by_point_gained(run_dirs, tmp_path):
+def test_gpu_time_per_run_and_point(run_dirs, tmp_path):
     copies = [tmp_path / "runs" / folder.name for folder in run_dirs[:2]]
     for place, (folder, copy) in enumerate(zip(run_dirs, copies, strict=False)):
         shutil.copytree(folder, copy)
@@ -229,21 +229,17 @@ def test_gpu_time_is_shown_by_run_and_by_point_gained(run_dirs, tmp_path):
     gains = [100 * read_run(copy).reward_gain for copy in copies]
     names = [copy.name for copy in copies]
     assert [rows["GPU time, all attempts"][name] for name in names] == [1_200, 2_400]
-    points = [rows["GPU time a point gained"][name] for name in names]
+    points = [rows["GPU time per point gained"][name] for name in names]
     assert points == pytest.approx([1_200 / gains[0], 2_400 / gains[1]])
     assert "20 min" in parse(build_report(copies[0], target=tmp_path / "own").html.read_text()).words
 
 
-def test_on_a_cpu_no_gpu_time_is_shown(comparison):
-    assert "GPU time, all attempts" not in [row["Measure"] for row in table(comparison, "performance")]
-
-
-def test_the_title_fits_one_line(comparison, two_seeds, unlike):
+def test_titles_are_short(comparison, two_seeds, unlike):
     titles = [json.loads(files.json.read_text())["title"] for files in (comparison, two_seeds, unlike)]
     assert titles == ["countdown_demo: 2 settings", "countdown_demo: 2 seeds", "countdown_demo and 1 more"]
 
 
-def test_runs_that_cannot_be_paired_are_compared_all_the_same(unlike):
+def test_unpaired_runs_are_compared(unlike):
     row = table(unlike, "paired")[0]
     assert row["Run"] == "ppo"
     words = parse(unlike.html.read_text()).words
@@ -251,21 +247,21 @@ def test_runs_that_cannot_be_paired_are_compared_all_the_same(unlike):
     assert "ppo: The run has 20 of 100 steps" in words
 
 
-def test_a_run_without_a_step_is_compared_too(run_dirs, tmp_path):
+def test_run_without_steps_is_compared(run_dirs, tmp_path):
     bare = shutil.copytree(run_dirs[0], tmp_path / "runs" / "bare")
     (bare / "metrics.jsonl").write_bytes(b"")
     files = compare_runs([run_dirs[0], bare], target=tmp_path)
     assert {row["bare"] for row in table(files, "metrics")} == {None}
 
 
-def test_runs_of_one_name_in_two_places(tmp_path):
+def test_runs_with_same_name_are_labelled_by_folder(tmp_path):
     for place in ("a", "b"):
         write_run(tmp_path / place / "runs" / "same", experiment="debug", num_steps=2, num_problems=6, only=FEW[:1])
     files = compare_runs([tmp_path / "a" / "runs" / "same", tmp_path / "b" / "runs" / "same"])
     assert {row["Run"] for row in table(files, "runs")} == {str(tmp_path / place / "runs" / "same") for place in "ab"}
 
 
-def test_one_run_is_no_comparison(run_dirs, tmp_path):
+def test_comparison_needs_two_runs(run_dirs, tmp_path):
     with pytest.raises(DataError, match="needs 2 different runs, got 1"):
         compare_runs([run_dirs[0], run_dirs[0]], target=tmp_path)
     with pytest.raises(DataError, match=r"run\.json"):

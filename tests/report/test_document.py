@@ -7,7 +7,7 @@ from tests.helpers.imports import loaded_by
 
 
 @pytest.mark.parametrize("statement", ["import rlcore.evaluation.result", "import rlcore.report"])
-def test_nothing_heavy_is_loaded_before_it_is_needed(statement):
+def test_imports_load_nothing_heavy(statement):
     heavy = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "matplotlib", "jinja2", "hydra", "pyarrow"}
     assert not heavy & loaded_by(statement)
 
@@ -21,12 +21,12 @@ def test_compact(value, text):
     assert document.compact(value) == text
 
 
-def test_no_number_shows_as_nothing():
+def test_nan_is_formatted_as_missing():
     nan = float("nan")
     assert document.fixed(nan) == document.percent(nan) == document.duration(nan) == "–"
 
 
-def test_durations_carry_over():
+def test_durations_round_to_next_unit():
     assert document.duration(59.7) == "60 s"
     assert document.duration(3_599.8) == "60 min"
     assert document.duration(86_399.0) == "24 h"

@@ -15,8 +15,8 @@ from rlcore.report.findings import (
     stability_checks,
     stability_finding,
 )
-from rlcore.report.performance import mean_phases
-from rlcore.report.series import series_of, trend_of
+from rlcore.report.plots import series_of, trend_of
+from rlcore.report.run_sections import mean_phases
 from tests.helpers.reports import record_of
 from tests.helpers.validations import problem, random_result, result
 
@@ -41,7 +41,7 @@ def results(first: float, second: float) -> dict:
 
 @pytest.mark.parametrize(("first", "second", "verdict"), [(0.3, 0.7, "yes"), (0.5, 0.5, "no change found"),
                                                           (0.7, 0.3, "got worse")])  # fmt: skip
-def test_learned_is_what_the_paired_interval_says(first, second, verdict):
+def test_learned_follows_paired_interval(first, second, verdict):
     validations = results(first, second)
     if first == second:
         validations["after"] = replace(validations["before"], name="after")
@@ -55,12 +55,12 @@ def test_learned_is_what_the_paired_interval_says(first, second, verdict):
     assert found.numbers["wins"] == sum(gain > 0 for gain in gains)
 
 
-def test_learned_is_not_known_without_two_validations():
+def test_learned_needs_two_validations():
     assert learning_finding(record_of(CALM)).verdict == "not known"
     assert learning_finding(record_of(CALM, validations={"before": random_result(1, 0.3)})).verdict == "not known"
 
 
-def test_validations_of_other_problems_are_not_compared():
+def test_validations_on_different_problems_are_not_compared():
     other = random_result(2, 0.5, num_problems=5)
     shifted = [
         problem.__class__(**{**vars(problem), "prompt_id": 900 + problem.prompt_id}) for problem in other.problems
@@ -73,25 +73,25 @@ def test_validations_of_other_problems_are_not_compared():
 
 
 @pytest.mark.parametrize(("slope", "verdict"), [(0.0, "yes"), (0.004, "still rising"), (-0.004, "falling")])
-def test_converged_is_what_the_trend_says(slope, verdict):
+def test_converged_follows_trend(slope, verdict):
     rewards = 0.3 + slope * np.arange(STEPS) + NOISE
     assert convergence_finding(record_of({"critic/score/mean": rewards, **SCORES})).verdict == verdict
 
 
-def test_a_rise_too_small_to_matter_is_convergence():
+def test_small_rise_counts_as_converged():
     rewards = 0.3 + 0.0002 * np.arange(STEPS)  # certain, but 0.008 over the last third
     found = convergence_finding(record_of({"critic/score/mean": rewards, **SCORES}))
     assert found.verdict == "yes"
     assert found.numbers["change"]["low"] > 0
 
 
-def test_a_short_run_is_not_judged():
+def test_short_run_has_no_findings():
     assert convergence_finding(record_of({"critic/score/mean": NOISE[:28]})).verdict == "not known"
     assert convergence_finding(record_of({})).verdict == "not known"
     assert stability_finding(record_of({"critic/score/mean": [0.5]})).verdict == "not known"
 
 
-def test_the_trend_is_that_of_least_squares():
+def test_trend_matches_least_squares():
     values = 0.3 + 0.003 * np.arange(STEPS) + NOISE
     found = trend_of(series_of(enumerate(values)))
     slope, intercept = np.polyfit(np.arange(80, 120), values[80:], 1)
@@ -102,7 +102,7 @@ def test_the_trend_is_that_of_least_squares():
 
 
 @pytest.mark.parametrize("num_steps", [30, STEPS])
-def test_the_trend_covers_the_truth_as_often_as_it_says(num_steps):
+def test_trend_intervals_have_nominal_coverage(num_steps):
     rng = np.random.default_rng(4)
     truth, covered = 0.002 * (num_steps // 3 - 1), 0
     for _ in range(2_000):
@@ -112,7 +112,7 @@ def test_the_trend_covers_the_truth_as_often_as_it_says(num_steps):
     assert 0.94 <= covered / 2_000 <= 0.96
 
 
-def test_a_calm_run_is_stable():
+def test_calm_run_is_stable():
     found = stability_finding(record_of(CALM))
     assert found.verdict == "yes"
     assert found.numbers == {"num_checks": 7, "failed": []}
@@ -126,44 +126,44 @@ def spiked(base: np.ndarray, at: int, value: float) -> np.ndarray:
     ("metric", "values", "check"),
     [
         ("critic/score/mean", np.where(np.arange(STEPS) < 90, 0.6, 0.4), "Reward holds"),
-        ("actor/grad_norm", spiked(np.ones(STEPS), 7, 11.0), "Gradient has no spikes"),
-        ("actor/ppo_kl", spiked(np.zeros(STEPS), 7, -0.2), "Policy moves in small steps"),
-        ("actor/pg_clipfrac", np.full(STEPS, 0.4), "Few tokens are clipped"),
-        ("actor/entropy", np.linspace(1, 0.0, STEPS) ** 4, "Entropy is alive"),
-        ("actor/entropy", np.linspace(1, 4, STEPS), "Entropy is alive"),
-        ("response_length/clip_ratio", np.full(STEPS, 0.2), "Answers end by themselves"),
+        ("actor/grad_norm", spiked(np.ones(STEPS), 7, 11.0), "No gradient spikes"),
+        ("actor/ppo_kl", spiked(np.zeros(STEPS), 7, -0.2), "Small policy updates"),
+        ("actor/pg_clipfrac", np.full(STEPS, 0.4), "Few clipped tokens"),
+        ("actor/entropy", np.linspace(1, 0.0, STEPS) ** 4, "Entropy in range"),
+        ("actor/entropy", np.linspace(1, 4, STEPS), "Entropy in range"),
+        ("response_length/clip_ratio", np.full(STEPS, 0.2), "Few truncated responses"),
     ],
 )
-def test_each_check_fails_alone(metric, values, check):
+def test_check_fails_alone(metric, values, check):
     found = stability_finding(record_of({**CALM, metric: values}))
     assert found.verdict == "no"
     assert found.numbers["failed"] == [check]
     assert check.lower() in found.statement.lower()
 
 
-def test_a_critic_that_explains_nothing_fails_where_there_is_one():
+def test_critic_check_needs_a_critic():
     from rlcore.config.compose import load_config
 
     curves = {**CALM, "critic/vf_explained_var": np.full(STEPS, -0.1)}
     assert stability_finding(record_of(curves)).verdict == "yes"
     config = load_config([], experiment="countdown_ppo_demo")
-    assert stability_finding(record_of(curves, config=config)).numbers["failed"] == ["Critic explains returns"]
+    assert stability_finding(record_of(curves, config=config)).numbers["failed"] == ["Critic explains the returns"]
 
 
-def test_numbers_that_are_not_finite_are_told():
+def test_nonfinite_numbers_fail_check():
     record = record_of(CALM, nonfinite={9: ("actor/pg_loss",), 12: ("actor/pg_loss",)})
     check = stability_checks(record)[-1]
     assert (check.ok, check.measured) == (False, "actor/pg_loss at 2 steps, first 9")
 
 
-def test_checks_without_data_are_not_passed():
+def test_checks_without_data_have_no_result():
     checks = stability_checks(record_of({"critic/score/mean": 0.5 + NOISE}))
     assert {check.name for check in checks if check.ok is None} == {
-        "Gradient has no spikes",
-        "Policy moves in small steps",
-        "Few tokens are clipped",
-        "Entropy is alive",
-        "Answers end by themselves",
+        "No gradient spikes",
+        "Small policy updates",
+        "Few clipped tokens",
+        "Entropy in range",
+        "Few truncated responses",
     }
 
 
@@ -172,24 +172,24 @@ def test_checks_without_data_are_not_passed():
     [
         ({}, "nothing found"),
         ({"reward/equal_group_share": np.full(STEPS, 0.7)}, "equal groups"),
-        ({"response_length/clip_ratio": np.full(STEPS, 0.3)}, "answer length"),
+        ({"response_length/clip_ratio": np.full(STEPS, 0.3)}, "response length"),
         ({"critic/score/mean": 0.3 + 0.004 * np.arange(STEPS)}, "number of steps"),
         ({"response_length/clip_ratio": np.full(STEPS, 0.3), "reward/equal_group_share": np.full(STEPS, 0.7)},
-         "equal groups, answer length"),
+         "equal groups, response length"),
     ],
 )  # fmt: skip
-def test_what_limits_learning(curves, limit):
+def test_learning_limits(curves, limit):
     assert learning_limit(record_of({**CALM, **curves})).verdict == limit
 
 
-def test_a_gap_to_held_out_problems_is_overfitting():
+def test_gap_to_held_out_reward_is_overfitting():
     validations = {"step-000120": replace(random_result(1, 0.1, num_problems=200), name="step-000120")}
     assert learning_limit(record_of(CALM, validations=validations)).verdict == "overfitting"
     chosen = RunConfig(pass_rates=PassRatesConfig(samples=4))  # its rows are easier or harder than those held out
     assert learning_limit(record_of(CALM, validations=validations, config=chosen)).verdict == "nothing found"
 
 
-def test_groups_of_one_are_no_groups():
+def test_groups_of_one_are_ignored():
     curves = {**CALM, "reward/equal_group_share": np.ones(STEPS)}
     config = RunConfig().model_copy(
         update={"rollout": RunConfig().rollout.model_copy(update={"samples_per_prompt": 1})}
@@ -197,7 +197,7 @@ def test_groups_of_one_are_no_groups():
     assert learning_limit(record_of(curves, config=config)).verdict == "nothing found"
 
 
-def test_phases_add_up_to_the_step_without_the_first():
+def test_phases_sum_to_step_without_first():
     curves = {
         "timing_s/gen": [9.0, 2.0, 2.0],
         "timing_s/environment": [4.0, 4.0, 4.0],
@@ -218,14 +218,14 @@ def test_phases_add_up_to_the_step_without_the_first():
     assert speed_limit(record_of({})).verdict == "not known"
 
 
-def test_the_entropy_that_is_judged_is_that_of_a_token():
+def test_entropy_check_uses_token_entropy():
     record = record_of({"actor/entropy": [0.005] * 30, "actor/token_entropy": [0.3] * 30})
-    (check,) = (check for check in stability_checks(record) if check.name == "Entropy is alive")
+    (check,) = (check for check in stability_checks(record) if check.name == "Entropy in range")
     assert (check.metric, check.ok) == ("actor/token_entropy", True)
 
 
 @pytest.mark.parametrize(("num_problems", "verdict"), [(1, "no change found"), (5, "no change found"), (6, "yes")])
-def test_a_few_problems_that_all_got_better_say_nothing(num_problems, verdict):
+def test_learned_needs_enough_problems(num_problems, verdict):
     before, after = (
         result([problem(index, [score]) for index in range(num_problems)], name=name, step=step)
         for score, name, step in ((0.0, "before", 0), (1.0, "after", 20))

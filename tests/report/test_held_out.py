@@ -15,7 +15,7 @@ from tests.helpers.reports import FEW, page_of, record_of, table, write_run
 pytestmark = pytest.mark.slow
 
 
-def test_held_out_figures_are_those_of_the_validation_files(grpo_run, grpo_report):
+def test_held_out_metrics_match_validation_files(grpo_run, grpo_report):
     before, after = (ValidationResult.read(grpo_run / "validation" / f"{name}.json") for name in ("before", "after"))
     rows = table(grpo_report, "held_out")
     shown = page_of(grpo_report).tables["held_out"][1:]
@@ -30,7 +30,7 @@ def test_held_out_figures_are_those_of_the_validation_files(grpo_run, grpo_repor
         assert (row["Better on"], row["Worse on"]) == (found.paired.wins, found.paired.losses)
 
 
-def test_pass_at_k_and_difficulty_are_there_before_and_after(grpo_run, grpo_report):
+def test_pass_at_k_and_difficulty_tables(grpo_run, grpo_report):
     after = ValidationResult.read(grpo_run / "validation" / "after.json")
     curve = table(grpo_report, "pass_at_k")
     assert [row["k"] for row in curve] == [1, 2, 4]
@@ -43,7 +43,7 @@ def test_pass_at_k_and_difficulty_are_there_before_and_after(grpo_run, grpo_repo
     assert means == pytest.approx(after.metrics()["val-core/countdown/reward/mean@4"])
 
 
-def test_answers_without_a_score_are_neither_right_nor_wrong(tmp_path):
+def test_unscored_responses_are_excluded(tmp_path):
     config = write_run(tmp_path, num_steps=2, num_problems=12, only=FEW)
     file = tmp_path / "validation" / "after.json"
     result = ValidationResult.read(file)

@@ -16,7 +16,7 @@ HOSTILE = (
 )
 
 
-def test_hostile_text_is_text_in_markdown():
+def test_hostile_text_stays_text_in_markdown():
     """The summary goes into Prefect's and MLflow's pages, which render Markdown."""
     tile = Tile(HOSTILE[1], HOSTILE[0], HOSTILE[1])
     finding = Finding(HOSTILE[0], HOSTILE[1], "", HOSTILE[0], HOSTILE[1])
@@ -32,7 +32,7 @@ def test_hostile_text_is_text_in_markdown():
     assert "&#" not in text, "Prefect's page shows such an entity as it is written"
 
 
-def test_text_between_backticks_is_code(tmp_path):
+def test_backticks_become_code(tmp_path):
     write_run(tmp_path / "run", num_steps=2, num_problems=4)
     for file in (tmp_path / "run" / "validation").iterdir():
         text = re.sub(r'"difficulty": ?\d+', '"difficulty":2', file.read_text())
@@ -44,7 +44,7 @@ def test_text_between_backticks_is_code(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["- a", "1. a", "1) a", "123456789. a", "1.", "# a", "+ a", "= a", "a\n- b"])
-def test_text_starts_no_list_or_heading(text):
+def test_escaped_text_starts_no_list_or_heading(text):
     page = MarkdownIt("commonmark").render(escape(text))
     assert page.startswith("<p>")
     assert page.count("<") == 2
@@ -52,13 +52,13 @@ def test_text_starts_no_list_or_heading(text):
 
 
 @pytest.mark.parametrize("text", ["0.3359", "2,303", "1.5 of 3", "\u22120.5", "mean@4", "val-core/x/acc/mean@16."])
-def test_numbers_and_names_are_shown_as_they_are(text):
+def test_numbers_and_names_are_unchanged(text):
     assert MarkdownIt("commonmark").render(escape(text)) == f"<p>{text}</p>\n"
     assert "&" not in escape(text)  # Prefect's page shows an entity by number as it is written
 
 
 @pytest.mark.parametrize("text", ["http://a.example", "see www.a.example", "me@a.b.example"])
-def test_an_address_is_text_and_no_link(text):
+def test_addresses_are_not_links(text):
     as_a_link = re.compile(r"https?://|www\.|[\w.+-]+@[\w-]+(\.\w)+")  # GFM's autolinks
     assert as_a_link.search(text)
     assert not as_a_link.search(escape(text))

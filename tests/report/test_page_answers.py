@@ -21,7 +21,7 @@ EPISODE = "4\n[environment] reward -0.1\n[environment] <b>+\n6\n[environment] re
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """40 problems at steps 0, 20 and 40; problem 3 is hostile, 5 is not judged at step 20, 7 is an episode."""
+    """40 problems at steps 0, 20 and 40; problem 3 is hostile, 5 is not validated at step 20, 7 is an episode."""
     folder = tmp_path_factory.mktemp("runs") / "browsed"
     config = write_run(folder, num_steps=1, num_problems=4, validate=False, only=("critic/score/mean",))
     for step in (0, 20, 40):
@@ -51,7 +51,7 @@ def result_at(run_dir, step: int) -> ValidationResult:
     return ValidationResult.read(run_dir / "validation" / f"step-{step:06d}.json")
 
 
-def test_every_answer_of_every_step_is_in_the_page(run_dir, page):
+def test_page_has_every_response_of_every_step(run_dir, page):
     data = data_of(page)
     assert [validation["step"] for validation in data["validations"]] == [0, 20, 40]
     assert len(data["problems"]) == NUM_PROBLEMS
@@ -59,17 +59,17 @@ def test_every_answer_of_every_step_is_in_the_page(run_dir, page):
     for index, step in enumerate((0, 20, 40)):
         shown = {problem["id"]: problem["at"][index] for problem in data["problems"]}
         for problem in result_at(run_dir, step).problems:
-            judged = shown.pop(problem.prompt_id)
-            assert judged["score"] == problem.mean_score
-            assert [given["greedy"] for given in judged["answers"]] == [True] + [False] * len(problem.samples)
-            for given, answer in zip(judged["answers"], [problem.greedy, *problem.samples], strict=True):
+            validated = shown.pop(problem.prompt_id)
+            assert validated["score"] == problem.mean_score
+            assert [given["greedy"] for given in validated["answers"]] == [True] + [False] * len(problem.samples)
+            for given, answer in zip(validated["answers"], [problem.greedy, *problem.samples], strict=True):
                 assert data["texts"][given["text"]] == answer.text
                 for name in ("score", "parts", "num_tokens", "finish_reason", "solved", "logprob"):
                     assert given[name] == getattr(answer, name)
         assert list(shown.values()) == ([None] if step == 20 else [])
 
 
-def test_the_page_loads_nothing_and_runs_only_its_own_script(page):
+def test_page_loads_nothing_and_runs_own_script(page):
     html = page.read_text()
     found = parse(re.sub(r"(<script[^>]*>).*?(</script>)", r"\1\2", html, flags=re.DOTALL))
     assert found.tags.count("script") == 2
@@ -82,18 +82,18 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(page):
     )
 
 
-def test_of_two_validations_of_a_step_the_larger_is_shown(run_dir):
+def test_larger_validation_of_a_step_is_shown(run_dir):
     small = result_at(run_dir, 20)
     large = dataclasses.replace(result_at(run_dir, 40), step=20, name="after")
     assert validations_by_step({"a": small, "b": large}) == [large]
     assert [result.step for result in validations_by_step({"z": result_at(run_dir, 40), "y": small})] == [20, 40]
 
 
-def test_too_many_problems_leave_out_those_that_changed_least(run_dir, tmp_path):
+def test_problems_with_smallest_change_are_omitted(run_dir, tmp_path):
     page = build_sample_browser(run_dir, target=tmp_path / "some.html", max_problems=10)
     kept = data_of(page)["problems"]
     assert len(kept) == 10
-    assert "30 problems that changed least are left out" in page.read_text()
+    assert "30 problems with the smallest change are omitted" in page.read_text()
     first, last = (result_at(run_dir, step) for step in (0, 40))
     changes = sorted(
         (abs(b.mean_score - a.mean_score) for a, b in zip(first.problems, last.problems, strict=True)), reverse=True
@@ -101,9 +101,9 @@ def test_too_many_problems_leave_out_those_that_changed_least(run_dir, tmp_path)
     assert sorted((abs(each["change"]) for each in kept), reverse=True) == changes[:10]
 
 
-def test_a_run_without_answers_is_refused(tmp_path):
+def test_run_without_responses_is_rejected(tmp_path):
     write_run(tmp_path / "young", experiment="debug", num_steps=1, validate=False, only=("critic/score/mean",))
-    with pytest.raises(DataError, match="holds no validation that can be read"):
+    with pytest.raises(DataError, match="no readable validation"):
         build_sample_browser(tmp_path / "young")
 
 
@@ -115,7 +115,7 @@ def test_embedded_json_cannot_end_its_element(page):
 
 
 @pytest.mark.program("chromium")
-def test_clicking_through_it(run_dir, page, tmp_path):
+def test_browser_walk_through_responses(run_dir, page, tmp_path):
     first, last = result_at(run_dir, 0), result_at(run_dir, 40)
     gains = {a.prompt_id: b.mean_score - a.mean_score for a, b in zip(first.problems, last.problems, strict=True)}
     with open_tab(tmp_path / "profile") as tab:
@@ -148,7 +148,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         assert tab.texts("#answers .verbatim") == [answer.text for answer in (chosen.greedy, *chosen.samples)]
         assert "log-probability -1.50" in tab.texts("#answers .note")[0]
         assert tab.texts("#answers .mark") == [
-            "right" if answer.solved else "wrong" for answer in (chosen.greedy, *chosen.samples)
+            "correct" if answer.solved else "wrong" for answer in (chosen.greedy, *chosen.samples)
         ]
 
         # What an environment said is set apart from what the model wrote.
@@ -162,7 +162,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
             "[environment] reward 1",
         ]
 
-        # A problem that was not judged at a step has no button of it.
+        # A problem that was not validated at a step has no button of it.
         tab.click('.item[data-key^="5:"]')
         shows("Prompt 5 · step 40")
         assert tab.value("[...document.querySelectorAll('.step')].map((each) => each.dataset.step)") == ["0", "40"]
@@ -175,10 +175,10 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         num_answers = sum(
             len(problem.samples) + 1 for step in (0, 20, 40) for problem in result_at(run_dir, step).problems
         )
-        counts(f"{num_answers} answers")
+        counts(f"{num_answers} responses")
         tab.click("#step")
         tab.type("0..20")
-        counts(f"{num_answers - NUM_PROBLEMS * (len(chosen.samples) + 1)} answers")
+        counts(f"{num_answers - NUM_PROBLEMS * (len(chosen.samples) + 1)} responses")
         tab.choose("#each", "prompt")
         tab.click("#score")
         tab.type("high")
@@ -192,13 +192,13 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         counts("1 prompt")
         assert ids() == [3]
         assert '<img src=x onerror="document.title=1">' in tab.texts("#answers .verbatim")[0]
-        assert "9 tokens, cut" in tab.texts("#answers .note")[0]
+        assert "9 tokens, truncated" in tab.texts("#answers .note")[0]
         assert tab.value("document.querySelectorAll('img').length") == 0
-        assert tab.value("document.title") == "Answers of browsed · Millrace"
+        assert tab.value("document.title") == "Responses of browsed · Millrace"
         assert tab.problems == []
 
 
-def test_where_the_scorer_failed_nothing_has_changed(run_dir, tmp_path):
+def test_unscored_responses_have_no_change(run_dir, tmp_path):
     """The scorer fails on all answers to problem 9 at step 40, and on those to problem 8 at every step."""
     folder = shutil.copytree(run_dir, tmp_path / "unscored")
     unscored = {"score": 0.0, "parts": {}, "failure": "the judge was away"}
@@ -223,7 +223,7 @@ def test_where_the_scorer_failed_nothing_has_changed(run_dir, tmp_path):
 
 
 @pytest.mark.program("chromium")
-def test_a_report_opens_without_a_word_of_complaint(grpo_report, tmp_path):
+def test_report_opens_without_browser_errors(grpo_report, tmp_path):
     with open_tab(tmp_path / "profile") as tab:
         tab.open(grpo_report.html)
         tab.click('nav a[href="#configuration"]')
@@ -242,7 +242,7 @@ def test_a_report_opens_without_a_word_of_complaint(grpo_report, tmp_path):
         assert tab.problems == []
 
 
-def test_samples_are_answers_to_the_same_problem(grpo_run):
+def test_samples_answer_the_same_problem(grpo_run):
     before, after = (ValidationResult.read(grpo_run / "validation" / f"{name}.json") for name in ("before", "after"))
     first, *_ = sample_table(read_run(grpo_run)).rows
     was, became = next(

@@ -20,7 +20,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     return charts_of({"run": [record]}, LEARNING)
 
 
-def test_the_last_step_is_told_value_for_value(grpo_run, grpo_report):
+def test_last_values_match_last_step(grpo_run, grpo_report):
     last = load_journal(grpo_run / JOURNAL_FILE).steps[-1]
     rows = table(grpo_report, "metrics")
     assert {row["Metric"]: row["Value"] for row in rows} == dict(last.metrics)
@@ -30,7 +30,7 @@ def test_the_last_step_is_told_value_for_value(grpo_run, grpo_report):
     assert undefined == []
 
 
-def test_convergence_and_performance_are_those_of_the_journal(grpo_run, grpo_report):
+def test_measures_match_journal(grpo_run, grpo_report):
     rows = {row["Measure"]: row["Value"] for name in ("convergence", "performance", "efficiency")
             for row in table(grpo_report, name)}  # fmt: skip
     rewards, entropy = series(grpo_run, "critic/score/mean"), series(grpo_run, "actor/entropy")
@@ -43,16 +43,16 @@ def test_convergence_and_performance_are_those_of_the_journal(grpo_run, grpo_rep
     assert rows["Gradient norm, median / largest"] == pytest.approx({"median": np.median(norms), "max": max(norms)})
     assert rows["Seconds of training steps"] == pytest.approx(sum(series(grpo_run, "timing_s/step")))
     mean = np.mean(series(grpo_run, "timing_s/step")[1:])
-    assert rows["Seconds a step"] == pytest.approx(mean)
-    assert f"{document.duration(mean)} a step" in page_of(grpo_report).words
+    assert rows["Seconds per step"] == pytest.approx(mean)
+    assert f"{document.duration(mean)} per step" in page_of(grpo_report).words
     assert rows["Tokens trained on"] == pytest.approx(sum(series(grpo_run, "perf/total_num_tokens")))
     assert rows["Throughput, median"] == pytest.approx(np.median(series(grpo_run, "perf/throughput")))
-    assert rows["Answers cut at the limit, last third"] == pytest.approx(
+    assert rows["Responses truncated at the limit, last third"] == pytest.approx(
         np.mean(series(grpo_run, "response_length/clip_ratio")[-20:])
     )
 
 
-def test_every_measure_is_defined(grpo_report, ppo_report):
+def test_measures_have_definitions(grpo_report, ppo_report):
     for files in (grpo_report, ppo_report):
         for name in ("convergence", "performance", "efficiency"):
             rows = table(files, name)
@@ -60,20 +60,20 @@ def test_every_measure_is_defined(grpo_report, ppo_report):
             assert all(row["Definition"] for row in rows), name
 
 
-def test_a_picture_of_zeros_is_words(tmp_path):
+def test_chart_of_zeros_is_named(tmp_path):
     curves = {"actor/ppo_kl": [0.0, 0.0], "actor/entropy": [0.0, 0.1], "response_length/clip_ratio": [0.0, 0.0]}
     config = load_config([], experiment="debug")
     assert config.trainer.mini_batch_size == config.trainer.batch_size
     found = gallery_of(learning_charts(record_of(curves, config=config)), tmp_path)
     assert [picture.name for picture in found.pictures] == ["entropy"]
-    assert found.flat == (f"KL ({ONE_UPDATE})", "Answers cut at the limit")
-    assert "Answer length" in found.absent
+    assert found.flat == (f"KL ({ONE_UPDATE})", "Responses truncated at the limit")
+    assert "Response length" in found.absent
 
 
-def test_the_supervised_stage_has_its_curve(tmp_path):
+def test_supervised_stage_has_curve(tmp_path):
     run_dir = tmp_path / "runs" / "begun"
     write_run(run_dir, num_steps=2, num_problems=4, only=FEW)
-    with_stages(run_dir, Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))
+    with_stages(run_dir, Stage("filtered", "0a", "x"), Stage("initial policy", "1b", "y"))
     stage = tmp_path / "warm-starts" / "warm-start-1b"
     chart = next(one for one in learning_charts(read_run(run_dir)) if one.name == "supervised")
     assert gallery_of([chart], tmp_path).absent == ("Supervised stage",), "its folder is gone"
@@ -90,7 +90,7 @@ def test_the_supervised_stage_has_its_curve(tmp_path):
     assert drawn == {"training": ([1, 2, 3], losses), "held out": ([0, 4], [4.5, 1.5])}
 
 
-def test_without_a_supervised_stage_no_curve_is_missing(tmp_path):
+def test_run_without_supervised_stage_has_no_curve(tmp_path):
     write_run(
         tmp_path / "runs" / "bare", num_steps=2, num_problems=4, only=FEW, overrides=("warm_start.enabled=false",)
     )

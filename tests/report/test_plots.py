@@ -1,19 +1,20 @@
-"""Pictures in a page and as files."""
+"""Charts as parts of a page and as files, and series."""
 
 import re
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from rlcore.report.plots import SETTINGS, legend
+from rlcore.report.plots import SETTINGS, legend, series_of, smooth, thin, window_of
 from tests.helpers.reports import page_of
 
 pytestmark = pytest.mark.slow
 
 
-def test_ids_are_unique_and_references_are_kept(ppo_report):
+def test_ids_are_unique_and_references_resolve(ppo_report):
     page = page_of(ppo_report)
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
@@ -24,7 +25,7 @@ def test_ids_are_unique_and_references_are_kept(ppo_report):
     assert used | clips <= set(ids)
 
 
-def test_pictures_take_the_colours_of_the_page(grpo_report):
+def test_pictures_use_page_colours(grpo_report):
     html = grpo_report.html.read_text()
     svgs = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
     assert len(svgs) >= 10
@@ -34,7 +35,7 @@ def test_pictures_take_the_colours_of_the_page(grpo_report):
     assert "prefers-color-scheme: dark" in html
 
 
-def test_pictures_lie_beside_as_files(grpo_report):
+def test_pictures_are_written_as_files(grpo_report):
     folder = grpo_report.html.parent / "figures"
     names = re.findall(r'id="f-(\w+)"', grpo_report.html.read_text())
     assert {"reward", "validation", "entropy", "ppo_kl", "grad_norm", "lengths", "phases", "throughput"} <= set(names)
@@ -43,7 +44,7 @@ def test_pictures_lie_beside_as_files(grpo_report):
         assert ET.parse(folder / f"{name}.svg").getroot().tag.endswith("svg")
 
 
-def test_legends_are_whole():
+def test_legends_fit_the_figure():
     with rc_context(SETTINGS):
         figure = Figure(figsize=(6.4, 2.7), layout="constrained")
         axes = figure.subplots()
@@ -55,3 +56,26 @@ def test_legends_are_whole():
     assert figure.bbox.x0 <= box.x0
     assert box.x1 <= figure.bbox.x1
     assert box.y1 <= figure.bbox.y1
+
+
+def test_smooth_is_centred_mean():
+    values = np.random.default_rng(0).random(100)
+    series = series_of(enumerate(values))
+    assert window_of(series) == 7  # 100 // 15 = 6, and the step itself
+    naive = [values[max(0, i - 3) : i + 4].mean() for i in range(100)]
+    assert smooth(series).tolist() == pytest.approx(naive)
+    assert smooth(series_of([(1, 2.0), (2, 4.0)])).tolist() == [3.0, 3.0]
+
+
+def test_thin_keeps_means():
+    values = np.random.default_rng(0).random(1_000)
+    points = thin(series_of(enumerate(values)), 100)
+    assert points.index.tolist() == [10 * place + 4 for place in range(100)]
+    assert points.tolist() == pytest.approx(values.reshape(100, 10).mean(axis=1))
+    assert len(thin(series_of(enumerate(values[:950])), 400)) == 400
+
+
+def test_series_are_sorted_by_step():
+    series = series_of([(2, 5.0), (1, 3.0)])
+    assert (series.tolist(), series.index.tolist()) == ([3.0, 5.0], [1, 2])
+    assert series_of([]) is None

@@ -16,8 +16,8 @@ from tests.helpers.reports import FEW, record_of, validation, with_stages, write
 pytestmark = pytest.mark.slow
 
 
-def test_a_validation_without_a_line_is_on_the_curve(tmp_path):
-    """As where total_steps was lowered to the step that was saved: only after.json has that step."""
+def test_validation_without_journal_line_is_on_curve(tmp_path):
+    """If total_steps was lowered to the saved step, only after.json has that step."""
     config = write_run(tmp_path, num_steps=30, num_problems=6, validate=False, only=FEW)
     with Journal(tmp_path / JOURNAL_FILE) as journal:
         journal.append_step(20, {"val-core/countdown/reward/mean@4": 0.5})
@@ -29,8 +29,8 @@ def test_a_validation_without_a_line_is_on_the_curve(tmp_path):
     assert found[30] == validation(config, "after", 30, 0.3, 6).intervals["reward/mean@4"]
 
 
-def test_after_training_is_the_newest_validation():
-    """As where a finished run was given more steps."""
+def test_after_is_newest_validation():
+    """A finished run may be given more steps."""
     config = load_config([], experiment="countdown_demo")
     found = {
         name: validation(config, name, step, 0.3, 6)
@@ -42,8 +42,8 @@ def test_after_training_is_the_newest_validation():
 
 
 @pytest.mark.parametrize("with_files", [True, False])
-def test_the_newest_number_of_samples_is_reported(tmp_path, with_files):
-    """As where validation.samples_per_problem was changed, and changed back."""
+def test_newest_number_of_samples_is_used(tmp_path, with_files):
+    """validation.samples_per_problem may be changed, and changed back."""
     write_run(tmp_path, num_steps=0, validate=False)
     with Journal(tmp_path / JOURNAL_FILE) as journal:
         for step, samples in ((0, 2), (10, 4), (20, 8), (30, 2), (40, 4)):
@@ -58,7 +58,7 @@ def test_the_newest_number_of_samples_is_reported(tmp_path, with_files):
     assert [step for step, _ in record.held_out(record.reward_statistic)] == [10, 40]
 
 
-def test_a_validation_is_read_again_when_it_changes(tmp_path):
+def test_changed_validation_is_read_again(tmp_path):
     write_run(tmp_path / "run", num_steps=10, num_problems=4)
     first, second = (read_run(tmp_path / "run").validations["after"] for _ in range(2))
     assert first is second
@@ -66,7 +66,7 @@ def test_a_validation_is_read_again_when_it_changes(tmp_path):
     assert read_run(tmp_path / "run").validations["after"].step == first.step + 1
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_folder_without_run_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"run\.json: cannot be read .*name the folder of a run"):
         build_report(tmp_path)
     (tmp_path / "run.json").write_text('{"settings": {"trainer": {"totl_steps": 3}}}')
@@ -75,9 +75,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_an_unreadable_supervised_stage_has_no_steps(tmp_path, monkeypatch):
+def test_unreadable_supervised_stage_has_no_steps(tmp_path, monkeypatch):
     write_run(tmp_path / "begun", num_steps=2, num_problems=4, only=FEW)
-    with_stages(tmp_path / "begun", Stage("start model", "1b", "y"))
+    with_stages(tmp_path / "begun", Stage("initial policy", "1b", "y"))
     (tmp_path.parent / "warm-starts" / "warm-start-1b").mkdir(parents=True)
     (tmp_path.parent / "warm-starts" / "warm-start-1b" / JOURNAL_FILE).write_bytes(b"\x00no journal\n")
     monkeypatch.chdir(tmp_path)

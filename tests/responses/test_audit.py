@@ -1,4 +1,4 @@
-"""The audit of a reward, and old answers scored anew."""
+"""Audit of a scorer, and rescoring of stored responses."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def pool(scorer: str) -> ScoringPool:
         ("is_right", set()),
     ],
 )
-def test_a_hole_is_found_with_an_example(scorer: str, kinds: set[str]) -> None:
+def test_audit_finds_loophole_with_example(scorer: str, kinds: set[str]) -> None:
     found = {finding.kind: finding for finding in audit_reward(CASES, pool(scorer))}
     assert found.keys() == kinds
     for finding in found.values():
@@ -49,21 +49,21 @@ def test_a_hole_is_found_with_an_example(scorer: str, kinds: set[str]) -> None:
         assert all(trial.score.total > 0 for trial in finding.paid)
     if scorer == "pays_for_a_phrase":
         text = str(found[OTHERS])
-        assert text.startswith("answer to another problem: 3 of 5 scored, up to 1; to the problem 'make 3")
+        assert text.startswith("response to another problem: 3 of 5 earned a score, up to 1; e.g. to 'make 3")
     assert JUNK not in found
 
 
-def test_problems_of_one_truth_share_their_answers() -> None:
+def test_problems_with_same_truth_share_responses() -> None:
     same = [Case("a", '{"is": "B"}', ("B",)), Case("b", '{"is": "B"}', ("B", "so B"))]
     assert audit_reward(same, pool("is_right")) == ()
 
 
-def test_a_run_reports_a_hole_before_its_first_step(tmp_path: Path) -> None:
+def test_run_reports_loophole_before_first_step(tmp_path: Path) -> None:
     run = small(tmp_path, f"data.scorer={PLANTED}:pays_for_a_phrase", steps=2)
     run_to_the_end(run)
     events = load_journal(run.layout.journal).events
     (event,) = [event for event in events if event.name == "reward_audit"]
-    assert "scorer_failed" not in {event.name for event in events}, "an answer of the audit is none of the model's"
+    assert "scorer_failed" not in {event.name for event in events}, "audit responses are not counted"
     assert event.step == 0
     assert event.data["kinds"] == [OTHERS]
     assert "pays_for_a_phrase pays for what is no answer" in str(event.data["text"])
@@ -74,7 +74,7 @@ def test_a_run_reports_a_hole_before_its_first_step(tmp_path: Path) -> None:
     assert found.kind == OTHERS
 
 
-def test_an_audit_may_be_switched_off_and_answers_too(tmp_path: Path) -> None:
+def test_audit_and_responses_can_be_disabled(tmp_path: Path) -> None:
     words = ("reward.audit=false", "answers.every_steps=0", f"data.scorer={PLANTED}:pays_for_a_phrase")
     run = small(tmp_path, *words, steps=2)
     run_to_the_end(run)
@@ -82,10 +82,10 @@ def test_an_audit_may_be_switched_off_and_answers_too(tmp_path: Path) -> None:
     assert not run.layout.answers.exists()
 
 
-def kept(
+def store_rows(
     folder: Path, *answers: tuple[int, int, str, float | None], indices: Iterable[int] = itertools.count()
 ) -> Path:
-    """Of one step each: (step, prompt, text, old score), with a penalty of -0.25 for length in each."""
+    """Store a step for each (step, prompt, text, old score), with a length penalty of -0.25."""
     writer = ResponseWriter(folder, AnswersConfig())
     for (step, prompt_id, text, score), index in zip(answers, indices, strict=False):
         row = Made(1).of_step(step).slice(0, 1).to_pylist()[0]
@@ -103,12 +103,12 @@ def kept(
     return folder
 
 
-def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
-    answers = kept(
+def test_rescore_compares_scorers(tmp_path: Path) -> None:
+    answers = store_rows(
         tmp_path,
-        (1, 3, "3", 0.75), (1, 3, "4", -0.25),  # as before
-        (1, 5, "5", -0.25), (1, 5, "6", -0.25),  # was without a difference
-        (2, 3, "1 + 2", 0.75), (2, 3, "2 + 1", 0.75),  # both lower: still without a difference
+        (1, 3, "3", 0.75), (1, 3, "4", -0.25),  # unchanged
+        (1, 5, "5", -0.25), (1, 5, "6", -0.25),  # was flat
+        (2, 3, "1 + 2", 0.75), (2, 3, "2 + 1", 0.75),  # both lower, still flat
         (2, 4, "crash", 0.75), (2, 4, "4", None),  # failures
     )  # fmt: skip
     found = rescore(answers, Query(), pool("is_right"))
@@ -120,11 +120,11 @@ def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
     one = rescore(answers, Query(step=(1, 1), prompt=5), pool("is_right"))
     assert (one.num_answers, one.num_changed) == (2, 1)
     assert str(one.largest[0]).startswith("step 1: -0.25 -> 0.75: to ")
-    again = kept(tmp_path, *[(3, 9, text, 0.0) for text in ("9", "8", "9", "8")], indices=[0, 1, 0, 1])
+    again = store_rows(tmp_path, *[(3, 9, text, 0.0) for text in ("9", "8", "9", "8")], indices=[0, 1, 0, 1])
     twice = rescore(again, Query(step=(3, 3), sort="-num_tokens"), pool("is_right"))
-    assert (twice.num_groups, twice.num_groups_changed) == (2, 2), "a prompt that comes twice in a step is two groups"
-    again = kept(tmp_path, *[(4, 9, text, 0.0) for text in ("9", "8", "8", "9")], indices=[0, 1, 0, 1])
+    assert (twice.num_groups, twice.num_groups_changed) == (2, 2), "a repeated prompt is two groups"
+    again = store_rows(tmp_path, *[(4, 9, text, 0.0) for text in ("9", "8", "8", "9")], indices=[0, 1, 0, 1])
     some = rescore(again, Query(step=(4, 4), search="9"), pool("is_right"))
-    assert (some.num_answers, some.num_groups) == (2, 2), "whichever of its answers are chosen"
-    with pytest.raises(DataError, match="no kept answer is chosen"):
+    assert (some.num_answers, some.num_groups) == (2, 2), "also for a part of the responses"
+    with pytest.raises(DataError, match="no stored response is selected"):
         rescore(answers, Query(search="no such text"), pool("is_right"))

@@ -1,4 +1,4 @@
-"""Kept answers are found as a plain loop over all rows finds them."""
+"""Search of stored responses, against a naive loop over all rows."""
 
 from pathlib import Path
 from statistics import fmean
@@ -66,7 +66,7 @@ def naive(folder: Path, query: Query) -> list[dict[str, Any]]:
 
 
 def change(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
-    """The mean score of the prompt's answers in its last validation less that in its first."""
+    """Return the mean score of the prompt in its last validation minus that in its first."""
     scores: dict[int, list[float]] = {}
     for one in rows:
         if one["prompt_id"] == row["prompt_id"] and one["validation"] is not None and one["score"] is not None:
@@ -85,14 +85,14 @@ def change(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
         Query(score=(0.25, None), sort="num_tokens"),
         Query(score=(None, 0.5), step=(None, 3), sort="-gap"),
         Query(search="1 3", sort="prompt_id"),
-        Query(search="no such answer"),
+        Query(search="no such response"),
         Query(search="2 3", in_prompts=True),
         Query(each="prompt"),
         Query(each="prompt", sort="-change", kind="validation"),
         *(Query(sort=f"-{sort}") for sort in SORTS),
     ],
 )
-def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
+def test_search_matches_naive_loop(folder: Path, query: Query) -> None:
     answers = find_responses(folder, query)
     found = answers.rows(range(len(answers)), ALL_COLUMNS)
     keys = [row.pop("key") for row in found]
@@ -103,7 +103,7 @@ def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
     assert answers.light["score"].to_pylist() == [row["score"] for row in found]
 
 
-def test_the_answers_to_a_prompt_come_together(folder: Path) -> None:
+def test_responses_to_same_prompt(folder: Path) -> None:
     rows = [row for part in parts_of(folder) for row in pq.read_table(part).to_pylist() if row["prompt_id"] == 2]
     chosen = find_responses(folder, Query(prompt=2, step=(6, 6), kind="validation")).rows(range(1))[0]
     found = responses_to_same_prompt(folder, chosen["key"])
@@ -117,7 +117,7 @@ def test_the_answers_to_a_prompt_come_together(folder: Path) -> None:
         assert visit["score"] == pytest.approx(fmean(scores))
 
 
-def test_parts_that_come_are_seen(tmp_path: Path) -> None:
+def test_new_parts_are_found(tmp_path: Path) -> None:
     assert len(find_responses(tmp_path / "none yet", Query())) == 0
     writer = ResponseWriter(tmp_path / "none yet", AnswersConfig())
     writer.add(Made(1).of_step(1))
@@ -141,25 +141,25 @@ def test_parts_that_come_are_seen(tmp_path: Path) -> None:
         ({"sort": "-beauty"}, "sort: must be one of step, score, .*, got '-beauty'"),
     ],
 )
-def test_wrong_filters_are_told(given: dict[str, Any], words: str) -> None:
+def test_invalid_filters_are_rejected(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Query.parse(**given)
 
 
-def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
+def test_invalid_keys_and_parts_are_rejected(folder: Path, tmp_path: Path) -> None:
     for key in ("train-000001-000003.parquet:99999", "../settings.json:0", "train-000001-000003.parquet:-1", "x",
                 f"train-000001-000003.parquet:{'9' * 5_000}"):  # fmt: skip
-        with pytest.raises(DataError, match="there is no such answer"):
+        with pytest.raises(DataError, match="no such response"):
             read_response(folder, key)
     (tmp_path / "train-000001-000002.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
+    with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as stored responses"):
         find_responses(tmp_path, Query())
-    with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
+    with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as stored responses"):
         read_response(tmp_path, "train-000001-000002.parquet:0")
 
 
-def test_a_part_that_disappears_is_left_out(tmp_path: Path) -> None:
-    """As the oldest part of a run that goes on; a link to nowhere stands for it."""
+def test_deleted_part_is_skipped(tmp_path: Path) -> None:
+    """A broken link stands for a part that a running trainer removes."""
     writer = ResponseWriter(tmp_path, AnswersConfig())
     writer.add(Made(1).of_step(3))
     writer.start_part()
@@ -169,6 +169,6 @@ def test_a_part_that_disappears_is_left_out(tmp_path: Path) -> None:
     assert len(find_responses(tmp_path, Query())) == 8
 
 
-def test_what_json_does_not_know_is_null():
-    told = to_finite_json({"a": [1.0, float("nan")], "b": (float("inf"), 10**30, "x", None, True)})
-    assert told == {"a": [1.0, None], "b": [None, 10**30, "x", None, True]}
+def test_nonfinite_values_become_null():
+    result = to_finite_json({"a": [1.0, float("nan")], "b": (float("inf"), 10**30, "x", None, True)})
+    assert result == {"a": [1.0, None], "b": [None, 10**30, "x", None, True]}

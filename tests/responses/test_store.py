@@ -1,4 +1,4 @@
-"""Parts of kept answers: written in a thread, cut, let go, and on a disk that is full."""
+"""Parts of stored responses: written in a thread, truncated, limited in size, and on a full disk."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in sorted(folder.iterdir())]
 
 
-def test_a_part_a_chunk_holds_what_was_added(tmp_path: Path) -> None:
+def test_part_has_added_responses(tmp_path: Path) -> None:
     writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
     chunk(writer, 1, 2)
     chunk(writer, 3)
@@ -35,7 +35,7 @@ def test_a_part_a_chunk_holds_what_was_added(tmp_path: Path) -> None:
     assert written.equals(pa.concat_tables([Made(1).of_step(1), Made(2).of_step(2)]))
 
 
-def test_going_back_leaves_what_the_checkpoint_has(tmp_path: Path) -> None:
+def test_truncate_keeps_responses_of_checkpoint(tmp_path: Path) -> None:
     writer = ResponseWriter(tmp_path, AnswersConfig())
     chunk(writer, 1, 2)
     chunk(writer, 3, 4)
@@ -52,10 +52,10 @@ def test_going_back_leaves_what_the_checkpoint_has(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "train-000003-000003.parquet").equals(Made(3).of_step(3))
     writer.start_part()
     writer.wait()
-    assert len(names(tmp_path)) == 4, "what was added before the cut is forgotten"
+    assert len(names(tmp_path)) == 4, "truncate discards unwritten responses"
 
 
-def test_going_back_while_a_part_is_being_written(tmp_path: Path) -> None:
+def test_truncate_during_write(tmp_path: Path) -> None:
     writer = ResponseWriter(tmp_path, AnswersConfig())
     writer.add(Made(1).of_step(1))
     writer.start_part()
@@ -63,7 +63,7 @@ def test_going_back_while_a_part_is_being_written(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_thinned_and_bounded(tmp_path: Path) -> None:
+def test_steps_and_size_are_limited(tmp_path: Path) -> None:
     thinned = ResponseWriter(tmp_path, AnswersConfig(every_steps=5))
     assert [step for step in range(1, 12) if thinned.stores_step(step)] == [5, 10]
     none = ResponseWriter(tmp_path, AnswersConfig(every_steps=0))
@@ -83,7 +83,7 @@ def test_thinned_and_bounded(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2.5 * size
 
 
-def test_a_full_disk_keeps_the_part_in_memory(tmp_path: Path) -> None:
+def test_full_disk_keeps_part_in_memory(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", 1) as disk:
         writer = ResponseWriter(disk / "answers", AnswersConfig())
         chunk(writer, 1)
@@ -103,7 +103,7 @@ def test_a_full_disk_keeps_the_part_in_memory(tmp_path: Path) -> None:
         assert len(parts_of(disk / "answers")) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "answers").write_text("a file")
     writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
     writer.add(Made(1).of_step(1))

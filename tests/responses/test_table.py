@@ -1,4 +1,4 @@
-"""The columns of kept answers, against a loop over tokens."""
+"""Columns of stored responses, against a loop over tokens."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.helpers.answers import Made
 
 
 def naive(made: Made, step: int) -> list[dict[str, object]]:
-    """One answer after the other, one token after the other."""
+    """Return the rows by a loop over responses and tokens."""
     found = []
     start = 0
     for index, rollout in enumerate(made.rollouts):
@@ -57,17 +57,17 @@ def naive(made: Made, step: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_columns_are_those_of_a_loop_over_tokens(turns: bool) -> None:
+def test_columns_match_loop_over_tokens(turns: bool) -> None:
     made = Made(3, groups=6, turns=turns)
     table = made.of_step(12)
     assert table.schema == SCHEMA
     found = table.to_pylist()
     assert found == naive(made, 12)
-    assert found[0]["advantages"] is None, "one number for all tokens"
+    assert found[0]["advantages"] is None, "equal for all tokens"
     assert any(row["advantages"] for row in found[1:])
 
 
-def test_a_validation_has_no_advantages() -> None:
+def test_validation_has_no_advantages() -> None:
     made = Made(4)
     rows = made.of_validation(20, "step-000020", greedy=True).to_pylist()
     trained = {"advantage", "advantages", "gap", "policy_logprobs", "ref_logprobs"}

@@ -1,4 +1,4 @@
-"""Environments for the tests of episodes: one that counts, and some that misbehave at a game's number."""
+"""Environments for the tests of episodes: one that counts, and some that fail for certain games."""
 
 import asyncio
 import os
@@ -11,11 +11,11 @@ from typing import Any
 from rlcore.rollout.environment import Turn
 
 SLEEP_S = "ODD_SLEEP_S"
-"""Variable: how long the process that `Odd` leaves behind sleeps. Each test has its own time, to find its own by."""
+"""Environment variable: sleep of the child process of `Odd`. Each test has its own duration, to find its process."""
 
 
 class Counting:
-    """Replies with the number of turns, and ends at the fourth. Its reward depends on what was written."""
+    """Replies with the number of turns, and ends at the fourth. The reward depends on the text."""
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         self.turns, self.row = 0, row
@@ -28,7 +28,7 @@ class Counting:
 
 
 class Greeting(Counting):
-    """Begins with a message."""
+    """Starts with a message."""
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         super().reset(row)
@@ -36,7 +36,7 @@ class Greeting(Counting):
 
 
 class Slow(Counting):
-    """Takes its time for each turn."""
+    """Takes 0.6 s per turn."""
 
     async def step(self, text: str) -> Turn:
         await asyncio.sleep(0.6)
@@ -44,7 +44,7 @@ class Slow(Counting):
 
 
 class Noted(Counting):
-    """Notes each beginning in a file."""
+    """Records each start in a file."""
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         with Path(os.environ["BEGUN"]).open("a") as file:
@@ -53,7 +53,7 @@ class Noted(Counting):
 
 
 class Odd(Counting):
-    """Misbehaves in the second turn, by the number of the game."""
+    """Fails in the second turn, by the number of the game."""
 
     HANGS, ENDS = 16, (41, 49)
     """Few games: each of the first costs its deadline, each of the others two processes."""
@@ -79,13 +79,13 @@ class Odd(Counting):
 
 
 class Prompt(Odd):
-    """The same without the game that hangs: waiting for a deadline is no work, and takes its time."""
+    """The same without the game that hangs, which costs a deadline."""
 
     HANGS = -1
 
 
 class KilledOnce(Counting):
-    """Ends its process by SIGKILL at the first third turn of all, as an outsider might."""
+    """Kills its process at the first third turn, as a user might."""
 
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)
@@ -97,7 +97,7 @@ class KilledOnce(Counting):
 
 
 class Fickle(Counting):
-    """Does not reply the same again."""
+    """Gives another reply when a turn is repeated."""
 
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)
@@ -109,7 +109,7 @@ class Fickle(Counting):
 
 
 class KillsTheRun(Counting):
-    """Kills the trainer once, after its third step has been noted, in the middle of an episode."""
+    """Kills the trainer once, in an episode after the third step."""
 
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)

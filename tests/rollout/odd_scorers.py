@@ -1,4 +1,4 @@
-"""Scorers that misbehave on certain answers, for the tests of the scoring pool."""
+"""Scorers that fail on certain responses, for the tests of the scoring pool."""
 
 import os
 import sys
@@ -49,48 +49,48 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def waits_for_a_file(response: str, ground_truth: Mapping[str, object]) -> float:
-    """1, as soon as the file that the answer names is there."""
+    """Return 1 when the file named by the response exists."""
     while response and not Path(response).exists():
         time.sleep(0.01)
     return 1.0
 
 
 def right_if_short(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """1 for few letters, with their number as its part."""
+    """Return 1 for few letters, with their number as a part."""
     return Score(float(len(response) < 5), {"length": float(len(response))})
 
 
 def plain_number(response: str, ground_truth: Mapping[str, object]) -> float:
-    """As other trainers' rewards are."""
+    """Return a number, as rewards of other trainers do."""
     return len(response) / 2
 
 
 def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> float:
-    """1, or an exception."""
+    """Return 1 or raise."""
     if len(response) % 2:
         raise RuntimeError("an odd length")
     return 1.0
 
 
 def fails_on_odd_targets(response: str, ground_truth: Mapping[str, object]) -> float:
-    """The number of characters, or an exception."""
+    """Return the number of characters or raise."""
     if int(str(ground_truth["target"])) % 2:
         raise RuntimeError("an odd target")
     return float(len(response))
 
 
 def fails_always(response: str, ground_truth: Mapping[str, object]) -> float:
-    """An exception."""
+    """Raise."""
     raise RuntimeError("always")
 
 
 def always_the_same(response: str, ground_truth: Mapping[str, object]) -> float:
-    """1, whatever the answer."""
+    """Return 1."""
     return 1.0
 
 
 def nothing_in_an_empty_answer(response: str, ground_truth: Mapping[str, object]) -> float:
-    """The length; an empty answer takes for ever, or the process down."""
+    """Return the length; an empty response hangs or ends the process."""
     if not response and ground_truth["value"] == "exit":
         os._exit(3)
     while not response:

@@ -1,4 +1,4 @@
-"""The marks of a file whose tests need the real vLLM."""
+"""Marks of test files that need the real vLLM."""
 
 from importlib.util import find_spec
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def real_vllm(timeout_s: int) -> list[pytest.MarkDecorator]:
-    """For its `pytestmark`."""
+    """Value of `pytestmark`."""
     return [
         pytest.mark.vllm,
         pytest.mark.slow,

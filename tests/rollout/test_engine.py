@@ -1,4 +1,4 @@
-"""What all engines share: requests and their seeds, whole hand-overs, and the place of an engine without one."""
+"""Requests and their seeds, complete weight syncs, and the placeholder engine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -27,16 +27,11 @@ PROMPTS = [Prompt(index, (3, 4 + index), "countdown", "{}") for index in range(2
 
 
 @pytest.mark.parametrize(("own", "limit"), [(0, 8), (1, 1), (7, 7), (8, 8), (9, 8)])
-def test_a_request_has_the_lower_of_two_limits(own: int, limit: int) -> None:
+def test_request_limit_is_the_lower_one(own: int, limit: int) -> None:
     assert SamplingRequest(PROMPTS[0], 0, 1, max_tokens=own).limit(8) == limit
 
 
-def test_a_request_has_no_limit_of_its_own_unless_it_is_given() -> None:
-    request = SamplingRequest(PROMPTS[0], 0, 1)
-    assert (request.max_tokens, request.environment_seed) == (0, 0)
-
-
-def test_answers_to_a_prompt_share_their_environments_seed() -> None:
+def test_responses_to_a_prompt_share_environment_seed() -> None:
     found = make_requests(PROMPTS, 2, run_seed=5, stream=2, step=7, first_group=3)
     assert [(one.prompt.prompt_id, one.sample_index) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one.seed for one in found] == [
@@ -52,8 +47,8 @@ def test_answers_to_a_prompt_share_their_environments_seed() -> None:
     ]
 
 
-def test_seeds_are_the_same_on_every_machine() -> None:
-    """Golden values: were they to change, every run would draw other answers."""
+def test_seeds_match_golden_values() -> None:
+    """A change of these values would change the responses of every run."""
     assert response_seed(1, 1, 3, 0, 2) == 8142689618028129371
     assert [turn_seed(7, turn) for turn in (0, 1)] == [7, 3317731564112288844]
     assert all(response_seed(run, 1, 0, 0, 0) < 2**63 for run in range(20))
@@ -63,24 +58,24 @@ def sent(*names: str) -> list[tuple[str, Tensor]]:
     return [(name, torch.zeros(1)) for name in names]
 
 
-def test_a_hand_over_is_whole() -> None:
+def test_weight_sync_must_be_complete() -> None:
     assert [name for name, _ in require_all_weights(sent("b", "a"), ["a", "b"])] == ["b", "a"]
     with pytest.raises(EngineError) as caught:
         list(require_all_weights(sent("b"), ["d", "b", "c"]))
-    assert str(caught.value) == "weight hand-over: 2 parameters were not sent, first 'c'"
+    assert str(caught.value) == "weight sync: 2 parameters were not sent, first 'c'"
     with pytest.raises(EngineError) as caught:
         list(require_all_weights(sent("x"), ["a"]))
-    assert str(caught.value) == "weight hand-over: the engine has no parameter 'x'"
+    assert str(caught.value) == "weight sync: the engine has no parameter 'x'"
 
 
 @pytest.mark.parametrize(
     ("dtype", "found"), [("auto", torch.float16), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
 )
-def test_an_engine_computes_in_the_trainers_type_or_in_its_own(dtype: str, found: torch.dtype) -> None:
+def test_engine_dtype(dtype: str, found: torch.dtype) -> None:
     assert engine_dtype(RunConfig.model_validate({"rollout": {"dtype": dtype}}), torch.float16) == found
 
 
-def test_without_an_engine_weights_are_gathered_and_nothing_is_written() -> None:
+def test_no_engine_gathers_weights_and_generates_nothing() -> None:
     config = RunConfig.model_validate({"rollout": {"engine": "none"}})
     engine = build_engine(config, "nowhere", device=torch.device("cpu"), dtype=torch.float32)
     assert isinstance(engine, NoEngine)
@@ -98,11 +93,11 @@ def test_without_an_engine_weights_are_gathered_and_nothing_is_written() -> None
     engine.close()
     with pytest.raises(EngineError) as caught:
         engine.generate(make_requests(PROMPTS, 1, run_seed=1, stream=1, step=1), SamplingConfig(), 4)
-    assert str(caught.value) == "rollout.engine: is none, so these workers write no answers"
+    assert str(caught.value) == "rollout.engine: is none, so these workers generate no responses"
 
 
 class Backwards(RolloutEngine):
-    """Ends the last answer first."""
+    """Ends the last response first."""
 
     policy_version = 0
 
@@ -118,7 +113,7 @@ class Backwards(RolloutEngine):
         return WeightSyncResult()
 
 
-def test_answers_come_in_the_order_of_their_requests() -> None:
+def test_rollouts_have_order_of_requests() -> None:
     requests = make_requests(PROMPTS, 3, run_seed=1, stream=1, step=1)
     found = Backwards().generate(requests, SamplingConfig(), 4)
     assert [rollout.response_ids.tolist() for rollout in found] == [[index] for index in range(6)]

@@ -1,4 +1,4 @@
-"""What is said before a run starts where its engine cannot."""
+"""Checks of the engine before a run starts."""
 
 import sys
 from pathlib import Path
@@ -11,22 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, require_vllm
-from rlcore.rollout.vllm.start import EngineShape, engine_arguments, unsupported_dtype
+from rlcore.rollout.vllm.start import EngineShape, engine_arguments
 
 
-def test_a_missing_vllm_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
     with pytest.raises(EngineError, match=r"rollout\.engine: vllm is not installed.*-e '\.\[vllm\]'.*install-vllm"):
         require_vllm()
-
-
-def test_a_type_without_kernels_on_a_gpu_is_named_with_the_gpu() -> None:
-    message = unsupported_dtype("Tesla T4", (7, 5), torch.bfloat16)
-    assert message is not None
-    for part in ("rollout.dtype", "Tesla T4", "7.5", "8.0", "rollout.dtype=float32", "rollout=hf"):
-        assert part in message
-    assert unsupported_dtype("Tesla T4", (7, 5), torch.float32) is None
-    assert unsupported_dtype("NVIDIA A100", (8, 0), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("head_dim", [16, 32], ids=["of the width", "its own"])
@@ -39,10 +30,10 @@ def test_a_type_without_kernels_on_a_gpu_is_named_with_the_gpu() -> None:
         (0.01, 8, None),
     ],
 )
-def test_the_cache_is_planned_where_the_share_has_room(
+def test_cache_is_planned_within_memory_share(
     share: float, answers: int, wanted: str | None, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs may start on one GPU at a time: vLLM must not measure then."""
+    """vLLM must not measure memory, since two runs may start on one GPU."""
     config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          head_dim=head_dim, intermediate_size=128, vocab_size=512, dtype="bfloat16")  # fmt: skip
     config.save_pretrained(tmp_path)

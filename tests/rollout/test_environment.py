@@ -1,4 +1,4 @@
-"""An episode's turns, played in this process: what an environment is asked, and what is made of its replies."""
+"""Turns of an episode, played in this process."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from rlcore.score import Score
 
 HERE = "tests.rollout.test_environment"
 made: list[dict[str, Any]] = []
-"""Arguments of each environment that was made, in order."""
+"""Arguments of each created environment, in order."""
 
 
 class Echo:
@@ -36,21 +36,21 @@ class Echo:
 
 
 class Wrong(Echo):
-    """Replies with something else than a turn with a text."""
+    """Replies with something other than a turn with text."""
 
     async def step(self, text: str) -> Any:
         return Turn(3) if text == "number" else text  # type: ignore[arg-type]
 
 
 class Silent:
-    """Has one of the two methods."""
+    """Has only one of the two methods."""
 
     def reset(self, row: Mapping[str, Any]) -> None: ...
 
 
 @pytest.fixture(autouse=True)
-def kept() -> Iterator[dict[str, Any]]:
-    """The environments between turns, none at the beginning."""
+def environments() -> Iterator[dict[str, Any]]:
+    """Environments between turns, initially none."""
     environment._environments.clear()
     made.clear()
     yield environment._environments
@@ -68,18 +68,18 @@ def played(
     return play(episode.to_json(), truth(**more))
 
 
-def test_turns_go_on_in_the_environment_of_their_episode(kept: dict[str, Any]) -> None:
+def test_turns_continue_in_their_environment(environments: dict[str, Any]) -> None:
     assert turn_from_score(played([], [])) == Turn("", False)
     assert turn_from_score(played(["one"], [""])) == Turn("1: one", False, 3.0, {"turns": 1})
-    assert list(kept) == ["a"]
+    assert list(environments) == ["a"]
     assert turn_from_score(played(["one", "three"], ["", "1: one"])) == Turn("2: three", False, 5.0, {"turns": 2})
-    assert len(made) == 1, "it is kept from turn to turn"
+    assert len(made) == 1, "it is stored between turns"
     last = turn_from_score(played(["one", "three", "stop"], ["", "1: one", "2: three"]))
     assert last == Turn("3: stop", True, 4.0, {"turns": 3})
-    assert list(kept) == [], "an episode that has ended is forgotten"
+    assert list(environments) == [], "an ended episode is dropped"
 
 
-def test_a_first_message_is_the_reply_before_any_turn() -> None:
+def test_first_message_is_the_first_reply() -> None:
     assert turn_from_score(played([], [], row={"hello": "welcome"})) == Turn("welcome", False)
     assert turn_from_score(played(["x"], ["welcome"], row={"hello": "welcome"})) == Turn(
         "1: x", False, 1.0, {"turns": 1}
@@ -87,64 +87,64 @@ def test_a_first_message_is_the_reply_before_any_turn() -> None:
     assert len(made) == 1
 
 
-def test_turns_are_repeated_for_a_lost_environment(kept: dict[str, Any]) -> None:
+def test_lost_environment_repeats_turns(environments: dict[str, Any]) -> None:
     played(["one"], [""])
-    kept.clear()
+    environments.clear()
     assert turn_from_score(played(["one", "two"], ["", "1: one"])).reply == "2: two"
     assert len(made) == 2
     assert turn_from_score(played(["other", "two"], ["", "1: other"])).reply == "2: two"
     assert len(made) == 3
     assert turn_from_score(played([], [])).reply == ""
-    assert len(made) == 4, "an episode that begins has a new one"
+    assert len(made) == 4, "a new episode has a new one"
 
 
 @pytest.mark.parametrize(
-    ("texts", "replies", "told"),
+    ("texts", "replies", "message"),
     [
-        (["one", "two"], ["", "1: eins"], "got the reply '1: one' in place of '1: eins'"),
-        (["one", "two"], ["hello", "1: one"], "got the reply '' in place of 'hello'"),
-        (["stop", "two"], ["", "1: stop"], "got the reply '1: stop' in place of '1: stop'"),
-        (["x" * 90, "two"], ["", "y" * 90], f"got the reply '1: {'x' * 77}' in place of '{'y' * 80}'"),
+        (["one", "two"], ["", "1: eins"], "got the reply '1: one' instead of '1: eins'"),
+        (["one", "two"], ["hello", "1: one"], "got the reply '' instead of 'hello'"),
+        (["stop", "two"], ["", "1: stop"], "got the reply '1: stop' instead of '1: stop'"),
+        (["x" * 90, "two"], ["", "y" * 90], f"got the reply '1: {'x' * 77}' instead of '{'y' * 80}'"),
     ],
 )
-def test_a_repeated_turn_with_another_reply_or_end_is_an_error(texts: list[str], replies: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match="must follow from its row, its seed and the texts alone") as caught:
+def test_different_reply_of_repeated_turn_is_an_error(texts: list[str], replies: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match="must depend on its row, its seed and the texts alone") as caught:
         played(texts, replies)
-    assert str(caught.value).startswith(f"a repeated turn {told}: the replies of")
+    assert str(caught.value).startswith(f"a repeated turn {message}: replies of")
 
 
-def test_replies_are_cut_and_whole_utf_8() -> None:
+def test_replies_are_truncated_and_valid_utf8() -> None:
     assert turn_from_score(played(["word"], [""], limit=5)).reply == "1: wo"
     assert turn_from_score(played([], [], row={"hello": "welcome"}, limit=3, name="b")).reply == "wel"
     assert turn_from_score(played(["\ud83d"], [""], name="c")).reply == "1: ?"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("number", "a reply is a text, got int"),
-        ("text", "step returns rlcore.rollout.environment.Turn, got str"),
+        ("number", "a reply must be text, got int"),
+        ("text", "step must return rlcore.rollout.environment.Turn, got str"),
     ],
 )
-def test_what_is_no_turn_is_an_error(text: str, told: str) -> None:
+def test_invalid_turns_are_errors(text: str, message: str) -> None:
     with pytest.raises(TypeError) as caught:
         played([text], [""], kind="Wrong")
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
-def test_the_environment_that_was_used_longest_ago_is_dropped(kept: dict[str, Any]) -> None:
+def test_least_recently_used_environment_is_dropped(environments: dict[str, Any]) -> None:
     for name in ("a", "b"):
         played([], [], name=name, most=2)
-    assert list(kept) == ["a", "b"]
+    assert list(environments) == ["a", "b"]
     played(["x"], [""], name="a", most=2)
     played([], [], name="c", most=2)
-    assert list(kept) == ["a", "c"]
+    assert list(environments) == ["a", "c"]
     played([], [], name="d", most=1)
-    assert list(kept) == ["d"], "of fewer episodes fewer are kept"
+    assert list(environments) == ["d"], "the limit applies"
 
 
-def test_each_of_many_open_episodes_keeps_its_environment() -> None:
-    """In a validation of some thousand problems each turn was played after all turns before it."""
+def test_open_episodes_keep_their_environments() -> None:
+    """Otherwise each turn of a large validation would repeat all turns before it."""
     names = [str(index) for index in range(1_100)]
     for texts, replies in (([], []), (["x"], [""]), (["x", "y"], ["", "1: x"])):
         for name in names:
@@ -152,13 +152,13 @@ def test_each_of_many_open_episodes_keeps_its_environment() -> None:
     assert len(made) == len(names)
 
 
-def test_an_empty_answer_makes_an_environment_and_asks_it_nothing(kept: dict[str, Any]) -> None:
+def test_empty_response_only_creates_environment(environments: dict[str, Any]) -> None:
     assert play("", truth(options={"tools": ["a:b"]})) == Score(0.0, {})
     assert made == [{"tools": ["a:b"]}]
-    assert list(kept) == []
+    assert list(environments) == []
 
 
-def test_an_episode_begins_with_row_seed_and_options() -> None:
+def test_episode_starts_with_row_seed_and_options() -> None:
     config = RunConfig.model_validate({"data": {"task": "countdown", "environment": "a:B"}})
     episode = Episode.start("e", config, '{"target": 3, "seed": 9}', 77)
     assert json.loads(episode.truth) == {
@@ -174,12 +174,12 @@ def test_an_episode_begins_with_row_seed_and_options() -> None:
     assert (plain["options"], plain["row"]) == ({"tools": ["x:y"], "scorer": "m:s"}, {"answer": 3, "seed": 5})
 
 
-def test_a_score_without_words_is_the_end_of_an_episode() -> None:
+def test_score_without_text_ends_episode() -> None:
     assert turn_from_score(Score(0.5, {"a": 1.0})) == Turn("", True, 0.5, {"a": 1.0})
     assert Turn() == Turn("", False, 0.0, {})
 
 
-def test_a_class_without_both_methods_is_refused() -> None:
+def test_incomplete_class_is_rejected() -> None:
     assert resolve_environment(f"{HERE}:Echo") is Echo
     with pytest.raises(ValueError, match=r"Silent has no methods reset\(row\) and step\(text\)"):
         resolve_environment(f"{HERE}:Silent")
@@ -187,7 +187,7 @@ def test_a_class_without_both_methods_is_refused() -> None:
         require_environment(f"{HERE}:Silent")
 
 
-def test_a_value_that_need_not_be_awaited_is_itself() -> None:
+def test_await_value_returns_plain_values() -> None:
     async def later() -> int:
         return 4
 

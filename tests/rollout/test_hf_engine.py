@@ -1,4 +1,4 @@
-"""The slow, obvious engine."""
+"""The transformers engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ def some_requests(num_prompts: int = 6, num_samples: int = 4) -> list[SamplingRe
     return make_requests(prompts, num_samples, run_seed=1, stream=1, step=5)
 
 
-def test_log_probabilities_are_those_of_the_packed_policy(engine: HfEngine, policy: CausalPolicy) -> None:
+def test_logprobs_match_packed_policy(engine: HfEngine, policy: CausalPolicy) -> None:
     rollouts = engine.generate(some_requests(), SamplingConfig(temperature=0.7), 8)
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     found = policy(
@@ -83,7 +83,7 @@ def ids_of(rollouts: Sequence[Rollout]) -> list[tuple[int, ...]]:
     return [tuple(rollout.response_ids.tolist()) for rollout in rollouts]
 
 
-def test_an_answer_does_not_depend_on_what_is_drawn_beside_it(engine: HfEngine) -> None:
+def test_response_is_independent_of_other_requests(engine: HfEngine) -> None:
     requests = some_requests()
     together = engine.generate(requests, SamplingConfig(), 8)
     order = np.random.default_rng(0).permutation(len(requests))[:9]
@@ -92,7 +92,7 @@ def test_an_answer_does_not_depend_on_what_is_drawn_beside_it(engine: HfEngine) 
     assert len(set(ids_of(together))) > len(requests) // 2
 
 
-def test_batches_of_max_num_seqs_give_the_same_answers(model_directory: Path, policy: CausalPolicy) -> None:
+def test_batch_size_does_not_change_responses(model_directory: Path, policy: CausalPolicy) -> None:
     answers = []
     for limit in (5, 64):
         own = load_policy(model_directory, model=ModelConfig(), device=CPU)
@@ -103,7 +103,7 @@ def test_batches_of_max_num_seqs_give_the_same_answers(model_directory: Path, po
 
 
 def refuses_more_than(bound: int, engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Torch refuses memory for the third token of more answers than that; the sizes of the batches that began."""
+    """Simulate out-of-memory at the third token of larger batches, and return the sizes of started batches."""
     decode, sizes = engine._policy.decode, []
 
     def decoded(token_ids: Tensor, mask: Tensor, *others: object) -> Tensor:
@@ -117,7 +117,7 @@ def refuses_more_than(bound: int, engine: HfEngine, monkeypatch: pytest.MonkeyPa
     return sizes
 
 
-def test_without_memory_for_all_at_once_fewer_are_written_at_once(
+def test_out_of_memory_halves_batch_size(
     engine: HfEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests, sampling = some_requests(), SamplingConfig()
@@ -127,9 +127,9 @@ def test_without_memory_for_all_at_once_fewer_are_written_at_once(
     assert ids_of(found) == ids_of(expected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
-    assert "ran out of memory with 24 answers at once, and goes on with 12" in caplog.text
-    assert "with 12 answers at once, and goes on with 6" in caplog.text
-    assert len(begun) == 2 + 4, "each refusal costs one batch, and the next steps begin with what fits"
+    assert "ran out of memory with 24 concurrent responses, and continues with 12" in caplog.text
+    assert "with 12 concurrent responses, and continues with 6" in caplog.text
+    assert len(begun) == 2 + 4, "each failure costs one batch, and the size is remembered"
     begun.clear()
     engine.generate(requests, sampling, 8)
     assert len(begun) == 4
@@ -138,14 +138,14 @@ def test_without_memory_for_all_at_once_fewer_are_written_at_once(
 @pytest.mark.parametrize(
     ("limits", "rows"),
     [
-        ([1, 3, 3, 3], [4, 4]),  # three of four go on: not yet
+        ([1, 3, 3, 3], [4, 4]),  # three of four continue: no rebuild
         ([1, 1, 3, 3], [2, 2]),
         ([1, 2, 3, 4], [4, 2, 1]),
         ([1, 1, 1, 1], []),
         ([2, 2, 2, 2], [4]),
     ],
 )
-def test_finished_rows_leave_the_batch_above_a_quarter(
+def test_finished_rows_leave_batch(
     model_directory: Path, policy: CausalPolicy, monkeypatch: pytest.MonkeyPatch, limits: list[int], rows: list[int]
 ) -> None:
     own = load_policy(model_directory, model=ModelConfig(), device=CPU)
@@ -164,22 +164,22 @@ def test_finished_rows_leave_the_batch_above_a_quarter(
     assert decoded == rows
 
 
-def test_an_odd_number_of_answers_without_memory_is_halved_upwards(
+def test_odd_batch_size_is_halved_upwards(
     engine: HfEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuses_more_than(2, engine, monkeypatch)
     engine.generate(some_requests(1, 3), SamplingConfig(), 4)
     (line,) = caplog.messages
-    assert line.startswith("generation ran out of memory with 3 answers at once, and goes on with 2: ")
+    assert line.startswith("generation ran out of memory with 3 concurrent responses, and continues with 2: ")
 
 
-def test_a_single_answer_without_memory_is_told(engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_with_single_response_is_an_error(engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses_more_than(0, engine, monkeypatch)
-    with pytest.raises(DeviceMemoryError, match=r"a single answer at once .*allocate.*rollout.max_response_tokens"):
+    with pytest.raises(DeviceMemoryError, match=r"a single response .*allocate.*rollout.max_response_tokens"):
         engine.generate(some_requests(), SamplingConfig(), 8)
 
 
-def test_an_answer_ends_with_the_end_token_or_at_the_limit(engine: HfEngine, model_directory: Path) -> None:
+def test_response_ends_with_end_token_or_limit(engine: HfEngine, model_directory: Path) -> None:
     (end,) = end_of_text_ids(model_directory)
     rollouts = engine.generate(some_requests(12, 8), SamplingConfig(), 20)
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
@@ -190,7 +190,7 @@ def test_an_answer_ends_with_the_end_token_or_at_the_limit(engine: HfEngine, mod
         assert rollout.finish_reason == "stop" or len(rollout.response_ids) == 20
 
 
-def test_greedy_takes_the_most_likely_token_each_time(engine: HfEngine, policy: CausalPolicy) -> None:
+def test_greedy_takes_most_likely_tokens(engine: HfEngine, policy: CausalPolicy) -> None:
     request = some_requests(1, 1)[0]
     (rollout,) = engine.generate([request], SamplingConfig(temperature=0.0), 5)
     tokens = list(request.prompt.token_ids)
@@ -201,23 +201,23 @@ def test_greedy_takes_the_most_likely_token_each_time(engine: HfEngine, policy: 
         tokens.append(expected)
 
 
-def test_a_hand_over_that_misses_a_tensor_leaves_no_valid_weights(engine: HfEngine, policy: CausalPolicy) -> None:
+def test_incomplete_weight_sync_leaves_no_valid_weights(engine: HfEngine, policy: CausalPolicy) -> None:
     weights = dict(policy.model.named_parameters())
     missing = sorted(weights)[0]
     with pytest.raises(EngineError, match=missing):
         engine.update_weights([(k, v) for k, v in weights.items() if k != missing], version=1)
-    with pytest.raises(EngineError, match="before its first weight hand-over"):
+    with pytest.raises(EngineError, match="before its first weight sync"):
         engine.generate(some_requests(), SamplingConfig(), 4)
     with pytest.raises(EngineError, match="no parameter 'nonsense'"):
         engine.update_weights([("nonsense", torch.zeros(1))], version=1)
 
 
-def test_a_rollout_carries_the_version_of_the_weights(engine: HfEngine, policy: CausalPolicy) -> None:
+def test_rollout_has_policy_version(engine: HfEngine, policy: CausalPolicy) -> None:
     engine.update_weights(policy.model.named_parameters(), version=7)
     assert {rollout.policy_version for rollout in engine.generate(some_requests(), SamplingConfig(), 3)} == {7}
 
 
-def test_sampling_follows_the_distribution() -> None:
+def test_sampling_follows_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     uniforms = (torch.arange(10_000) + 0.5) / 10_000
     tokens, logprobs = sample(logits.expand(10_000, 4), uniforms, SamplingConfig(temperature=0.5))
@@ -227,7 +227,7 @@ def test_sampling_follows_the_distribution() -> None:
     torch.testing.assert_close(logprobs.exp(), expected[tokens])
 
 
-def test_top_p_keeps_the_smallest_set_that_holds_the_share() -> None:
+def test_top_p_keeps_smallest_set() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     uniforms = torch.linspace(0, 0.999, 500)
     for top_p, allowed in [(0.49, {0}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (1.0, {0, 1, 2, 3})]:
@@ -235,7 +235,7 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_share() -> None:
         assert set(tokens.tolist()) == allowed
 
 
-def test_seeds_of_answers_differ() -> None:
+def test_response_seeds_differ() -> None:
     seeds = {
         response_seed(run, stream, step, group, index)
         for run in (1, 2)
@@ -247,21 +247,19 @@ def test_seeds_of_answers_differ() -> None:
     assert len(seeds) == 2 * 2 * 4 * 5 * 6
 
 
-def test_a_request_may_have_a_lower_limit_of_its_own(engine: HfEngine) -> None:
+def test_request_may_have_lower_limit(engine: HfEngine) -> None:
     requests = some_requests(num_prompts=2, num_samples=3)
     limits = [1, 4, 99, 0, 2, 7]
     limited = [replace(request, max_tokens=limit) for request, limit in zip(requests, limits, strict=True)]
     free = engine.generate(requests, SamplingConfig(), 8)
     for limit, whole, cut in zip(limits, free, engine.generate(limited, SamplingConfig(), 8), strict=True):
-        assert ids_of([cut])[0] == ids_of([whole])[0][: limit or None], "cut, and otherwise the same answer"
+        assert ids_of([cut])[0] == ids_of([whole])[0][: limit or None], "truncated, and otherwise equal"
         assert cut.finish_reason == (
             "length" if len(cut.response_ids) < len(whole.response_ids) else whole.finish_reason
         )
 
 
-def test_the_engine_computes_in_its_own_type_beside_a_trainer_of_another(
-    model_directory: Path, policy: CausalPolicy, engine: HfEngine
-) -> None:
+def test_engine_dtype_differs_from_trainer(model_directory: Path, policy: CausalPolicy, engine: HfEngine) -> None:
     config = RunConfig().model_copy(update={"model": ModelConfig(dtype="bfloat16")})
     exact, rounded = (
         build_engine(config, str(model_directory), device=CPU, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)

@@ -33,9 +33,9 @@ FAILURES = {
     "raise": "RuntimeError: no",
     "exit": "its process ended (EOFError: )",
     "leave": "SystemExit: 0",
-    "nan": "ValueError: a score is a finite number, got Score(total=nan, parts={}, said=None, failure=None)",
-    "text": "TypeError: a scorer returns a number or rlcore.score.Score, got str",
-    **dict.fromkeys(HANGS, "an answer took longer than 1.5 s (reward.deadline_s)"),
+    "nan": "ValueError: a score must be finite, got Score(total=nan, parts={}, said=None, failure=None)",
+    "text": "TypeError: a scorer must return a number or rlcore.score.Score, got str",
+    **dict.fromkeys(HANGS, "a response took longer than 1.5 s (reward.deadline_s)"),
 }
 
 
@@ -57,7 +57,7 @@ def worker_pids(pool):
 
 
 @pytest.mark.parametrize("num_processes", [0, 1, 2])
-def test_scores_come_in_the_order_of_the_requests(num_processes):
+def test_scores_have_order_of_requests(num_processes):
     responses = [f"{'slow' if index % 7 == 0 else ''} answer {index}" for index in range(150)]
     with ScoringPool(ODD, RewardConfig(num_processes=num_processes)) as pool:
         assert pool.score(responses, truths(150)) == expected(responses)
@@ -66,14 +66,14 @@ def test_scores_come_in_the_order_of_the_requests(num_processes):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_hostile_answers_have_no_score_are_counted_and_leave_their_neighbours_alone(num_processes, caplog):
+def test_hostile_responses_fail_without_affecting_others(num_processes, caplog):
     responses = []
     for odd in [*FAILS, *HANGS, "print"]:
         responses += [f"good {odd}", odd, f"also good {odd}"]
     with ScoringPool(ODD, RewardConfig(num_processes=num_processes, deadline_s=1.5)) as pool:
         assert pool.score(responses, truths(len(responses))) == expected(responses)
         assert (pool.timeouts, pool.errors) == (len(HANGS), len(FAILS))
-        late = f"scorer {ODD} overran reward.deadline_s=1.5, the answer has no score: "
+        late = f"scorer {ODD} overran reward.deadline_s=1.5, the response has no score: "
         assert sorted(line for line in caplog.messages if line.startswith(late)) == sorted(
             f"{late}{text!r}" for text in HANGS
         )
@@ -81,7 +81,7 @@ def test_hostile_answers_have_no_score_are_counted_and_leave_their_neighbours_al
         assert pool.score(again, truths(3)) == expected(again)
 
 
-def test_a_scorer_error_in_process_gives_no_score():
+def test_scorer_error_in_process_gives_no_score():
     responses = ["raise", "fine", "nan", "text", "leave"]
     with ScoringPool(ODD, RewardConfig()) as pool:
         assert pool.score(responses, truths(5)) == expected(responses)
@@ -89,19 +89,19 @@ def test_a_scorer_error_in_process_gives_no_score():
 
 
 @pytest.mark.parametrize("weights", [{}, {"length": 1.0}, {"total": 0.5, "length": 0.1}])
-def test_weights_of_parts_change_no_answers_being_right(weights):
-    """They made wrong answers solved, or right ones never."""
+def test_weights_do_not_change_correctness(weights):
+    """Weighted totals must not decide `solved`."""
     name = "tests.rollout.odd_scorers:right_if_short"
     with ScoringPool(name, RewardConfig(weights=weights)) as pool:
         assert [score.solved for score in pool.score(["yes", "no, not at all"], ["{}"] * 2)] == [True, False]
-    assert not Score(0.6, {"passed": 3.0, "total": 5.0}).solved, "a scorer's own part `total` is no score"
+    assert not Score(0.6, {"passed": 3.0, "total": 5.0}).solved, "a scorer's part `total` is not its score"
     summed = Score(sum([0.1] * 10), {"length": 0.0})
     assert scoring_worker.score_one(lambda *_: summed, "", "{}", weights).solved, "0.9999999999999999"
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
-def test_a_scorers_quotes_can_be_stored_and_shown(num_processes):
-    """Kept answers are UTF-8: a lone surrogate ended the run at every start. An error is one line of a log."""
+def test_scorer_texts_are_printable(num_processes):
+    """Stored responses are UTF-8, without lone surrogates, and an error is one line of a log."""
     with ScoringPool(ODD, RewardConfig(num_processes=num_processes)) as pool:
         said, failed = pool.score(["half a pair", "raise what it wrote"], truths(2))
         assert said == Score(1.0, {}, said="?")
@@ -109,14 +109,14 @@ def test_a_scorers_quotes_can_be_stored_and_shown(num_processes):
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
-def test_a_plain_number_is_a_score_without_parts(num_processes):
+def test_number_is_a_score_without_parts(num_processes):
     with ScoringPool("tests.rollout.odd_scorers:plain_number", RewardConfig(num_processes=num_processes)) as pool:
         assert pool.score(["one", "four"], truths(2)) == [Score(1.5, {}), Score(2.0, {})]
         assert pool.unscored == (0, "")
 
 
 def of(total, parts=None, said=None):
-    """A scorer that always says this."""
+    """Return a scorer with a constant score."""
     return lambda response, truth: Score(total, parts or {}, said)
 
 
@@ -133,7 +133,7 @@ def of(total, parts=None, said=None):
         (of(1.0, {"correct": 0.0}), {"correct": 4}, Score(0.0, {"total": 1.0, "correct": 0.0})),
     ],
 )
-def test_a_score_is_checked_and_weighed(scorer, weights, score):
+def test_score_is_checked_and_weighted(scorer, weights, score):
     if score is None:
         with pytest.raises(
             ValueError, match=r"^reward\.weights: must name parts of the score, got correct\. Use .*: a, total$"
@@ -144,11 +144,11 @@ def test_a_score_is_checked_and_weighed(scorer, weights, score):
 
 
 @pytest.mark.parametrize(
-    ("scorer", "weights", "told"),
+    ("scorer", "weights", "message"),
     [
-        (of(float("inf")), {}, "a score is a finite number, got Score(total=inf"),
-        (of(1e39), {}, "a score is at most 3.403e+38 (float32), got Score(total=1e+39"),
-        (of(1.0, {"a": float("nan")}), {}, "a score is a finite number, got Score(total=1.0, parts={'a': nan}"),
+        (of(float("inf")), {}, "a score must be finite, got Score(total=inf"),
+        (of(1e39), {}, "a score must be at most 3.403e+38 (float32), got Score(total=1e+39"),
+        (of(1.0, {"a": float("nan")}), {}, "a score must be finite, got Score(total=1.0, parts={'a': nan}"),
         (
             of(1.0, {"b": 1.0}),
             {"a": 1, "c": 1},
@@ -156,28 +156,28 @@ def test_a_score_is_checked_and_weighed(scorer, weights, score):
         ),
     ],
 )
-def test_a_score_that_is_none_is_refused(scorer, weights, told):
-    with pytest.raises(ValueError, match="^" + re.escape(told)):
+def test_invalid_scores_are_rejected(scorer, weights, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
         scoring_worker.score_one(scorer, "x", "{}", weights)
 
 
-def test_a_mapping_reaches_the_scorer_unchanged():
+def test_scorer_gets_ground_truth_unchanged():
     seen = []
     scoring_worker.score_one(lambda *both: seen.append(both) or 1.0, "said", '{"target": 3}')
     assert seen == [("said", {"target": 3})]
 
 
-def test_an_error_is_described_in_one_line_of_limited_length():
+def test_describe_limits_length():
     assert scoring_worker.describe(ValueError("a\tb")) == r"ValueError: a\tb"
     assert scoring_worker.describe(ValueError("x" * 600)) == "ValueError: " + "x" * 488
 
 
-def test_only_the_first_errors_are_logged_and_all_are_counted(caplog):
+def test_first_errors_are_logged_and_all_counted(caplog):
     with ScoringPool(ODD, RewardConfig()) as pool:
         pool.score(["raise"] * 4 + ["text"] * 3, truths(7))
         assert pool.unscored == (7, FAILURES["text"])
-        words = f"scorer {ODD} failed, the answer has no score:"
-        no, text = f"{words} RuntimeError: no; answer 'raise'", f"{words} {FAILURES['text']}; answer 'text'"
+        words = f"scorer {ODD} failed, the response has no score:"
+        no, text = f"{words} RuntimeError: no; response 'raise'", f"{words} {FAILURES['text']}; response 'text'"
         assert caplog.messages == [no] * 4 + [text]
         with pool.without_counting():
             pool.score(["nan"], truths(1))
@@ -185,8 +185,8 @@ def test_only_the_first_errors_are_logged_and_all_are_counted(caplog):
         assert pool.unscored == (7, FAILURES["text"])
 
 
-def test_a_path_object_in_sys_path_is_skipped(tmp_path, monkeypatch):
-    """A notebook may hold one; an empty place is the working folder."""
+def test_path_object_in_sys_path_is_skipped(tmp_path, monkeypatch):
+    """Notebooks may have one; an empty entry is the working directory."""
     (tmp_path / "here.py").write_text("def score(answer, truth):\n    return 0.5\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [Path("elsewhere"), *sys.path, ""])
@@ -194,8 +194,8 @@ def test_a_path_object_in_sys_path_is_skipped(tmp_path, monkeypatch):
         assert pool.score(["any"], ["{}"]) == [Score(0.5, {})]
 
 
-def test_a_scorers_imports_count_in_no_deadline(tmp_path, monkeypatch):
-    """Longer than the deadline: the first answer of each process got 0, and no process ever came further."""
+def test_imports_of_scorer_count_in_no_deadline(tmp_path, monkeypatch):
+    """Otherwise the first response of each process would time out."""
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
     (tmp_path / "lazy.py").write_text(
         "def score(text, truth):\n    from slow_to_import import RIGHT\n    return float(text == RIGHT)\n"
@@ -206,8 +206,8 @@ def test_a_scorers_imports_count_in_no_deadline(tmp_path, monkeypatch):
         assert pool.unscored == (0, "")
 
 
-def test_a_process_killed_once_in_its_first_call_leaves_the_others_theirs(tmp_path, monkeypatch):
-    """By the kernel, for example: every later process paid its imports under the deadline of its first answer."""
+def test_kill_in_first_call_keeps_first_calls_enabled(tmp_path, monkeypatch):
+    """Otherwise later processes would import under the deadline of a response."""
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
     (tmp_path / "killed_once.py").write_text(
         "import os\nfrom pathlib import Path\n\n\ndef score(text, truth):\n"
@@ -222,8 +222,8 @@ def test_a_process_killed_once_in_its_first_call_leaves_the_others_theirs(tmp_pa
     assert (tmp_path / "killed").exists()
 
 
-def test_each_first_call_of_a_message_has_the_time_of_a_start(monkeypatch):
-    """In a mixture each part has one; together they had the time of one, after which the process ended itself."""
+def test_first_calls_have_their_own_deadlines(monkeypatch):
+    """The parts of a mixture must not share the deadline of one first call."""
     begun = []
     monkeypatch.setattr(rlcore.score, "renew_deadline", None)  # `serve` puts its own there
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: begun.append("timer"))
@@ -243,8 +243,7 @@ def test_each_first_call_of_a_message_has_the_time_of_a_start(monkeypatch):
 
 
 def served(monkeypatch, scorer, messages, *, first_call, weights=None):
-    """What a scoring process sends for messages of answers, and which timers it sets: their seconds, and None for the
-    end of one."""
+    """Return the messages that a scoring process sends, and the timers that it sets (None: cancelled)."""
     timers = []
     monkeypatch.setattr(rlcore.score, "renew_deadline", None)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, *, exit: timers.append(s) or check(exit))
@@ -263,7 +262,7 @@ def served(monkeypatch, scorer, messages, *, first_call, weights=None):
         return [json.loads(line) for line in ours.makefile()], timers
 
 
-def test_each_answer_has_its_result_as_it_comes(monkeypatch):
+def test_results_are_sent_one_by_one(monkeypatch):
     def scorer(response, truth):
         if response == "bad":
             raise ValueError("no")
@@ -273,7 +272,7 @@ def test_each_answer_has_its_result_as_it_comes(monkeypatch):
     found, timers = served(monkeypatch, scorer, messages, first_call=False)
     results = [[1.0, {"a": 2.0}, "well"], [None, "ValueError: no", None], [3.0, {"a": 2.0}, "well"]]
     assert found == [*results, [2.0, {"a": 2.0}, "well"]]
-    assert timers == [3 * 2.0 + 150, None, 2.0 + 150, None], "its parent is gone by then"
+    assert timers == [3 * 2.0 + 150, None, 2.0 + 150, None], "after all deadlines"
     found, timers = served(monkeypatch, scorer, messages, first_call=True)
     assert found == [{"warm": False}, {"warm": True}, *results, [2.0, {"a": 2.0}, "well"]]
     assert timers == [156, 156, None, 152, None]
@@ -281,8 +280,8 @@ def test_each_answer_has_its_result_as_it_comes(monkeypatch):
     assert weighed == [[6.0, {"a": 2.0, "total": 1.0, "correct": 1.0}, "well"]]
 
 
-def test_a_turn_that_is_repeated_has_a_deadline_of_its_own(monkeypatch):
-    """The replay of an episode had that of one reply, so each one that went on in a new process was lost too."""
+def test_repeated_turns_have_their_own_deadlines(monkeypatch):
+    """The replay of an episode must not share the deadline of one reply."""
 
     def scorer(response, truth):
         rlcore.score.renew_deadline()
@@ -297,7 +296,7 @@ def test_a_turn_that_is_repeated_has_a_deadline_of_its_own(monkeypatch):
     assert turn_from_score(score) == Turn("4 +", True, 1.0, {"even": 1.0})
 
 
-def test_each_part_of_a_mixture_has_a_first_call(monkeypatch):
+def test_parts_of_mixture_have_first_calls(monkeypatch):
     parts = [["x", json.dumps({"scorer": part})] for part in "aba"]
     found, _ = served(monkeypatch, lambda *_: 1.0, [parts, parts[:1]], first_call=True)
     cold, warm, result = {"warm": False}, {"warm": True}, [1.0, {}, None]
@@ -305,7 +304,7 @@ def test_each_part_of_a_mixture_has_a_first_call(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
-def test_a_scorer_that_hangs_at_first_scores_the_others(monkeypatch, how):
+def test_scorer_may_fail_in_first_call(monkeypatch, how):
     monkeypatch.setattr(scoring, "_START_DEADLINE_S", 10)
     name = "tests.rollout.odd_scorers:nothing_in_an_empty_answer"
     with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=5)) as pool:
@@ -313,7 +312,7 @@ def test_a_scorer_that_hangs_at_first_scores_the_others(monkeypatch, how):
         assert pool.unscored == (0, "")
 
 
-def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
+def test_killed_process_is_replaced_without_loss():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         [before] = worker_pids(pool)
         os.kill(before, signal.SIGKILL)
@@ -326,29 +325,29 @@ def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
         assert (pool.timeouts, pool.errors) == (0, 0)
 
 
-def test_while_the_whole_job_stands_still_no_answer_grows_overdue(tmp_path, monkeypatch):
-    """`docker pause`: the clock goes on, the processes do not. A jump of the pool's clock stands for it."""
-    stood_still, wait = [0.0], scoring.wait
-    monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still[0]))
+def test_pause_of_the_job_causes_no_timeout(tmp_path, monkeypatch):
+    """Simulate `docker pause` by a jump of the pool's clock."""
+    paused, wait = [0.0], scoring.wait
+    monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + paused[0]))
 
     def pausing(sources, timeout=None):
         ready = wait(sources, timeout)
         (worker,) = pool._workers
-        if worker.responses and worker.warm and not ready and not stood_still[0]:
-            stood_still[0] = 1_000.0
-            (tmp_path / "go on").touch()
+        if worker.responses and worker.warm and not ready and not paused[0]:
+            paused[0] = 1_000.0
+            (tmp_path / "continue").touch()
         return ready
 
     monkeypatch.setattr(scoring, "wait", pausing)
     name = "tests.rollout.odd_scorers:waits_for_a_file"
     with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=30)) as pool:
-        assert pool.score([str(tmp_path / "go on")], ["{}"]) == [Score(1.0, {})]
+        assert pool.score([str(tmp_path / "continue")], ["{}"]) == [Score(1.0, {})]
         assert pool.unscored == (0, "")
-    assert stood_still[0]
+    assert paused[0]
 
 
-def test_an_idle_process_that_is_stopped_from_outside_holds_up_nobody(monkeypatch):
-    """More answers than the socket holds: the pool waited for ever, to send, then with no process to hear from."""
+def test_stopped_idle_process_does_not_block(monkeypatch):
+    """Responses exceed the socket's buffer, so that sending blocks."""
     monkeypatch.setattr(scoring, "_SEND_DEADLINE_S", 0.5)
     responses = ["x" * 100_000 for _ in range(8)]
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
@@ -361,27 +360,27 @@ def test_an_idle_process_that_is_stopped_from_outside_holds_up_nobody(monkeypatc
         assert not psutil.pid_exists(before)
 
 
-def test_a_score_that_comes_in_several_reads_is_whole():
+def test_score_in_several_reads_is_complete():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         first, much, last = pool.score(["first", "says much", "last"], truths(3))
         assert [first, last] == [expected(["first"])[0], Score(2.1, {"length": 4.0, "correct": 1.0})]
         assert much == Score(1.0, {}, said="two\nlines " * 30_000)
 
 
-def test_close_leaves_no_process_and_gives_up_what_waits():
+def test_close_ends_processes_and_cancels_jobs():
     pool = ScoringPool(ODD, RewardConfig(num_processes=2, deadline_s=60))
     pids = worker_pids(pool)
     hanging = pool.submit(["spin"] * 5, truths(5))
     pool.close()
     pool.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    with pytest.raises(EngineError, match="closed before these answers"):
+    with pytest.raises(EngineError, match="closed before these responses"):
         pool.collect(hanging)
     with pytest.raises(EngineError, match="closed"):
         pool.submit(["late"], truths(1))
 
 
-def test_an_exception_in_the_block_ends_the_processes_too():
+def test_exception_in_block_ends_processes():
     pids = set()
 
     def interrupted():
@@ -395,27 +394,27 @@ def test_an_exception_in_the_block_ends_the_processes_too():
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_jobs_run_concurrently_and_are_collected_in_any_order():
+def test_jobs_are_collected_in_any_order():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         first = pool.submit(["a"] * 40, truths(40))
         second = pool.submit(["bb"] * 3, truths(3))
         assert pool.collect(second) == expected(["bb"] * 3)
-        assert first.done.is_set()  # nobody has collected it: the pool went on by itself
+        assert first.done.is_set()  # not collected: the pool continued
         assert pool.collect(first) == expected(["a"] * 40)
 
 
-def test_a_scoring_process_loads_no_torch():
+def test_scoring_process_loads_no_torch():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         assert pool.score(["torch"], truths(1)) == [Score(0.0, {})]
 
 
-def test_the_countdown_scorer_loads_neither_arrow_nor_pydantic():
+def test_countdown_scorer_loads_neither_arrow_nor_pydantic():
     code = "import data.countdown, sys; print(*{'torch', 'pyarrow', 'pydantic', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
-def test_idle_processes_end_when_their_parent_is_killed():
+def test_idle_processes_end_with_killed_parent():
     code = (
         "from rlcore.config import RewardConfig\n"
         "from rlcore.rollout.scoring import ScoringPool\n"
@@ -439,12 +438,12 @@ def test_idle_processes_end_when_their_parent_is_killed():
 @pytest.mark.parametrize(
     "name", ["nowhere:score", "data.countdown:nothing", "tests.rollout.odd_scorers:NOT_A_FUNCTION"]
 )
-def test_a_scorer_that_is_not_there_is_refused_at_once(name, num_processes):
+def test_missing_scorer_is_rejected(name, num_processes):
     with pytest.raises(ConfigError, match=f"data.scorer: must name a function as module:function, got '{name}'"):
         ScoringPool(name, RewardConfig(num_processes=num_processes))
 
 
-def test_a_module_in_whose_place_another_was_loaded_is_named(tmp_path, monkeypatch):
+def test_shadowed_module_is_reported(tmp_path, monkeypatch):
     own = tmp_path / "types.py"
     own.write_text("def score(response, ground_truth):\n    return 1.0\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -453,7 +452,7 @@ def test_a_module_in_whose_place_another_was_loaded_is_named(tmp_path, monkeypat
         require_scorer("types:score")
 
 
-def test_processes_that_cannot_start_end_in_a_clear_error(tmp_path, monkeypatch):
+def test_failed_starts_are_reported(tmp_path, monkeypatch):
     module = tmp_path / "only_here.py"
     module.write_text(
         "import os\nif 'SCORING_TEST' in os.environ:\n    with open(os.environ['SCORING_TEST'], 'a') as file:\n"
@@ -463,30 +462,30 @@ def test_processes_that_cannot_start_end_in_a_clear_error(tmp_path, monkeypatch)
     with ScoringPool("only_here:score", RewardConfig()):
         pass
     monkeypatch.setenv("SCORING_TEST", str(tmp_path / "starts"))
-    told = (
+    message = (
         r"^data\.scorer: the processes that score by only_here:score cannot be started \(EOFError: ImportError: not in "
         r"a child\)\. Try reward\.num_processes=0, which scores in the trainer's process$"
     )
     with (
         ScoringPool("only_here:score", RewardConfig(num_processes=1)) as pool,
-        pytest.raises(EngineError, match=told),
+        pytest.raises(EngineError, match=message),
     ):
         pool.score(["x"], ["{}"])
     assert (tmp_path / "starts").read_text() == "!!!", "a third start that fails is the last"
 
 
-def test_an_environment_whose_processes_cannot_start_is_told_by_its_own_key(tmp_path, monkeypatch):
+def test_failed_starts_of_environment_are_reported(tmp_path, monkeypatch):
     (tmp_path / "manifest.json").write_text("{")  # of the run's code, as each process reads it
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
-    told = r"^data\.environment: the processes that play episodes cannot be started \(.*JSONDecodeError: .*\)$"
+    message = r"^data\.environment: the processes that play episodes cannot be started \(.*JSONDecodeError: .*\)$"
     with (
         ScoringPool(PLAY, RewardConfig(num_processes=1), section="episode") as pool,
-        pytest.raises(EngineError, match=told),
+        pytest.raises(EngineError, match=message),
     ):
         pool.score(["{}"], ["{}"])
 
 
-def test_answers_that_are_no_valid_unicode_or_a_megabyte_long_arrive_whole():
+def test_invalid_unicode_and_long_responses_are_complete():
     responses = ["\ud800 lone", "x" * 1_000_000, "\x00", "\u2028"]
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         assert pool.score(responses, truths(4)) == expected(responses)

@@ -1,4 +1,4 @@
-"""What a model reads of its calls is of limited length, and what they change in the score is their reward."""
+"""Tool calls: texts for the model, and rewards."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def echo(text: str = "nothing") -> str:
 
 
 def score(response: str, truth: Mapping[str, Any]) -> Score:
-    """The number of letters, and the ground truth's seed."""
+    """Return the number of letters plus the ground truth's seed."""
     return Score(float(len(response)), {"seed": float(truth.get("seed", -1))})
 
 
@@ -38,14 +38,14 @@ def tools() -> Tools:
     return found
 
 
-def test_what_was_wrong_is_cut(tools: Tools) -> None:
+def test_tool_errors_are_truncated(tools: Tools) -> None:
     assert tools.step(call("fails", text="x" * 600)).reply == "error: ValueError: " + "x" * 488
     assert tools.step(call("y" * 90)).reply == f"error: there is no tool '{'y' * 80}', only fails, echo"
     (damaged,) = parse_calls("<tool_call>{" + "z" * 300 + "}</tool_call>")
-    assert damaged.problem.startswith("the call is no JSON (JSONDecodeError: Expecting property name")
+    assert damaged.problem.startswith("the call is not JSON (JSONDecodeError: Expecting property name")
 
 
-def test_a_turn_is_paid_what_it_changes_and_counts_its_calls(tools: Tools) -> None:
+def test_turn_reward_is_change_of_score(tools: Tools) -> None:
     first = tools.step(call("echo") + call("fails", text="no"))
     assert first.reply == "nothing\nerror: ValueError: no"
     length = float(len(call("echo") + call("fails", text="no")))
@@ -56,6 +56,6 @@ def test_a_turn_is_paid_what_it_changes_and_counts_its_calls(tools: Tools) -> No
     assert last.parts == {"seed": -1.0, "tool_calls": 2, "tool_errors": 1}
 
 
-def test_a_ground_truths_own_seed_is_kept_for_the_score(tools: Tools) -> None:
+def test_own_seed_of_ground_truth_is_scored(tools: Tools) -> None:
     tools.reset({"seed": 5, "own_seed": 8})
     assert tools.step("abc").parts["seed"] == 8.0

@@ -1,4 +1,4 @@
-"""Tokens between two turns, by a tokenizer of one token a character."""
+"""Tokens between two turns, with a tokenizer of one token per character."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from rlcore.rollout.turns import TODAY, TurnTokens
 
 
 class Letters:
-    """A tokenizer whose chat template is Python: `<u>..$`, and `<a>` where the model's turn begins."""
+    """Tokenizer with a chat template in Python: `<u>..$`, and `<a>` at the start of the model's turn."""
 
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
@@ -50,20 +50,20 @@ def ids(text: str) -> list[int]:
 
 @pytest.mark.parametrize(("reply", "cut"), [("0123", "0123"), ("01234", "01234"), ("012345", "01234|")])
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_reply_is_cut_where_it_is_longer_than_its_limit(reply: str, cut: str, chat: bool) -> None:
+def test_long_reply_is_truncated(reply: str, cut: str, chat: bool) -> None:
     tokens = TurnTokens(Letters(mark="|"), chat=chat, max_reply_tokens=5)
     shown, between = tokens.reply_tokens(ord("$"), reply)
     assert shown == cut
     assert between == ids(f"\n<u>{cut}$\n<a>" if chat else cut)
 
 
-def test_a_reply_has_the_role_that_was_asked_for() -> None:
+def test_reply_has_requested_role() -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5, role="tool")
     assert tokens.reply_tokens(ord("$"), "hi") == ("hi", ids("\n<t>hi$\n<a>"))
     assert tokens.first_message_tokens(ids("<u>x$\n<a>"), "go")[2] == ids("<t>go$\n<a>")
 
 
-def test_the_template_has_what_the_settings_give_it() -> None:
+def test_template_gets_configured_arguments() -> None:
     letters = Letters()
     TurnTokens(letters, chat=True, max_reply_tokens=5, chat_template_kwargs={"thinking": False}).reply_tokens(0, "hi")
     assert letters.given == [{"thinking": False}] * 4
@@ -73,7 +73,7 @@ def test_the_template_has_what_the_settings_give_it() -> None:
     assert plain.given == [{}] * 3
 
 
-def test_without_a_chat_template_a_first_message_follows_the_prompt() -> None:
+def test_first_message_without_chat_template() -> None:
     letters = Letters()
     tokens = TurnTokens(letters, chat=False, max_reply_tokens=5)
     assert tokens.first_message_tokens(ids("<a>"), "0123456") == ("01234", tuple(ids("<a>")), ids("01234"))
@@ -81,33 +81,33 @@ def test_without_a_chat_template_a_first_message_follows_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"most": 3},
-            "cannot render a second turn (ValueError: too many turns). Mend chat_template.jinja, or choose another "
+            "cannot render a second turn (ValueError: too many turns). Fix chat_template.jinja, or choose another "
             "model",
         ),
         (
             {"counts": True},
-            "drops or changes earlier turns of a conversation, so tokens that the model wrote could not be kept. Use a "
-            "template that keeps every turn (chat_template.jinja beside the tokenizer)",
+            "drops or changes earlier turns of a conversation, so the model's tokens could not be reused. Use a "
+            "template that keeps every turn (chat_template.jinja of the tokenizer)",
         ),
     ],
 )
-def test_a_template_without_further_turns_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_template_without_later_turns_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TurnTokens(Letters(**changes), chat=True, max_reply_tokens=5)
-    assert str(caught.value) == f"data.environment: the tokenizer's chat template {told}"
+    assert str(caught.value) == f"data.environment: the tokenizer's chat template {message}"
 
 
 @pytest.mark.parametrize("prompt", ["<a>", "", "<u>x$\n<b>", "a>"])
-def test_a_prompt_without_the_models_turn_takes_no_message(prompt: str) -> None:
+def test_prompt_must_end_with_start_of_turn(prompt: str) -> None:
     tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
     assert tokens.first_message_tokens(ids("x<a>"), "go") == ("go", (ord("x"),), ids("<u>go$\n<a>"))
     with pytest.raises(ConfigError) as caught:
         tokens.first_message_tokens(ids(prompt), "go")
     assert str(caught.value) == (
-        "data.environment: reset returned a first message, and the chat template has no place for it after the prompt. "
-        "Put it into the row's prompt, and return None"
+        "data.environment: reset returned a first message, which the chat template does not support after the prompt. "
+        "Move it to the row's prompt, and return None"
     )

@@ -1,4 +1,4 @@
-"""The real vLLM as rollout engine. `vllm_session` runs it, once, in a process of its own."""
+"""The real vLLM as rollout engine, run once by `vllm_session` in a separate process."""
 
 import json
 import os
@@ -14,13 +14,12 @@ from tests.rollout.real_vllm import real_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 END = 1
-
 pytestmark = real_vllm(timeout_s=1_200)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the session left its findings."""
+    """Folder of the session's findings."""
     folder = tmp_path_factory.mktemp("vllm")
     shell = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine must be in this process all the same
     environment = {**os.environ, **shell, "PYTHONPATH": str(ROOT)}
@@ -54,34 +53,34 @@ def canary(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_no_answer_comes_before_the_first_hand_over(engine: dict[str, Any]) -> None:
-    assert "before a weight hand-over" in engine["before_hand_over"]
+def test_no_response_before_first_weight_sync(engine: dict[str, Any]) -> None:
+    assert "before a weight sync" in engine["before_hand_over"]
 
 
-def test_answers_come_in_order_and_under_the_version_handed_over(engine: dict[str, Any]) -> None:
+def test_rollouts_have_order_and_policy_version(engine: dict[str, Any]) -> None:
     assert len(engine["order_kept"]) == 32
     assert all(engine["order_kept"])
     assert set(engine["versions"]) == {3}
 
 
 @pytest.mark.parametrize("temperature", ["1.0", "0.7", "0"])
-def test_log_probabilities_are_the_trainers(engine: dict[str, Any], temperature: str) -> None:
+def test_logprobs_match_trainer(engine: dict[str, Any], temperature: str) -> None:
     assert engine["difference"][temperature] < 1e-4
 
 
-def test_a_seed_decides_an_answer_whatever_stands_beside_it(engine: dict[str, Any]) -> None:
+def test_response_depends_on_seed_only(engine: dict[str, Any]) -> None:
     assert engine["again"] == engine["answers"]
     assert engine["backwards"] == engine["answers"]
     assert sum(a != b for a, b in zip(engine["answers"], engine["other_seeds"], strict=True)) >= 24
 
 
-def test_the_answers_to_one_prompt_differ_and_greedy_ones_do_not(engine: dict[str, Any]) -> None:
+def test_sampled_responses_differ_and_greedy_ones_do_not(engine: dict[str, Any]) -> None:
     for start in range(0, 32, 4):
         assert len({tuple(answer) for answer in engine["answers"][start : start + 4]}) >= 3
         assert len({tuple(answer) for answer in engine["greedy"][start : start + 4]}) == 1
 
 
-def test_an_answer_ends_at_its_end_token_or_its_limit(engine: dict[str, Any]) -> None:
+def test_response_ends_at_end_token_or_limit(engine: dict[str, Any]) -> None:
     reasons = Counter(reason for reason, _, _ in engine["finish"])
     assert reasons["stop"] > 0
     assert reasons["length"] > 0
@@ -90,27 +89,27 @@ def test_an_answer_ends_at_its_end_token_or_its_limit(engine: dict[str, Any]) ->
         assert (last == END) if reason == "stop" else (length == 12)
 
 
-def test_a_request_may_have_a_limit_of_its_own(engine: dict[str, Any]) -> None:
+def test_request_may_have_own_limit(engine: dict[str, Any]) -> None:
     for index, length in enumerate(engine["limited"]):
         assert 1 <= length <= 1 + index % 5
     assert max(engine["limited"]) == 5
 
 
-def test_answers_are_handed_out_as_they_end(engine: dict[str, Any]) -> None:
+def test_responses_are_yielded_as_they_end(engine: dict[str, Any]) -> None:
     order = engine["streamed"]
     assert sorted(order) == list(range(32))
     assert order != sorted(order)
     assert set(order[: len(order) // 5]) >= {0, 5, 10}, "answers of one token come first"
 
 
-def test_a_stream_that_is_given_up_leaves_nothing_behind(engine: dict[str, Any]) -> None:
+def test_cancelled_stream_leaves_no_requests(engine: dict[str, Any]) -> None:
     assert engine["after_a_stopped_stream"] == engine["answers"]
 
 
 @pytest.mark.parametrize("room", ["enough", "scarce", "many"])
-def test_short_steps_give_the_answers_of_vllms_own_steps(engine: dict[str, Any], room: str) -> None:
+def test_short_steps_match_full_steps(engine: dict[str, Any], room: str) -> None:
     short, own = (engine["short_steps"][f"{room} {way}"] for way in ("short", "own"))
-    # 160 requests for 32 places, an answer ends at nearly every step: fewer where a place is taken again at once
+    # 160 requests for 32 places, an answer ends at nearly every step: fewer where a place is taken again concurrently
     assert short["steps"] > (190 if room == "many" else 20)
     assert own["steps"] == 0
     assert short["answers"] == own["answers"]
@@ -123,24 +122,24 @@ def test_short_steps_give_the_answers_of_vllms_own_steps(engine: dict[str, Any],
         assert own["preempting"] > 0
 
 
-def test_after_a_hand_over_all_answers_are_those_of_a_fresh_engine(engine: dict[str, Any]) -> None:
+def test_weight_sync_matches_fresh_engine(engine: dict[str, Any]) -> None:
     equal = sum(a == b for a, b in zip(engine["handed_over"], engine["fresh"], strict=True))
     assert equal == 32, f"{equal} of 32"
 
 
-def test_a_prefix_cache_that_a_hand_over_keeps_is_refused(engine: dict[str, Any]) -> None:
+def test_kept_prefix_cache_is_rejected(engine: dict[str, Any]) -> None:
     stale, right = engine["stale_prefix"]["stale"], engine["stale_prefix"]["right"]
     assert "vLLM kept its prefix cache" in engine["stale_prefix"]["refused"]
     assert sum(a == b for a, b in zip(stale, right, strict=True)) < 8, "kept, the cache gives answers of old weights"
 
 
-def test_an_incomplete_hand_over_is_refused_by_name(engine: dict[str, Any]) -> None:
+def test_incomplete_weight_sync_is_rejected(engine: dict[str, Any]) -> None:
     assert "model.layers.1.self_attn.k_proj.weight" in engine["tensor_left_out"]
     assert engine["after_a_failed_hand_over"] == -1
     assert "model.extra" in engine["unknown_tensor"]
 
 
-def test_tensors_can_be_compared_one_by_one(engine: dict[str, Any]) -> None:
+def test_tensors_are_compared_individually(engine: dict[str, Any]) -> None:
     assert engine["differing_when_right"] == []
     assert engine["differing_when_wrong"] >= 20
 
@@ -150,32 +149,32 @@ def test_training_keeps_its_threads(engine: dict[str, Any]) -> None:
     assert wanted == got
 
 
-def test_a_head_of_its_own_is_handed_over_too(folder: Path) -> None:
+def test_untied_head_is_synced(folder: Path) -> None:
     assert facts_of(folder, "untied")["difference"] < 1e-4
 
 
-def test_a_stale_tied_head_stops_the_run_at_once(canary: dict[str, Any]) -> None:
+def test_stale_tied_head_stops_run(canary: dict[str, Any]) -> None:
     assert "canary_bound" in canary["stale_head"]
     assert "the head, tied to model.embed_tokens.weight" in canary["stale_head"]
     assert canary["right_difference"] < 1e-4
 
 
-def test_a_tensor_that_arrived_wrong_stops_the_run_by_its_name(canary: dict[str, Any]) -> None:
+def test_wrong_tensor_stops_run(canary: dict[str, Any]) -> None:
     assert "canary_bound" in canary["wrong_tensor"]
     assert "model.layers.0.mlp.up_proj.weight" in canary["wrong_tensor"]
     assert canary["right_again"] < 1e-4
 
 
-def test_a_tensor_that_was_left_out_stops_the_run_by_its_name(canary: dict[str, Any]) -> None:
+def test_missing_tensor_stops_run(canary: dict[str, Any]) -> None:
     assert "model.norm.weight" in canary["left_out"]
 
 
-def test_a_training_run_stops_at_a_wrong_hand_over(canary: dict[str, Any]) -> None:
+def test_training_stops_at_wrong_weight_sync(canary: dict[str, Any]) -> None:
     assert canary["training_stopped"].startswith("weight sync 1: ")
     assert "the head, tied to" in canary["training_stopped"]
 
 
-def test_a_training_run_goes_through_and_repeats(folder: Path) -> None:
+def test_training_is_reproducible(folder: Path) -> None:
     training = facts_of(folder, "training")
     assert len(training["first"]) == 3
     assert training["first"] == training["second"]
@@ -187,7 +186,7 @@ def test_a_training_run_goes_through_and_repeats(folder: Path) -> None:
     assert any(metrics["actor/grad_norm"] > 0 for metrics in training["first"])
 
 
-def test_adapters_reach_vllm_merged_while_their_base_waits_on_the_host(folder: Path) -> None:
+def test_merged_adapters_are_synced_with_offloaded_base(folder: Path) -> None:
     adapters = facts_of(folder, "adapters")
     assert adapters["difference"] < 1e-5
     for metrics in adapters["steps"]:
@@ -195,40 +194,40 @@ def test_adapters_reach_vllm_merged_while_their_base_waits_on_the_host(folder: P
     assert adapters["steps"][1]["actor/kl_loss"] > 0
 
 
-def test_episodes_of_several_turns_are_trained_on(folder: Path) -> None:
+def test_training_on_multi_turn_episodes(folder: Path) -> None:
     for metrics in facts_of(folder, "episodes"):
         assert metrics["training/rollout_probs_diff_mean"] < 1e-4, "each turn's tokens are those of one packed forward"
         assert metrics["reward/turns/mean"] > 2
         assert metrics["reward/correct/mean"] > 0
 
 
-def test_what_vllm_cannot_do_is_said_with_the_setting(folder: Path) -> None:
+def test_unsupported_settings_are_reported(folder: Path) -> None:
     refusals = facts_of(folder, "refusals")
     assert refusals["no_cache"].startswith("rollout.memory_share: 1e-09")
-    assert refusals["others_freed"].startswith("rollout.engine: vLLM measures the GPU's free memory at its start")
-    assert "A run starts it again by itself" in refusals["others_freed"]
+    assert refusals["others_freed"].startswith("rollout.engine: another process freed GPU memory")
+    assert "A run restarts it automatically" in refusals["others_freed"]
     assert "SomeoneElsesForCausalLM" in refusals["unknown_architecture"]
     assert "Use rollout=hf" in refusals["unknown_architecture"]
-    assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be no more")
+    assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be at most")
     assert "got 513" in refusals["too_long"]
     assert "It cannot compute in torch.float64 here. Set rollout.dtype=float32" in refusals["dtype"]
 
 
-def test_the_engine_sleeps_while_another_process_takes_memory_of_the_gpu(folder: Path) -> None:
+def test_engine_sleeps_on_shared_gpu(folder: Path) -> None:
     sleep = facts_of(folder, "refusals")["sleep"]
     assert "Memory usage increased" in sleep["by_itself"], "vLLM's own check is gone, and with it the need for ours"
     assert (sleep["by_ours"], sleep["suspended"]) == ("", 2)
 
 
-def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
+def test_bfloat16_engine_has_float32_logits(folder: Path) -> None:
     facts = facts_of(folder, "bfloat16")["logits"]
     assert facts["dtype"] == "torch.float32"
     assert facts["off"] < 1e-4 < 1e-3 < facts["off_when_rounded"]
     assert facts["differing"] == []
 
 
-def test_a_bfloat16_weight_sync_finds_a_stale_tensor(folder: Path) -> None:
-    """The rounding hides such a step from the log-probabilities: the tensors are compared."""
+def test_bfloat16_weight_sync_detects_stale_tensor(folder: Path) -> None:
+    """Rounding hides the change from log-probabilities, so tensors are compared."""
     facts = facts_of(folder, "bfloat16")["rounded"]
     assert facts["difference"] > 1e-4
     assert facts["warning"] == ""

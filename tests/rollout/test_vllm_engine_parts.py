@@ -1,4 +1,4 @@
-"""Results that a vLLM must not give, which the real one does not give on demand."""
+"""Invalid results of vLLM, which the real one does not produce on demand."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ def output(token_ids: list[int], logprobs: list[float] | None) -> Any:
 
 @pytest.fixture
 def engine() -> Any:
-    """An engine whose vLLM was not started."""
+    """Engine without a started vLLM."""
     engine: Any = object.__new__(VllmEngine)
     engine.policy_version, engine._sleep_level, engine._asleep = 7, 0, False
     engine._engine, engine._span = None, EngineRanks(1)
@@ -30,20 +30,20 @@ def engine() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("reason", "logprobs", "told"),
+    ("reason", "logprobs", "message"),
     [
         ("abort", [-0.5, -0.25], "'abort' with 2 tokens and 2 log-probabilities"),
         ("stop", [-0.5], "'stop' with 2 tokens and 1 log-probabilities"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_refused(engine: Any, reason: str, logprobs: list[float], told: str) -> None:
+def test_incomplete_response_is_rejected(engine: Any, reason: str, logprobs: list[float], message: str) -> None:
     with pytest.raises(EngineError) as caught:
         engine._rollout(REQUESTS[0], _Response(0, [5, 6], logprobs), reason)
-    assert str(caught.value) == f"vLLM's answer to prompt 4 ended by {told}"
+    assert str(caught.value) == f"vLLM's response to prompt 4 ended by {message}"
 
 
 class Core:
-    """vLLM's core: gives these outputs, step by step, and then none."""
+    """vLLM's core with these outputs, step by step, and then none."""
 
     def __init__(self, *steps: list[Any]) -> None:
         self.steps, self.num_steps = list(steps), 0
@@ -60,24 +60,26 @@ class Core:
         self.aborted += names
 
 
-def said(name: str, token_ids: list[int], reason: str | None = None) -> Any:
+def read_outputs(name: str, token_ids: list[int], reason: str | None = None) -> Any:
     found = output(token_ids, [-1.0] * len(token_ids))
     found.request_id, found.finish_reason = name, reason
     return found
 
 
 def writing(engine: Any, core: Core) -> Any:
-    """The stream of the three requests, which vLLM knows as `r0` to `r2`."""
+    """Stream of three requests with the ids `r0` to `r2`."""
     engine._engine = SimpleNamespace(engine_core=core)
-    engine._prepared = lambda requests, *_: (SimpleNamespace(request_id=f"r{at}") for at in range(len(requests)))
+    engine._prepare_requests = lambda requests, *_: (
+        SimpleNamespace(request_id=f"r{at}") for at in range(len(requests))
+    )
     return engine.stream(REQUESTS, None, 2)
 
 
-def test_a_vllm_that_gives_nothing_for_too_long_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_vllm_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "_MAX_IDLE_STEPS", 3)
-    core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
+    core = Core([read_outputs("r1", [5], "stop")], [], [], [], [], [], [read_outputs("r0", [5])])
     with pytest.raises(EngineError) as caught:
         list(writing(engine, core))
-    assert str(caught.value) == "vLLM ended without an answer to 2 requests"
+    assert str(caught.value) == "vLLM returned no response to 2 requests"
     assert core.num_steps == 1 + 5 + 1 + 6, "3 steps and one for each token of the limit may give nothing"
     assert core.aborted == ["r0", "r2"]

@@ -1,7 +1,7 @@
-"""The canary on SmolLM2-135M and the real vLLM: no right hand-over is refused, each planted fault is found.
+"""Canary on SmolLM2-135M with the real vLLM: correct weight syncs pass, planted faults are detected.
 
-`vllm_real_model` does it, in a process of its own. Weights move by one step of training (1e-5) between two hand-overs,
-which no log-probability shows beside the rounding of bfloat16.
+`vllm_real_model` runs in a separate process. Weights move by one training step (1e-5) between two syncs, which
+log-probabilities do not show because of bfloat16's rounding.
 """
 
 import json
@@ -21,7 +21,7 @@ pytestmark = [*real_vllm(timeout_s=600), pytest.mark.lengthy]  # on a small mode
 
 @pytest.fixture(scope="module")
 def seen(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the process saw."""
+    """Findings of the process."""
     file = tmp_path_factory.mktemp("real") / "facts.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.rollout.vllm_real_model", str(file), str(smollm2)],
@@ -37,24 +37,24 @@ def seen(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return found
 
 
-def test_right_hand_overs_round_and_are_taken(seen: dict[str, Any]) -> None:
+def test_correct_weight_syncs_pass(seen: dict[str, Any]) -> None:
     for difference, warning in seen["right"]:
         assert 1e-3 < difference < 0.1
         assert warning == ""
 
 
-def test_one_stale_layer_of_thirty_is_found(seen: dict[str, Any]) -> None:
+def test_stale_layer_is_detected(seen: dict[str, Any]) -> None:
     assert "Tensors that differ (" in seen["layer"]
     assert "model.layers.17." in seen["layer"]
 
 
-def test_a_stale_shard_of_one_matrix_is_found(seen: dict[str, Any]) -> None:
+def test_stale_shard_is_detected(seen: dict[str, Any]) -> None:
     assert "Tensors that differ (1): model.layers.12.mlp.gate_proj.weight. Nothing was sampled" in seen["shard"]
 
 
-def test_a_stale_tied_head_is_found(seen: dict[str, Any]) -> None:
+def test_stale_tied_head_is_detected(seen: dict[str, Any]) -> None:
     assert "Tensors that differ (1): the head, tied to model.embed_tokens.weight. Nothing" in seen["head"]
 
 
-def test_a_kept_prefix_cache_is_found(seen: dict[str, Any]) -> None:
+def test_kept_prefix_cache_is_detected(seen: dict[str, Any]) -> None:
     assert "vLLM kept its prefix cache" in seen["prefix cache"]

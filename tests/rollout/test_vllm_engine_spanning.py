@@ -1,4 +1,4 @@
-"""The real vLLM over several ranks. `vllm_spanning` runs it, in processes of its own."""
+"""The real vLLM over several ranks, run by `vllm_spanning` in separate processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = real_vllm(timeout_s=600)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the models lie and the processes leave their findings."""
+    """Folder of models and findings."""
     folder = tmp_path_factory.mktemp("spanning")
     write_models(folder)
     return folder
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, list[Any]]:
-    """What each rank saw, by part."""
+    """Findings of each rank, by part."""
     _run("ranks", folder)
     return {
         part: [json.loads((folder / f"{part}-{rank}.json").read_text(encoding="utf-8")) for rank in range(NUM_RANKS)]
@@ -33,7 +33,7 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
 
 
 def _run(what: str, folder: Path) -> None:
-    """In a process that has not imported vLLM yet."""
+    """Run in a process that has not imported vLLM."""
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # before its import
     run_side_by_side(
         ["tests.rollout.vllm_spanning", what, str(folder)],
@@ -43,7 +43,7 @@ def _run(what: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_each_rank_gets_the_answers_to_its_own_requests(ranks: dict[str, list[Any]], kind: str) -> None:
+def test_ranks_get_responses_to_their_requests(ranks: dict[str, list[Any]], kind: str) -> None:
     first, second = ranks[kind]
     assert (len(first["shares"]), len(second["shares"])) == (12, 20)
     assert first["in_order"]
@@ -52,33 +52,33 @@ def test_each_rank_gets_the_answers_to_its_own_requests(ranks: dict[str, list[An
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_an_answer_is_the_same_whichever_rank_asks(ranks: dict[str, list[Any]], kind: str) -> None:
+def test_response_is_independent_of_rank(ranks: dict[str, list[Any]], kind: str) -> None:
     first, second = ranks[kind]
     everyones = first["shares"] + second["shares"]
     assert first["first rank alone"] == everyones
     assert second["second rank alone"] == everyones
-    assert second["first rank alone"] == first["second rank alone"] == first["nobody"] == second["nobody"] == []
+    assert second["first rank alone"] == first["second rank alone"] == first["no rank"] == second["no rank"] == []
 
 
-def test_no_shared_memory_is_left_to_a_worker_that_is_killed(ranks: dict[str, list[Any]]) -> None:
+def test_killed_worker_leaves_no_shared_memory(ranks: dict[str, list[Any]]) -> None:
     assert [rank["shared_memory"] for rank in ranks["tied"]] == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_log_probabilities_are_the_trainers(ranks: dict[str, list[Any]], kind: str) -> None:
-    """Of a model with two heads of keys and values, one a rank, and of one whose only one both ranks hold."""
+def test_logprobs_match_trainer(ranks: dict[str, list[Any]], kind: str) -> None:
+    """Test a model with one key-value head per rank, and one with a shared head."""
     assert max(rank["difference"] for rank in ranks[kind]) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_each_rank_compares_its_parts_of_all_tensors(ranks: dict[str, list[Any]], kind: str) -> None:
+def test_ranks_compare_their_shards(ranks: dict[str, list[Any]], kind: str) -> None:
     for rank in ranks[kind]:
         assert rank["differing_when_right"] == []
         wrong = {name.removeprefix("the head, tied to ") for name in rank["differing_when_wrong"]}
         assert wrong == set(rank["sent"])
 
 
-def test_a_tensor_that_is_wrong_on_one_rank_stops_all_by_its_name(ranks: dict[str, list[Any]]) -> None:
+def test_wrong_tensor_on_one_rank_stops_all(ranks: dict[str, list[Any]]) -> None:
     for rank in ranks["canary"]:
         assert rank["right"] < 1e-4
         assert "rollout.canary_bound" in rank["wrong"]
@@ -87,7 +87,7 @@ def test_a_tensor_that_is_wrong_on_one_rank_stops_all_by_its_name(ranks: dict[st
 
 
 @pytest.mark.lengthy  # Ray's workers: runtime/test_ray.py; the engine over ranks: above
-def test_workers_that_share_an_engine_train_under_ray(folder: Path) -> None:
+def test_ray_workers_train_with_shared_engine(folder: Path) -> None:
     _run("training", folder)
     steps = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     assert len(steps) == 3

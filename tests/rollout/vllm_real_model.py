@@ -1,6 +1,6 @@
-"""Hand-overs of a real model to the real vLLM: `python -m tests.rollout.vllm_real_model FOLDER MODEL`.
+"""Weight syncs of a real model to the real vLLM: `python -m tests.rollout.vllm_real_model FOLDER MODEL`.
 
-As in `vllm_session` the process writes what it saw as JSON, and the tests judge it. MODEL: SmolLM2-135M-Instruct.
+The process writes JSON for the tests, as `vllm_session` does. MODEL: SmolLM2-135M-Instruct.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlcore.config.compose import load_config
 from rlcore.errors import EngineError
 from rlcore.models.tokenizer import load_tokenizer
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as sync
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import Prompt
 from rlcore.workers.worker import Worker
@@ -27,7 +27,7 @@ RATE = 1e-5
 
 
 def prompt(model: Path) -> Prompt:
-    """As a run has it: a question in the model's own chat template."""
+    """Return a question in the model's chat template."""
     tokenizer = load_tokenizer(model)
     messages = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -35,7 +35,7 @@ def prompt(model: Path) -> Prompt:
 
 
 class Trained:
-    """The worker's weights as training moves them, and the tensors of the hand-over before."""
+    """Worker's weights after training steps, and the tensors of the previous weight sync."""
 
     def __init__(self, worker: Worker) -> None:
         self._parameters = dict(worker.actor.model.model.named_parameters())
@@ -43,7 +43,7 @@ class Trained:
         self.before: dict[str, Tensor] = {}
 
     def step(self) -> None:
-        """What a step of AdamW does at this learning rate: each weight moves by about so much, up or down."""
+        """Simulate an AdamW step at this learning rate: each weight moves by about that amount."""
         self.before = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         with torch.no_grad():
             for tensor in self._parameters.values():
@@ -51,7 +51,7 @@ class Trained:
 
 
 def facts_of(model: Path) -> dict[str, Any]:
-    """Right hand-overs, and each fault after a step of training."""
+    """Return the results of correct weight syncs, and of each fault after a training step."""
     config = load_config(
         ["experiment=debug", f"model.path={model}", "warm_start.enabled=false", "rollout.engine=vllm",
          "rollout.dtype=bfloat16", "rollout.max_num_seqs=8", "rollout.memory_share=0.1", "filter.max_prompt_tokens=256",
@@ -62,7 +62,7 @@ def facts_of(model: Path) -> dict[str, Any]:
     group.each(Worker.set_probe, [prompt(model)])
     facts: dict[str, Any] = {"right": [_right(worker, 0)]}
     trained = Trained(worker)
-    load = handover.load_weights
+    load = sync.load_weights
 
     def with_stale(stale: Callable[[str, Tensor], Tensor]) -> Any:
         def wrapped(inside: nn.Module, settings: Any, sent: Any, *more: Any) -> None:
@@ -80,16 +80,20 @@ def facts_of(model: Path) -> dict[str, Any]:
         inside.lm_head.weight = nn.Parameter(old, requires_grad=False)
 
     def half(name: str, tensor: Tensor) -> Tensor:
-        """The second half of one matrix: the shard of the second of two ranks."""
+        """Return the second half of one matrix: the shard of the second of two ranks."""
         if name != MATRIX:
             return tensor
         rows = len(tensor) // 2
         return torch.cat([tensor[:rows], trained.before[name][rows:].to(tensor)])
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "layer": (handover, "load", with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t)),
-        "shard": (handover, "load", with_stale(half)),
-        "head": (handover, "load", with_stale_head),
+        "layer": (
+            sync,
+            "load_weights",
+            with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t),
+        ),
+        "shard": (sync, "load_weights", with_stale(half)),
+        "head": (sync, "load_weights", with_stale_head),
         "prefix cache": (worker.engine._engine, "reset_prefix_cache", lambda: True),
     }
     for version, (name, (owner, function, wrong)) in enumerate(faults.items(), start=1):
@@ -115,8 +119,8 @@ def _itself(worker: Worker) -> Worker:
 
 
 def _right(worker: Worker, version: int) -> list[Any]:
-    handed_over = worker.sync_weights(version)
-    return [handed_over.difference, handed_over.warning]
+    synced = worker.sync_weights(version)
+    return [synced.difference, synced.warning]
 
 
 def _replaced(sent: Any, stale: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:

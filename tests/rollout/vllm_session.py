@@ -1,7 +1,7 @@
-"""What the real vLLM does, found out in a process of its own: `python -m tests.rollout.vllm_session FOLDER`.
+"""Observe the real vLLM in a separate process: `python -m tests.rollout.vllm_session FOLDER`.
 
-vLLM binds its process to itself (threads, process group, torch's hooks), so no test imports it. One process starts it
-once for all of `test_vllm_engine.py` and writes what it saw as JSON; the tests judge that.
+vLLM changes its process (threads, process group, torch's hooks), so tests do not import it. One process runs it for all
+of `test_vllm_engine.py` and writes JSON for the tests.
 """
 
 import gc
@@ -25,8 +25,8 @@ from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, make_requests
+from rlcore.rollout.vllm import short_steps as short_scheduler
 from rlcore.rollout.vllm.engine import VllmEngine
-from rlcore.rollout.vllm.short import scheduler as short_scheduler
 from rlcore.rollout.vllm.start import EngineShape, allow_sleep_on_shared_gpu
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout, Score
@@ -51,7 +51,7 @@ SHAPE: dict[str, Any] = {
 
 
 def write_model(kind: str, directory: Path, seed: int) -> Path:
-    """A random model: Qwen2 with tied embeddings and biases, or Llama with grouped heads and a head of its own."""
+    """Write a random model: Qwen2 with tied embeddings and biases, or Llama with grouped heads and an untied head."""
     torch.manual_seed(seed)
     if kind == "tied":
         config: Any = Qwen2Config(**SHAPE, num_key_value_heads=2, tie_word_embeddings=True)
@@ -95,7 +95,7 @@ def answers(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors that an engine computes with and that are not these."""
+    """Return the names of the engine's tensors that differ from these."""
     sent = SentWeights(engine.model)
     for _ in sent.record(weights):
         pass
@@ -103,7 +103,7 @@ def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list
 
 
 def mean_difference(directory: Path, rollouts: list[Rollout], temperature: float) -> float:
-    """Mean |engine's - trainer's| log-probability of the sampled tokens."""
+    """Return mean |engine's - trainer's| log-probability of the sampled tokens."""
     policy = load_policy(directory, model=ModelConfig(), device=CPU)
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     with torch.no_grad():
@@ -113,12 +113,12 @@ def mean_difference(directory: Path, rollouts: list[Rollout], temperature: float
 
 
 def keep_frozen() -> None:
-    """What was imported stays out of vLLM's collections of all garbage: else the end of each engine takes 1.5 s."""
+    """Exclude imported objects from garbage collections, which would take 1.5 s at each engine's end."""
     gc.unfreeze = lambda: None
 
 
 def message(action: Any) -> str:
-    """The EngineError that an action ends with; empty where it ends well."""
+    """Return the EngineError of an action, or ''."""
     try:
         action()
     except EngineError as error:
@@ -127,7 +127,7 @@ def message(action: Any) -> str:
 
 
 def engine_facts(folder: Path) -> dict[str, Any]:
-    """One engine on the tied model, from its first hand-over to its faults."""
+    """Observe one engine on the tied model, from its first weight sync to its faults."""
     first, second = write_model("tied", folder / "first", 1), write_model("tied", folder / "second", 2)
     facts: dict[str, Any] = {}
     long = some_requests(8, 4, 200)
@@ -189,8 +189,8 @@ def engine_facts(folder: Path) -> dict[str, Any]:
 
 
 def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
-    """The same answers with short steps and with vLLM's own alone; with room for all of them, without, and for five
-    times as many requests as there are places."""
+    """Compare responses with and without short steps: with room for all, without, and with five times as many requests
+    as places."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
     most_tokens = 100  # answers that go over the end of a cache block
     most_steps, short_scheduler._MAX_SHORT_STEPS = short_scheduler._MAX_SHORT_STEPS, 24
@@ -221,7 +221,7 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
 
 
 def untied_facts(folder: Path) -> dict[str, Any]:
-    """A model with a head of its own and grouped heads, loaded and handed over."""
+    """Load and sync a model with an untied head and grouped heads."""
     first, second = write_model("untied", folder / "third", 3), write_model("untied", folder / "fourth", 4)
     engine = build(first, SETTINGS.model_copy(update={"prefix_caching": False, "max_batched_tokens": 256}))
     engine.update_weights(weights_of(first), version=0)
@@ -231,12 +231,12 @@ def untied_facts(folder: Path) -> dict[str, Any]:
     return {"difference": mean_difference(second, found, 0.7)}
 
 
-def others_freed(directory: Path, told: RuntimeError) -> str:
-    """What a start says where vLLM's own start fails with this error; a run tries that again."""
+def others_freed(directory: Path, cause: RuntimeError) -> str:
+    """Return the message of a start that fails with this error of vLLM, which a run retries."""
     import vllm
 
     started = vllm.LLMEngine
-    vllm.LLMEngine = Mock(side_effect=told)
+    vllm.LLMEngine = Mock(side_effect=cause)
     try:
         build(directory)
     except WorkerLostError as error:
@@ -247,8 +247,7 @@ def others_freed(directory: Path, told: RuntimeError) -> str:
 
 
 def sleep_facts() -> dict[str, Any]:
-    """vLLM's worker for a GPU goes to sleep while the GPU's free memory falls from 5 to 3, by its own code and by ours;
-    the device itself is not there."""
+    """Let vLLM's GPU worker sleep while free memory falls from 5 to 3, with its code and ours, without a device."""
     from vllm.v1.worker.gpu_worker import Worker
 
     worker = Worker.__new__(Worker)
@@ -273,7 +272,7 @@ def sleep_facts() -> dict[str, Any]:
 
 
 def refusal_facts(folder: Path) -> dict[str, Any]:
-    """Engines that cannot start: what is said."""
+    """Return the messages of engines that cannot start."""
     first = write_model("tied", folder / "fifth", 5)
     unknown = write_model("tied", folder / "sixth", 5)
     config = json.loads((unknown / "config.json").read_text(encoding="utf-8"))
@@ -302,7 +301,7 @@ def _without(weights: Iterator[tuple[str, Tensor]], left_out: str) -> Iterator[t
 
 
 def _loaded_by_vllm(directory: Path) -> VllmEngine:
-    """An engine whose weights vLLM read from the files by itself, with no hand-over."""
+    """Return an engine whose weights vLLM read from files, without a weight sync."""
     from rlcore.rollout.vllm import start
 
     plain = start.engine_arguments
@@ -316,7 +315,7 @@ def _loaded_by_vllm(directory: Path) -> VllmEngine:
 
 
 def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[SamplingRequest]) -> dict[str, Any]:
-    """A hand-over that kept the prefix cache: what it ends with, and answers of it beside right ones."""
+    """Sync weights and keep the prefix cache; return the error, and responses next to correct ones."""
     reset = engine._engine.reset_prefix_cache
     engine._engine.reset_prefix_cache = lambda: True
     refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
@@ -332,7 +331,7 @@ def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[Sampl
 
 
 def main(folder: Path) -> None:
-    """Write the facts beside the models, one file a part, so that a part that fails leaves the others."""
+    """Write the facts next to the models, one file per part, so that failures are independent."""
     from tests.rollout import vllm_training
 
     keep_frozen()

@@ -1,7 +1,7 @@
 """One vLLM engine over two ranks: `python -m tests.rollout.vllm_spanning ranks FOLDER`.
 
-And a training run with such an engine under Ray: `python -m tests.rollout.vllm_spanning training FOLDER`. As in
-`vllm_session` the processes write what they saw as JSON, and the tests judge it.
+Training with such an engine under Ray: `python -m tests.rollout.vllm_spanning training FOLDER`. As in `vllm_session`
+the processes write JSON for the tests.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlcore.config import RunConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as weight_sync
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout
@@ -48,7 +48,7 @@ WRONG = "model.layers.0.mlp.down_proj.weight"
 
 
 def spanning_run(folder: Path) -> SmallRun:
-    """A run whose two workers share an engine."""
+    """Return a run whose two workers share an engine."""
     return prepare(
         folder / "artifacts",
         "rollout.engine=vllm",
@@ -65,7 +65,7 @@ def spanning_run(folder: Path) -> SmallRun:
 
 
 def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
-    """Answers to shares of unlike size, and the tensors that each rank holds."""
+    """Return responses to shares of different sizes, and the tensors of each rank."""
     requests = some_requests(8, 4, 20)
     right, other = folder / f"{kind}-right", folder / f"{kind}-other"
     engine = build(right, SPANNING)
@@ -76,7 +76,7 @@ def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
         ("shares", requests[:12] if rank == 0 else requests[12:]),
         ("first rank alone", requests if rank == 0 else []),
         ("second rank alone", [] if rank == 0 else requests),
-        ("nobody", []),
+        ("no rank", []),
     ):
         rollouts = engine.generate(mine, SAMPLING, MAX_TOKENS)
         facts[name] = answers(rollouts)
@@ -96,24 +96,24 @@ def _in_order(rollouts: list[Rollout], requests: Any) -> bool:
 
 
 def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: str) -> dict[str, Any]:
-    """A hand-over that goes wrong on the second rank alone: what each rank says."""
+    """Return each rank's message for a weight sync that fails only on the second rank."""
     worker = Worker(config, str(model_directory), rank=rank, world_size=NUM_RANKS)
     worker.setup(address)
     worker.set_probe([Prompt(i, tuple(range(5 + i, 29 + i)), "canary", "{}") for i in range(NUM_PROMPTS)])
     facts: dict[str, Any] = {"right": worker.sync_weights(0).difference}
-    load = handover.load_weights
+    load = weight_sync.load_weights
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, _zeroed(weights), *more)
 
     if rank == 1:
-        handover.load_weights = one_tensor_old
+        weight_sync.load_weights = one_tensor_old
     try:
         worker.sync_weights(1)
         facts["wrong"] = ""
     except EngineError as error:
         facts["wrong"] = str(error)
-    handover.load_weights = load
+    weight_sync.load_weights = load
     facts["right again"] = worker.sync_weights(2).difference
     return facts
 
@@ -123,7 +123,7 @@ def _zeroed(weights: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def training_facts(folder: Path) -> list[Metrics]:
-    """Three steps by two Ray actors that share an engine."""
+    """Return the metrics of three steps by two Ray actors with a shared engine."""
     run = spanning_run(folder)
     group = start_workers(run.config, str(run.model_directory))
     try:
@@ -133,7 +133,7 @@ def training_facts(folder: Path) -> list[Metrics]:
 
 
 def write_models(folder: Path) -> None:
-    """Those of `engine_facts`, and the run's."""
+    """Write the models of `engine_facts` and of the run."""
     for kind, seed in (("tied", 1), ("untied", 3)):
         write_model(kind, folder / f"{kind}-right", seed)
         write_model(kind, folder / f"{kind}-other", seed + 10)
@@ -141,7 +141,7 @@ def write_models(folder: Path) -> None:
 
 
 def rank_main(folder: Path, rank: int) -> None:
-    """One rank of engines and canary. The ranks meet anew for each: an engine that ends ends vLLM's process group."""
+    """Run one rank of engines and canary, with a new process group for each engine."""
     torch.set_num_threads(1)
     keep_frozen()
     run = spanning_run(folder)
@@ -157,7 +157,7 @@ def rank_main(folder: Path, rank: int) -> None:
 
 
 def both_ranks(folder: Path) -> None:
-    """A process for each, forked from this one, which has imported vLLM for both."""
+    """Fork a process for each rank from this one, which has imported vLLM."""
     from vllm.platforms import current_platform
 
     current_platform.simple_compile_backend = "eager"  # as `start_vllm` does before it imports the rest

@@ -1,4 +1,4 @@
-"""Training with the real vLLM as its engine; run by `vllm_session`, in that process."""
+"""Training with the real vLLM as its engine, run by `vllm_session` in its process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import EngineError
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as weight_sync
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
@@ -30,7 +30,7 @@ def _group(run: SmallRun) -> LocalGroup:
 
 
 def training_facts(folder: Path) -> dict[str, Any]:
-    """A few steps, and the same again in a new engine, whose hand-overs are then wrong on purpose."""
+    """Run a few steps, and repeat them in a new engine, followed by wrong weight syncs."""
     run = _run(folder)
     group = _group(run)
     first = train(run, group, 3)
@@ -43,20 +43,20 @@ def training_facts(folder: Path) -> dict[str, Any]:
 
 
 def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
-    """Hand-overs that are wrong on purpose: what each stops with."""
+    """Return the errors of wrong weight syncs."""
     facts: dict[str, Any] = {}
-    tied_head, load = handover.tied_head, handover.load_weights
+    tied_head, load = weight_sync.tied_head, weight_sync.load_weights
 
     group.each(Worker.reset)
-    handover.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
-    facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(handover, "tied_head", tied_head))
+    weight_sync.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
+    facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(weight_sync, "tied_head", tied_head))
     facts["right_difference"] = group.each(Worker.sync_weights, 1)[0].difference
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), *more)
 
-    handover.load_weights = one_tensor_old
-    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(handover, "load_weights", load))
+    weight_sync.load_weights = one_tensor_old
+    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(weight_sync, "load_weights", load))
     facts["training_stopped"] = _raised(lambda: train(run, _Faulty(group), 1))
 
     weights = Actor.weights
@@ -67,7 +67,7 @@ def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:
-    """Steps with adapters over a base in 4 bits that is on the device while the engine is not."""
+    """Run steps with adapters on a 4-bit base that alternates with the engine on the device."""
     run = _run(
         folder, "model.lora.rank=4", "model.lora.base=nf4", "model.lora.offload=true", "rollout.sleep_level=1",
         "optim.lr=0.05", "algo.kl.where=loss",
@@ -80,7 +80,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
 
 def episode_facts(folder: Path) -> list[Metrics]:
-    """Steps of number guessing, its turns one by one."""
+    """Run steps of number guessing, turn by turn."""
     run = _run(folder, experiment="number_guessing")
     group = _group(run)
     try:
@@ -90,7 +90,7 @@ def episode_facts(folder: Path) -> list[Metrics]:
 
 
 def bfloat16_facts(folder: Path) -> dict[str, Any]:
-    """An engine in bfloat16 beside a trainer in float32: its logits and its weight syncs."""
+    """Observe a bfloat16 engine with a float32 trainer: its logits and its weight syncs."""
     run = _run(folder, "rollout.dtype=bfloat16")
     group = _group(run)
     train(run, group, 1)
@@ -100,20 +100,20 @@ def bfloat16_facts(folder: Path) -> dict[str, Any]:
 
 
 def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
-    """A right hand-over to an engine in bfloat16, and one of which a tensor is a small step of training old."""
+    """Sync correctly to a bfloat16 engine, then with a tensor that is a training step old."""
     right = group.each(Worker.sync_weights, 10)[0]
-    load = handover.load_weights
+    load = weight_sync.load_weights
 
     def one_step_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
         load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), *more)
 
-    handover.load_weights = one_step_old
-    stale = _stopped(group, 11, restoring=lambda: setattr(handover, "load_weights", load))
+    weight_sync.load_weights = one_step_old
+    stale = _stopped(group, 11, restoring=lambda: setattr(weight_sync, "load_weights", load))
     return {"difference": right.difference, "warning": right.warning, "stale": stale}
 
 
 def _logits_facts(worker: Worker) -> dict[str, Any]:
-    """vLLM's logits in bfloat16, ten times as large as the model's, beside exact ones."""
+    """Compare vLLM's bfloat16 logits, ten times as large as the model's, with exact ones."""
     engine = worker.engine
     weight = worker.actor.model.head.weight.detach().bfloat16().float()
     hidden = 10 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -129,7 +129,7 @@ def _logits_facts(worker: Worker) -> dict[str, Any]:
 
 
 class _Faulty:
-    """A group that loses the tied head at every hand-over but the first."""
+    """Group that loses the tied head at every weight sync but the first."""
 
     def __init__(self, group: LocalGroup) -> None:
         self.world_size = 1
@@ -141,12 +141,12 @@ class _Faulty:
     def begin(self, verb: Any, arguments: Any) -> Any:
         if verb is not Worker.sync_weights:
             return self._group.begin(verb, arguments)
-        tied_head = handover.tied_head
-        handover.tied_head = lambda model: (None, None)
+        tied_head = weight_sync.tied_head
+        weight_sync.tied_head = lambda model: (None, None)
         try:
             return self._group.begin(_after_a_change, arguments)
         finally:
-            handover.tied_head = tied_head
+            weight_sync.tied_head = tied_head
 
     def send(self, values: Any) -> Any:
         return self._group.send(values)

@@ -1,4 +1,4 @@
-"""Fixtures of an MLflow store, one for each test."""
+"""MLflow store for each test."""
 
 from pathlib import Path
 

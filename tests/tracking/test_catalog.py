@@ -1,50 +1,36 @@
-"""metrics.md: each row is read, each name is documented, and the reference log is covered."""
+"""Rows of metrics.md, documented names and the reference log."""
 
 import re
 from pathlib import Path
 
 from rlcore.tracking.catalog import METRICS_FILE, describe, metric_docs
-from rlcore.tracking.connection import (
-    mlflow_name,
-)
+from rlcore.tracking.connection import mlflow_name
 from tests.helpers.metrics_page import reference_log
 
 
-def test_each_documented_name_describes_itself_first():
+def test_documented_names_match_their_row_first():
     for doc in metric_docs():
         concrete = re.sub(r"\{([^,}]+)[^}]*\}", r"\1", doc.name)
         concrete = re.sub(r"<\w+>", "7", concrete)
-        assert describe(concrete) is doc, f"{concrete} is taken for another metric"
+        assert describe(concrete) is doc, f"{concrete} matches another metric"
         mlflow_name(concrete)
         assert doc.unit
         assert doc.definition.endswith(".")
         assert "<" not in doc.definition
 
 
-def test_what_is_not_documented_is_not_described():
+def test_undocumented_names_are_not_described():
     assert describe("actor/pg_losses") is None
     assert describe("xactor/pg_loss") is None
 
 
 SOURCE = Path(__file__).parents[2] / "rlcore"
+GROUPS = "actor|critic|training|perf|prompt_length|response_length|global_seqlen|reward|system"
 
 
-GROUPS = (
-    "actor",
-    "critic",
-    "training",
-    "perf",
-    "prompt_length",
-    "response_length",
-    "global_seqlen",
-    "reward",
-    "system",
-)
-
-
-def test_every_name_in_the_source_is_documented():
-    """Names that stand as literals in the code that measures; the trainer's test checks those of a real step."""
-    pattern = re.compile(rf'"((?:{"|".join(GROUPS)})/[\w/@-]+)"\s*[:\]]')
+def test_names_in_source_are_documented():
+    """Check literal names in the source; the trainer's test checks those of a real step."""
+    pattern = re.compile(rf'"((?:{GROUPS})/[\w/@-]+)"\s*[:\]]')
     found = {
         name
         for folder in ("algos", "trainer", "tracking")
@@ -55,7 +41,7 @@ def test_every_name_in_the_source_is_documented():
     assert {name for name in found if describe(name) is None} == set()
 
 
-def test_the_reference_log_is_covered():
+def test_reference_log_is_covered():
     log = reference_log()
     assert len(log) == 62
     for name, here in log.items():
@@ -66,10 +52,10 @@ def test_the_reference_log_is_covered():
     assert said.groups() == (str(62 - absent), str(absent))
 
 
-def test_every_row_of_the_page_is_read():
+def test_all_rows_are_read():
     rows = [line for line in METRICS_FILE.read_text().splitlines() if line.startswith("| `")]
     assert all(row.replace("\\|", "").count("|") in (3, 4) for row in rows)
-    others = [row for row in rows if "metrics." in row]  # where they are
+    others = [row for row in rows if "metrics." in row]  # header rows
     names = [doc.name for doc in metric_docs()] + list(reference_log())
     assert len(rows) - len(others) == len(names)
     assert len(metric_docs()) == len({doc.name for doc in metric_docs()}) > 70

@@ -1,4 +1,4 @@
-"""The delivery against a real store: all of the journal arrives, whatever happens to the run and to the delivery."""
+"""Delivery to a real store: the whole journal arrives, whatever happens to the run and the delivery."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def deliver(run_dir: Path) -> None:
 
 
 def assert_delivered(root: Path, run_dir: Path, *names: str) -> None:
-    """That MLflow has each value of the journal, once."""
+    """Assert that MLflow has each value of the journal once."""
     client = client_of(root)
     for name in names or ("test/m0",):
         assert points(client, main_run(client), name) == journal_points(run_dir / "metrics.jsonl", name)
@@ -49,7 +49,7 @@ Begin = Callable[..., RunJournal]
 
 @pytest.fixture
 def begin(offline: RunConfig, run_dir: Path) -> Begin:
-    """A trainer that goes on from a checkpoint (step, journal bytes)."""
+    """Return a trainer that resumes from a checkpoint (step, journal bytes)."""
 
     def begin(step: int = 0, journal_bytes: int = 0) -> RunJournal:
         tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
@@ -60,7 +60,7 @@ def begin(offline: RunConfig, run_dir: Path) -> Begin:
 
 
 def train(tracker: RunJournal, first: int, last: int, *, shift: float = 0.0) -> int:
-    """Steps first..last; the bytes that a checkpoint of the last one stores."""
+    """Write steps and return the journal bytes of a checkpoint."""
     for step in range(first, last + 1):
         tracker.append_step(step, {name: value + shift for name, value in values(step).items()})
     return tracker.sync()
@@ -78,7 +78,7 @@ def test_values_arrive_with_the_times_of_the_journal(begin: Begin, run_dir: Path
     assert [each.info.status for each in all_runs(client)] == ["RUNNING"], "there is one run"
 
 
-def test_settings_and_tags_describe_the_run(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
+def test_run_has_settings_and_tags(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
     train(begin(), 1, 1)
     deliver(run_dir)
     run = main_run(client_of(root))
@@ -89,8 +89,8 @@ def test_settings_and_tags_describe_the_run(begin: Begin, run_dir: Path, root: P
     assert run.data.params["algo.advantage"] == "grpo"
 
 
-def test_a_batch_that_is_sent_twice_is_stored_once(begin: Begin, run_dir: Path, root: Path):
-    """What kill -9 between `log_batch` and the cursor leaves behind: the state of before the delivery."""
+def test_repeated_batch_is_stored_once(begin: Begin, run_dir: Path, root: Path):
+    """Restore the state before a delivery, as after kill -9 between `log_batch` and the cursor."""
     tracker = begin()
     train(tracker, 1, 4)
     deliver(run_dir)
@@ -103,21 +103,10 @@ def test_a_batch_that_is_sent_twice_is_stored_once(begin: Begin, run_dir: Path, 
     assert len(journal_points(run_dir / "metrics.jsonl", "test/m0")) == 400
 
 
-def test_a_run_without_its_journal_is_not_delivered(begin: Begin, run_dir: Path, root: Path):
-    tracker = begin()
-    train(tracker, 1, 3)
-    tracker.finish("FINISHED")
-    (run_dir / "metrics.jsonl").unlink()
-    with pytest.raises(TrackingError, match=r"metrics\.jsonl: is not there"):
-        sync_run(run_dir)
-    assert not (run_dir / "metrics.jsonl").exists()
-    assert all_runs(client_of(root)) == []
-
-
-def test_two_folders_of_one_run_id_have_two_runs(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
+def test_folders_with_same_run_id_have_two_runs(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
     train(begin(), 1, 3)
     deliver(run_dir)
-    theirs = root / "of_somebody_else" / run_dir.name
+    theirs = root / "other_user" / run_dir.name
     tracker = RunJournal(theirs, offline, tags={"stage": "train"})
     tracker.resume_at(0, 0)
     train(tracker, 1, 2, shift=0.5)
@@ -127,7 +116,7 @@ def test_two_folders_of_one_run_id_have_two_runs(begin: Begin, run_dir: Path, ro
         assert points(client, run, "test/m0") == journal_points(folder / "metrics.jsonl", "test/m0")
 
 
-def test_a_half_written_line_waits_until_it_is_whole(begin: Begin, run_dir: Path, root: Path):
+def test_partial_line_is_sent_when_complete(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 2)
     deliver(run_dir)
@@ -142,7 +131,7 @@ def test_a_half_written_line_waits_until_it_is_whole(begin: Begin, run_dir: Path
     assert [step for step, _ in points(client, main_run(client), "test/m0")] == [1, 2, 3]
 
 
-def test_a_step_with_more_metrics_than_a_batch_holds(begin: Begin, run_dir: Path, root: Path):
+def test_step_larger_than_a_batch(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     for step in (1, 2):
         tracker.append_step(step, {f"many/m{i}": float(i * step) for i in range(1_500)})
@@ -152,17 +141,17 @@ def test_a_step_with_more_metrics_than_a_batch_holds(begin: Begin, run_dir: Path
     assert points(client, main_run(client), "many/m1499") == [(1, 1499.0), (2, 2998.0)]
 
 
-def test_what_was_sent_before_a_failure_is_noted(begin: Begin, run_dir: Path):
+def test_values_sent_before_failure_are_recorded(begin: Begin, run_dir: Path):
     tracker = begin()
     train(tracker, 1, 400)  # two batches
     before = tracker.sync()
-    tracker.append_step(2**70, {"a": 1.0})  # no store takes such a step
+    tracker.append_step(2**70, {"a": 1.0})  # too large for any store
     with delivery_of(run_dir) as delivery, pytest.raises(Exception, match=r"large|out of range|Overflow"):
         delivery.catch_up()
     assert read_state(run_dir).journal_bytes == before
 
 
-def test_what_is_not_finite_is_counted_not_sent(begin: Begin, run_dir: Path, root: Path):
+def test_nonfinite_values_are_counted_and_not_sent(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     tracker.append_step(1, {"a": 1.0, "b": math.nan, "c": math.inf})
     tracker.append_step(2, {"a": 2.0, "b": 3.0, "c": 4.0})
@@ -174,7 +163,7 @@ def test_what_is_not_finite_is_counted_not_sent(begin: Begin, run_dir: Path, roo
     assert points(client, run, "training/num_nonfinite") == [(1, 2.0)]
 
 
-def test_a_refused_name_is_logged_once_and_left_out(
+def test_invalid_name_is_logged_once_and_omitted(
     begin: Begin, run_dir: Path, root: Path, caplog: pytest.LogCaptureFixture
 ):
     tracker = begin()
@@ -187,7 +176,7 @@ def test_a_refused_name_is_logged_once_and_left_out(
     assert main_run(client).data.metrics == {"mean_at_4": 0.25}
 
 
-def test_events_are_on_the_step_axis(begin: Begin, run_dir: Path, root: Path):
+def test_events_are_delivered_by_step(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 2)
     tracker.append_event(WORKERS, 2, {})
@@ -199,8 +188,8 @@ def test_events_are_on_the_step_axis(begin: Begin, run_dir: Path, root: Path):
     assert "events/workers" not in run.data.metrics
 
 
-def test_a_run_that_is_not_noted_is_found_again(begin: Begin, run_dir: Path, root: Path):
-    """What a kill, or an answer that comes too late, leaves behind."""
+def test_unrecorded_run_is_found_again(begin: Begin, run_dir: Path, root: Path):
+    """Remove the run's id, as after a kill or a late response."""
     train(begin(), 1, 3)
     deliver(run_dir)
     state = json.loads((run_dir / "tracking.json").read_text())
@@ -215,18 +204,16 @@ def test_a_run_that_is_not_noted_is_found_again(begin: Begin, run_dir: Path, roo
     [
         ("{", "cannot be read"),
         ('{"journal_bytes": "many"}', "cannot be read"),
-        ('{"format_version": 1, "main_bytes": 7}', f"format version 1, this Millrace knows {FORMAT_VERSION}"),
+        ('{"format_version": 1, "main_bytes": 7}', f"format version 1, this Millrace reads {FORMAT_VERSION}"),
     ],
 )
-def test_a_state_that_is_not_ours_is_refused_by_name(tmp_path: Path, content: str, message: str):
+def test_invalid_state_is_rejected(tmp_path: Path, content: str, message: str):
     (tmp_path / "tracking.json").write_text(content)
     with pytest.raises(TrackingError, match=rf"tracking\.json: {message}.* [Mm]ove the file away: the journal is then"):
         read_state(tmp_path)
 
 
-def test_a_full_disk_keeps_the_cursor(
-    offline: RunConfig, small_disk: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_full_disk_keeps_cursor(offline: RunConfig, small_disk: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     run_dir = small_disk / "run-1"
     tracker = RunJournal(run_dir, offline, tags={})
     train(tracker, 1, 3)
@@ -243,14 +230,11 @@ def test_a_full_disk_keeps_the_cursor(
     assert_delivered(root, run_dir)
 
 
-# ------------------------------------------------------------------ resume
-
-
 @pytest.mark.parametrize("delivered", ["never", "before", "not noted", "half"])
-def test_the_last_value_of_a_repeated_step_is_shown(
+def test_last_value_of_repeated_step_is_shown(
     begin: Begin, run_dir: Path, root: Path, tmp_path: Path, empty_store: Path, delivered: str
 ):
-    """Two attempts die after their checkpoint; what they repeat has other times and, here, other values."""
+    """Two attempts die after their checkpoint, and repeat steps with other times and values."""
     saved, state = train(begin(), 1, 4), run_dir / "tracking.json"
 
     def attempt(first: int, last: int, shift: float) -> RunJournal:
@@ -273,7 +257,7 @@ def test_the_last_value_of_a_repeated_step_is_shown(
     (tmp_path / "other").mkdir()
     shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
     sync_run(run_dir, f"sqlite:///{tmp_path}/other/mlflow.db")
-    sync_run(run_dir)  # and back: the run that is there is found by its key
+    sync_run(run_dir)  # back again: the run is found by its key
     expected = [(step, values(step)["test/m0"]) for step in range(1, 10)]
     for folder in (root, tmp_path / "other"):
         client = client_of(folder)
@@ -286,13 +270,13 @@ def test_the_last_value_of_a_repeated_step_is_shown(
     assert journal_points(run_dir / "metrics.jsonl", "test/m0") == expected
 
 
-def test_the_cursor_goes_back_to_the_deepest_cut(begin: Begin, run_dir: Path, root: Path):
+def test_cursor_moves_back_to_earliest_cut(begin: Begin, run_dir: Path, root: Path):
     first = train(begin(), 1, 4)
     second = train(begin(4, first), 5, 8)
     train(begin(8, second), 9, 10)
     deliver(run_dir)
     begin(4, first).append_step(5, values(5))
-    tracker = begin(8, second)  # longer than the journal is by now: it goes on at its end
+    tracker = begin(8, second)  # beyond the journal's end
     train(tracker, 9, 10)
     size = (run_dir / "metrics.jsonl").stat().st_size
     assert sync_run(run_dir).num_bytes == size - first
@@ -301,8 +285,8 @@ def test_the_cursor_goes_back_to_the_deepest_cut(begin: Begin, run_dir: Path, ro
     assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 10]
 
 
-def test_a_longer_run_continues_in_its_mlflow_run(begin: Begin, run_dir: Path, root: Path):
-    """Its last validation stood after the last checkpoint, was delivered, and comes again with the longer run."""
+def test_longer_run_continues_in_its_mlflow_run(begin: Begin, run_dir: Path, root: Path):
+    """The last validation was delivered after the last checkpoint, and is repeated by the longer run."""
     tracker = begin()
     saved = train(tracker, 1, 4)
     tracker.append_step(4, {"val-core/x/reward/mean@4": 0.5})
@@ -322,7 +306,7 @@ def test_a_longer_run_continues_in_its_mlflow_run(begin: Begin, run_dir: Path, r
     assert run.info.status == "FINISHED"
 
 
-def test_a_journal_that_was_deleted_does_not_stop_the_run(begin: Begin, run_dir: Path, root: Path):
+def test_deleted_journal_does_not_stop_run(begin: Begin, run_dir: Path, root: Path):
     saved = train(begin(), 1, 4)
     deliver(run_dir)
     (run_dir / "metrics.jsonl").unlink()
@@ -334,11 +318,8 @@ def test_a_journal_that_was_deleted_does_not_stop_the_run(begin: Begin, run_dir:
     assert [step for step, _ in points(client, run, "test/m0")] == [1, 2, 3, 4, 5, 6]
 
 
-# ------------------------------------------------------------------ sync and endings
-
-
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path, status):
+def test_final_status_is_delivered(begin: Begin, run_dir: Path, root: Path, status):
     tracker = begin()
     train(tracker, 1, 3)
     train(tracker, 4, 5)
@@ -353,7 +334,7 @@ def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path
     assert [step for step, _ in points(client, run, "test/m0")] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_without_its_process_was_killed(begin: Begin, run_dir: Path, root: Path):
+def test_run_without_process_is_killed(begin: Begin, run_dir: Path, root: Path):
     train(begin(), 1, 3)
     attempts = run_dir / "attempts.jsonl"
     attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))  # another process
@@ -364,10 +345,10 @@ def test_a_run_without_its_process_was_killed(begin: Begin, run_dir: Path, root:
     assert before <= run.info.end_time <= time.time() * 1e3
     assert read_state(run_dir).status == "KILLED"
     assert sync_run(run_dir).status == "KILLED"
-    assert main_run(client_of(root)).info.end_time == run.info.end_time, "its end stays"
+    assert main_run(client_of(root)).info.end_time == run.info.end_time, "its end is unchanged"
 
 
-def test_doing_it_again_changes_nothing(begin: Begin, run_dir: Path, root: Path):
+def test_sync_is_idempotent(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 3)
     tracker.finish("FINISHED")
@@ -380,7 +361,7 @@ def test_doing_it_again_changes_nothing(begin: Begin, run_dir: Path, root: Path)
     assert_delivered(root, run_dir)
 
 
-def test_a_run_that_ended_elsewhere_first_gets_the_new_end(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
+def test_new_end_replaces_delivered_end(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
     saved = train(begin(), 1, 3)
     begin(3, saved).finish("KILLED")
     sync_run(run_dir)
@@ -390,18 +371,18 @@ def test_a_run_that_ended_elsewhere_first_gets_the_new_end(begin: Begin, run_dir
     assert main_run(client_of(root)).info.status == "FINISHED"
 
 
-def test_a_folder_without_a_run_is_told(tmp_path: Path):
-    with pytest.raises(TrackingError, match=r"attempts\.jsonl: has no attempt"):
+def test_folder_without_run_is_rejected(tmp_path: Path):
+    with pytest.raises(TrackingError, match=r"attempts\.jsonl: no attempt"):
         sync_run(tmp_path)
 
 
-def test_a_run_that_is_being_delivered_is_told(begin: Begin, run_dir: Path):
+def test_concurrent_delivery_is_rejected(begin: Begin, run_dir: Path):
     train(begin(), 1, 3)
     with delivery_lock(run_dir), pytest.raises(RunInUseError, match="the delivery of run run-1 is in use by process"):
         sync_run(run_dir)
 
 
-def test_a_deleted_experiment_is_told_and_the_journal_stays(begin: Begin, run_dir: Path, root: Path):
+def test_deleted_experiment_is_reported_and_recoverable(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 3)
     deliver(run_dir)
@@ -417,10 +398,8 @@ def test_a_deleted_experiment_is_told_and_the_journal_stays(begin: Begin, run_di
     assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
 
 
-def test_another_experiment_gets_everything_from_the_beginning(
-    begin: Begin, run_dir: Path, root: Path, offline: RunConfig
-):
-    """The remedy that is named where the run was deleted in MLflow."""
+def test_new_experiment_gets_whole_journal(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
+    """Use the documented remedy for a run deleted in MLflow."""
     saved = train(begin(), 1, 3)
     deliver(run_dir)
     client = client_of(root)

@@ -1,4 +1,4 @@
-"""The journal: everything read back."""
+"""The journal: written and read."""
 
 import json
 import math
@@ -18,13 +18,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def test_importing_it_loads_neither_mlflow_nor_torch():
+def test_import_loads_neither_mlflow_nor_torch():
     assert not {"mlflow", "torch", "pandas"} & loaded_by(
-        "import rlcore.tracking.companion, rlcore.tracking.mlflow_store, rlcore.tracking.delivery"
+        "import rlcore.tracking.attempts, rlcore.tracking.mlflow_store, rlcore.tracking.delivery"
     )
 
 
-def test_values_come_back_as_they_were(path: Path):
+def test_values_round_trip(path: Path):
     with Journal(path) as journal:
         journal.append_step(1, {"a": 0.1 + 0.2, "b": 1e-300, "c": 3})
         journal.append_event("out_of_memory", 1, {"tokens": 8192, "why": "größer", "path": Path("x")})
@@ -35,7 +35,7 @@ def test_values_come_back_as_they_were(path: Path):
     assert (contents.torn_bytes, contents.num_damaged_lines) == (0, 0)
 
 
-def test_the_data_of_an_event_is_what_json_can_hold(path: Path):
+def test_event_data_is_converted_to_json(path: Path):
     data = {"loss": math.nan, "limit": 1.5, "each": [1, math.inf, (True, None)], "by rank": {3: Path("x")}}
     with Journal(path) as journal:
         journal.append_event("alarm", 1, data)
@@ -43,7 +43,7 @@ def test_the_data_of_an_event_is_what_json_can_hold(path: Path):
     assert event.data == {"loss": "nan", "limit": 1.5, "each": [1, "inf", [True, None]], "by rank": {"3": "x"}}
 
 
-def test_a_journal_without_a_line_is_whole(path: Path, caplog: pytest.LogCaptureFixture):
+def test_empty_journal_is_complete(path: Path, caplog: pytest.LogCaptureFixture):
     with Journal(path), Journal(path) as again:
         again.close()
         again.close()
@@ -51,11 +51,11 @@ def test_a_journal_without_a_line_is_whole(path: Path, caplog: pytest.LogCapture
     assert (contents.steps, contents.events, contents.torn_bytes, contents.num_damaged_lines) == ((), (), 0, 0)
     assert read_journal(path) == []
     assert caplog.messages == []
-    assert path.stat().st_mode & 0o133 == 0, "nobody but its owner writes to it, nobody executes it"
+    assert path.stat().st_mode & 0o133 == 0, "only its owner writes it, and it is not executable"
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "spans"),
     [
         (range(1, 11), ""),
         ((1, 2, 4, 5, 6, 7, 8, 9, 10), "step 3"),
@@ -64,14 +64,14 @@ def test_a_journal_without_a_line_is_whole(path: Path, caplog: pytest.LogCapture
         ((), "steps 1-10"),
     ],
 )
-def test_the_steps_without_a_line_are_told_as_spans(path: Path, steps: Sequence[int], told: str):
+def test_missing_steps_are_reported_as_spans(path: Path, steps: Sequence[int], spans: str):
     with Journal(path) as journal:
         for step in steps:
             journal.append_step(step, {"a": 1.0})
-    assert missing_steps(load_journal(path), 10) == told
+    assert missing_steps(load_journal(path), 10) == spans
 
 
-def test_times_are_whole_milliseconds(path: Path):
+def test_times_are_rounded_to_milliseconds(path: Path):
     with Journal(path) as journal:
         for step in range(50):
             journal.append_step(step, {"a": 1.0})
@@ -79,7 +79,7 @@ def test_times_are_whole_milliseconds(path: Path):
         assert record.time == round(record.time * 1e3) / 1e3
 
 
-def test_lines_of_one_step_are_one_record(path: Path):
+def test_lines_of_one_step_are_merged(path: Path):
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0, "b": math.nan})
         journal.append_step(2, {"a": 2.0})
@@ -100,7 +100,7 @@ def test_nonfinite_values_are_null_and_named(path: Path):
     assert record.nonfinite == ("nan", "inf", "minus")
 
 
-def test_a_value_that_is_no_number_is_refused(path: Path):
+def test_non_numbers_are_rejected(path: Path):
     with Journal(path) as journal:
         with pytest.raises(TypeError):
             journal.append_step(1, {"a": None})  # type: ignore[dict-item]
@@ -108,7 +108,7 @@ def test_a_value_that_is_no_number_is_refused(path: Path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_torn_last_line_is_left_out_and_told(path: Path, caplog: pytest.LogCaptureFixture, cut: int):
+def test_torn_last_line_is_skipped_and_reported(path: Path, caplog: pytest.LogCaptureFixture, cut: int):
     with Journal(path) as journal:
         for step in (1, 2):
             journal.append_step(step, {"a": 1.0})
@@ -117,10 +117,10 @@ def test_a_torn_last_line_is_left_out_and_told(path: Path, caplog: pytest.LogCap
     assert [record.step for record in read_journal(path)] == [1]
     assert load_journal(path).torn_bytes == len(whole.splitlines(keepends=True)[1]) - cut
     torn = load_journal(path).torn_bytes
-    assert caplog.messages == [f"{path}: left out {torn} bytes of an unfinished last line and 0 unreadable lines"]
+    assert caplog.messages == [f"{path}: skipped {torn} bytes of an unfinished last line and 0 unreadable lines"]
 
 
-def test_damaged_lines_are_counted_and_the_others_read(path: Path):
+def test_damaged_lines_are_counted(path: Path):
     lines = [b'{"step":1,"time":1.0,"metrics":{"a":1.0}}', b"\0\0\0", b"[]", b'{"step":"x","time":1,"metrics":{}}']
     lines += [b'{"step":2,"time":1.0,"metrics":{"a":"text"}}', b'{"step":3,"time":2.0,"metrics":{"a":2.0}}', b""]
     path.write_bytes(b"\n".join(lines))
@@ -136,7 +136,7 @@ def test_damaged_lines_are_counted_and_the_others_read(path: Path):
         max_size=15,
     )
 )
-def test_any_values_under_any_names_come_back(tmp_path_factory: pytest.TempPathFactory, lines):
+def test_any_names_and_values_round_trip(tmp_path_factory: pytest.TempPathFactory, lines):
     path = tmp_path_factory.mktemp("journal") / "metrics.jsonl"
     wanted: dict[int, dict[str, float]] = {}
     with Journal(path) as journal:

@@ -1,4 +1,4 @@
-"""The trainer's journal: at once, without MLflow in its process, and forgiving."""
+"""The trainer's journal and its attempts."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.helpers.imports import loaded_by
 from tests.helpers.mlflow import client_of, main_run, main_runs, points, shown, wait_until
 
 
-def test_a_trainer_delivers_without_mlflow_in_its_process(root: Path, run_dir: Path):
+def test_trainer_process_does_not_import_mlflow(root: Path, run_dir: Path):
     code = (
         "from pathlib import Path; from rlcore.config import RunConfig\n"
         "from rlcore.tracking.journal import RunJournal\n"
@@ -31,7 +31,7 @@ def test_a_trainer_delivers_without_mlflow_in_its_process(root: Path, run_dir: P
     assert points(client, run, "a") == [(step, step / 7) for step in range(1, 21)]
 
 
-def test_without_mlflow_the_journal_is_all_there_is(offline: RunConfig, run_dir: Path, root: Path):
+def test_disabled_tracking_writes_journal_only(offline: RunConfig, run_dir: Path, root: Path):
     tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
     tracker.append_step(1, {"a": 1.0})
@@ -50,17 +50,17 @@ def test_attempts_of_two_processes(offline: RunConfig, run_dir: Path):
     second.resume_at(1, saved)
     second.append_step(2, {"a": 2.5})
     second.finish("KILLED")
-    (begun, lost), (again, end) = read_attempts(run_dir)
+    (started, lost), (again, end) = read_attempts(run_dir)
     assert lost is None
     assert end is not None
-    assert (begun.from_step, begun.journal_bytes, begun.destination.tags["stage"]) == (0, 0, "train")
+    assert (started.from_step, started.journal_bytes, started.destination.tags["stage"]) == (0, 0, "train")
     assert (again.from_step, again.journal_bytes, end.status) == (1, saved, "KILLED")
-    assert [time for time in (begun.time, end.time)] == [round(time, 3) for time in (begun.time, end.time)]
+    assert [time for time in (started.time, end.time)] == [round(time, 3) for time in (started.time, end.time)]
     assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
 
 
-def test_going_back_is_a_new_attempt_if_lines_are_cut(offline: RunConfig, run_dir: Path):
-    """A worker is lost in the middle of a chunk, the trainer's process lives on."""
+def test_resume_starts_attempt_if_lines_are_removed(offline: RunConfig, run_dir: Path):
+    """A worker is lost in a chunk, and the trainer process continues."""
     tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(0, 0)
     tracker.append_step(1, {"a": 1.0})
@@ -90,7 +90,7 @@ def test_repeated_steps_are_sent_again(config: RunConfig, root: Path, run_dir: P
     assert shown(client, main_run(client), "a") == [(1, 1.0), (2, 2.5), (3, 3.5)]
 
 
-def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, run_dir: Path, caplog):
+def test_journal_shorter_than_checkpoint_continues(offline: RunConfig, run_dir: Path, caplog):
     tracker = RunJournal(run_dir, offline, tags={})
     tracker.resume_at(20, 5_000)
     tracker.append_step(21, {"a": 1.0})
@@ -110,7 +110,7 @@ def test_a_journal_shorter_than_the_checkpoint_says_goes_on(offline: RunConfig, 
         ("FAILED", "KILLED", ["FAILED"]),
     ],
 )
-def test_an_idle_process_changes_no_end_but_to_finished(
+def test_idle_process_changes_end_only_to_finished(
     offline: RunConfig, run_dir: Path, first: FinalStatus | None, second: FinalStatus, found: list[FinalStatus]
 ):
     tracker = RunJournal(run_dir, offline, tags={})
@@ -123,18 +123,18 @@ def test_an_idle_process_changes_no_end_but_to_finished(
 
 
 @pytest.mark.parametrize("call", ["append_step", "append_event"])
-def test_the_first_line_of_a_trainer_begins_its_attempt(offline: RunConfig, run_dir: Path, call: str):
+def test_first_line_starts_attempt(offline: RunConfig, run_dir: Path, call: str):
     tracker = RunJournal(run_dir, offline, tags={})
     for _ in range(2):
         if call == "append_step":
             tracker.append_step(3, {"a": 1.0})
         else:
             tracker.append_event("resume", 3, {})
-    ((begun, end),) = read_attempts(run_dir)
-    assert (begun.from_step, begun.journal_bytes, end) == (3, 0, None)
+    ((started, end),) = read_attempts(run_dir)
+    assert (started.from_step, started.journal_bytes, end) == (3, 0, None)
 
 
-def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_dir: Path):
+def test_finish_closes_files(offline: RunConfig, run_dir: Path):
     tracker = RunJournal(run_dir, offline, tags={})
     tracker.append_step(1, {"a": 1.0})
     names = {Path(file.path).name for file in psutil.Process().open_files() if Path(file.path).parent == run_dir}
@@ -143,13 +143,13 @@ def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_
     assert not [file for file in psutil.Process().open_files() if Path(file.path).parent == run_dir]
 
 
-def test_a_run_that_never_began_is_not_made(config: RunConfig, run_dir: Path):
+def test_run_without_attempt_is_not_created(config: RunConfig, run_dir: Path):
     assert RunJournal(run_dir, config, tags={}).finish("KILLED")
     assert read_attempts(run_dir) == []
     assert not (run_dir / "tracking.json").exists()
 
 
-def test_a_flow_and_the_trainer_share_one_run(
+def test_flow_and_trainer_share_mlflow_run(
     config: RunConfig, root: Path, run_dir: Path, tmp_path: Path, empty_store: Path
 ):
     first = ensure_mlflow_run(run_dir, config, {"stage": "train"}).id
@@ -161,5 +161,5 @@ def test_a_flow_and_the_trainer_share_one_run(
     address = f"sqlite:///{tmp_path}/other/mlflow.db"
     moved = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": address}))
     other = ensure_mlflow_run(run_dir, moved, {}).id
-    assert other != first, "another store has a run of its own"
+    assert other != first, "another store has its own run"
     assert (read_state(run_dir).uri, read_state(run_dir).mlflow_run_id) == (address, other)

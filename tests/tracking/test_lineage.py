@@ -1,4 +1,4 @@
-"""Where a run comes from: its stages by the manifests of their folders, and what is on disk of it."""
+"""Origin of a run: stages from manifests, and run.json."""
 
 import getpass
 import json
@@ -21,7 +21,7 @@ def published(folder: Path, **values: object) -> Path:
     return folder
 
 
-def test_the_facts_of_a_stage(tmp_path: Path) -> None:
+def test_stage_facts_come_from_manifest(tmp_path: Path) -> None:
     folder = published(tmp_path / "0a1b", kind="dataset", seed=3, share=0.5, ok=True, none=None, names=["a"],
                        counts={"train": 9, "validation": 2})  # fmt: skip
     facts = {"kind": "dataset", "seed": 3, "share": 0.5, "ok": True}
@@ -35,7 +35,7 @@ def test_the_facts_of_a_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [None, "{"])
-def test_a_folder_without_a_manifest_is_a_stage_without_facts(tmp_path: Path, manifest: str | None) -> None:
+def test_stage_without_manifest_has_no_facts(tmp_path: Path, manifest: str | None) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     if manifest is not None:
@@ -43,7 +43,7 @@ def test_a_folder_without_a_manifest_is_a_stage_without_facts(tmp_path: Path, ma
     assert stage_of("start_model", folder) == Stage("start_model", "model", str(folder), {})
 
 
-def test_what_was_written_is_read_with_a_masked_command(tmp_path: Path) -> None:
+def test_origin_round_trip_masks_command(tmp_path: Path) -> None:
     assert read_origin(tmp_path) is None
     whole = Origin(
         RunConfig(seed=3), {"model.path": {"a": "0"}}, (Stage("code", "c0", "/c", {"rows": 3}),), ("millrace", "run"),
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_with_a_masked_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"settings": {"from_tomorrow": 1}}, {"stages": 3}])
-def test_a_record_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_other_versions_are_rejected(tmp_path: Path, change: dict[str, object]) -> None:
     Origin(RunConfig()).write(tmp_path)
     file = tmp_path / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -66,7 +66,7 @@ def test_a_record_of_another_version_is_refused(tmp_path: Path, change: dict[str
         read_origin(tmp_path)
 
 
-def test_a_repository_that_does_not_answer_in_time_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_repository_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, timeout: float, **__: object) -> None:
         assert timeout == 10.0
         raise subprocess.TimeoutExpired("git", timeout)
@@ -75,8 +75,8 @@ def test_a_repository_that_does_not_answer_in_time_is_none(tmp_path: Path, monke
     assert (code_revision(tmp_path), code_diff(tmp_path)) == (("", False), "")
 
 
-def test_the_index_of_a_repository_is_read_and_never_locked(tmp_path: Path) -> None:
-    """A git that was killed while it wrote the index anew left `index.lock`, and the user's next command failed."""
+def test_git_index_is_never_locked(tmp_path: Path) -> None:
+    """A git that is killed while it rewrites the index would leave `index.lock`."""
     (tmp_path / "rlcore").mkdir()
     file = tmp_path / "rlcore" / "a.py"
     file.write_text("a = 1\n")
@@ -85,14 +85,14 @@ def test_the_index_of_a_repository_is_read_and_never_locked(tmp_path: Path) -> N
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     index = tmp_path / ".git" / "index"
     before = index.read_bytes()
-    os.utime(file, (1, 1))  # by its time it may have changed: git looks, and would note that it has not
+    os.utime(file, (1, 1))  # git compares the file, and would record its new time
     commit, is_dirty = code_revision(tmp_path)
     assert (len(commit), is_dirty) == (40, False)
     assert "\n@@" not in code_diff(tmp_path)
     assert index.read_bytes() == before
 
 
-def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 77")
 
@@ -103,7 +103,3 @@ def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> No
     tags = lineage_tags(config, stage="train", run_id="r")
     assert tags["mlflow.user"] == "unknown"
     assert not [name for name in tags if "git" in name]
-
-
-def test_the_source_folder_has_the_package() -> None:
-    assert sorted(path.name for path in lineage.SOURCE_FOLDER.iterdir()).count("rlcore") == 1

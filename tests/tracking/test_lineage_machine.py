@@ -27,7 +27,7 @@ from rlcore.tracking.lineage import (
 )
 
 
-def test_tags_of_lineage(config: RunConfig):
+def test_lineage_tags(config: RunConfig):
     prefect = {"flow_run_id": "abc", "deployment": ""}
     tags = lineage_tags(config, stage="train", run_id="run-1", prefect=prefect)
     assert tags["millrace.run_id"] == "run-1"
@@ -43,7 +43,7 @@ def test_tags_of_lineage(config: RunConfig):
     assert lineage_tags(mine, stage="train", run_id="run-1")["stage"] == "mine"
 
 
-def test_the_code_revision_is_gits(tmp_path: Path):
+def test_code_revision_matches_git(tmp_path: Path):
     assert code_revision(tmp_path) == ("", False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     source = tmp_path / "rlcore" / "a.py"
@@ -56,7 +56,7 @@ def test_the_code_revision_is_gits(tmp_path: Path):
     source.write_text("two\n")
     assert code_revision(tmp_path) == (commit, True)
     assert "+two" in code_diff(tmp_path)
-    # An edit in the second of the commit, of the same length: git looks into a file that is as young as its index.
+    # an edit of the same length in the second of the commit: git compares files as new as its index
     second = (1_700_000_000, 1_700_000_000)
     source.write_text("one\n")
     os.utime(source, second)
@@ -69,17 +69,17 @@ def test_the_code_revision_is_gits(tmp_path: Path):
     installed = tmp_path / ".venv" / "site-packages"
     (installed / "rlcore").mkdir(parents=True)
     (installed / "rlcore" / "a.py").write_text("one\n")
-    assert (code_revision(installed), code_diff(installed)) == (("", False), ""), "that is another project's repository"
+    assert (code_revision(installed), code_diff(installed)) == (("", False), ""), "another project's repository"
 
 
-def test_facts_of_the_environment():
+def test_environment_facts():
     facts = environment_facts()
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"torch", "mlflow", "host"} <= facts.keys()
 
 
-def test_a_gpu_without_memory_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch):
-    """NVML as it answers for a GPU whose memory is the host's: this machine has none."""
+def test_gpu_with_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Simulate NVML for a GPU with the host's memory."""
 
     class NVMLError(Exception):
         pass
@@ -107,7 +107,7 @@ def test_a_gpu_without_memory_of_its_own_is_named(monkeypatch: pytest.MonkeyPatc
     assert first_gpu() == ("NVIDIA H100 80GB HBM3", 85_520_809_984)
 
 
-def test_the_first_sample_counts_from_the_sampler(tmp_path: Path):
+def test_first_sample_has_cpu_percentages(tmp_path: Path):
     sampler = SystemSampler(tmp_path)
     before = time.process_time()
     while time.process_time() - before < 0.03:  # a tick of the kernel's clock is 0.01 s
@@ -115,8 +115,8 @@ def test_the_first_sample_counts_from_the_sampler(tmp_path: Path):
     assert sampler.sample()["system/process_cpu_percent"] > 0
 
 
-def test_what_each_gpu_tells_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """NVML as it answers for two GPUs, of which the first keeps its power to itself: this machine has none."""
+def test_gpu_metrics_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Simulate NVML for two GPUs, the first without power readings."""
 
     class NVMLError(Exception):
         pass
@@ -145,7 +145,7 @@ def test_what_each_gpu_tells_is_sampled(tmp_path: Path, monkeypatch: pytest.Monk
     }
 
 
-def test_the_machine_is_sampled_under_documented_names(tmp_path: Path):
+def test_system_metrics_are_documented(tmp_path: Path):
     sample = SystemSampler(tmp_path).sample()
     assert {"system/cpu_percent", "system/memory_used_gb", "system/disk_free_gb"} <= sample.keys()
     assert all(math.isfinite(value) and value >= 0 for value in sample.values())

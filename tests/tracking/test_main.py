@@ -1,4 +1,4 @@
-"""The loop of the process beside the trainer, in this process: when it ends, and what it says."""
+"""Loop of the delivery process: its end and messages."""
 
 import logging
 import os
@@ -12,19 +12,18 @@ from mlflow import MlflowClient
 
 from rlcore.config import RunConfig
 from rlcore.tracking import __main__ as program
-from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
-from rlcore.tracking.companion import PREFIX
+from rlcore.tracking.attempts import ATTEMPTS_FILE, PREFIX, FinalStatus
 from rlcore.tracking.delivery import Delivery
 from rlcore.tracking.journal import RunJournal
 from tests.helpers.mlflow import client_of, delivery_of, main_run, points
 
-NOBODY = -1
-"""No process has this id: the trainer is gone."""
+NO_PROCESS = -1
+"""Id of no process: the trainer is gone."""
 
 
 @pytest.fixture
 def tracker(offline: RunConfig, run_dir: Path) -> RunJournal:
-    """A trainer that has done a step."""
+    """Journal of a trainer with one step."""
     tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
     tracker.append_step(1, {"a": 1.5})
     return tracker
@@ -32,36 +31,36 @@ def tracker(offline: RunConfig, run_dir: Path) -> RunJournal:
 
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
-def test_it_ends_when_mlflow_has_the_trainers_end(
+def test_delivery_ends_with_trainer(
     tracker: RunJournal, run_dir: Path, root: Path, status: FinalStatus, is_gone: bool
 ) -> None:
     tracker.finish(status)
     with delivery_of(run_dir) as delivery:
-        program.deliver_until_end(delivery, parent_pid=NOBODY if is_gone else os.getppid(), every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS if is_gone else os.getppid(), every_s=60.0)
     client = client_of(root)
     assert main_run(client).info.status == status
     assert points(client, main_run(client), "a") == [(1, 1.5)]
 
 
-def test_a_lost_trainer_ends_the_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
+def test_lost_trainer_ends_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
-        program.deliver_until_end(delivery, parent_pid=NOBODY, every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     assert main_run(client_of(root)).info.status == "KILLED"
 
 
-def test_it_ends_without_a_status_where_another_trainer_goes_on(
+def test_delivery_ends_without_status_for_new_trainer(
     tracker: RunJournal, offline: RunConfig, run_dir: Path, root: Path
 ) -> None:
     saved = tracker.sync()
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
-        program.deliver_until_end(delivery, parent_pid=NOBODY, every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     assert main_run(client_of(root)).info.status == "RUNNING"
 
 
-def test_delivery_of_a_lost_trainer_ends_with_a_warning(
+def test_failed_delivery_of_lost_trainer_warns(
     tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
@@ -71,23 +70,23 @@ def test_delivery_of_a_lost_trainer_ends_with_a_warning(
         client.delete_run(main_run(client).info.run_id)
         tracker.append_step(2, {"a": 2.5})
         with caplog.at_level(logging.WARNING):
-            program.deliver_until_end(delivery, parent_pid=NOBODY, every_s=60.0)
+            program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     (line,) = caplog.messages
     assert re.fullmatch(
-        r"MLflow does not take the values: tracking\.uri sqlite:.*was deleted there.*\. Training goes on, the journal "
-        r"keeps them; trying again every 60 s\.",
+        r"MLflow rejects the values: tracking\.uri sqlite:.*was deleted there.*\. Training continues with the "
+        r"journal; retrying every 60 s\.",
         line,
     )
 
 
 def lose(run_dir: Path) -> None:
-    """Make the attempt one of another process, which is gone."""
+    """Change the attempt's process to one that is gone."""
     attempts = run_dir / ATTEMPTS_FILE
     attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))
 
 
 def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: RunJournal) -> str:
-    """The id of the MLflow run, which is deleted, so that step 2 is not taken."""
+    """Delete the MLflow run and return its id, so that step 2 is rejected."""
     delivery.catch_up()
     deleted = str(main_run(client).info.run_id)
     client.delete_run(deleted)
@@ -95,10 +94,10 @@ def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: Run
     return deleted
 
 
-def test_values_that_are_taken_again_are_told_once(
+def test_recovery_of_mlflow_is_reported_once(
     tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between two tries the run is back, and then the trainer ends."""
+    """Restore the run between two retries, then end the trainer."""
     client, waits = client_of(root), list[float]()
 
     def waited(delivery: Delivery, parent_pid: int, seconds: float) -> None:
@@ -115,13 +114,11 @@ def test_values_that_are_taken_again_are_told_once(
             program.deliver_until_end(delivery, parent_pid=os.getppid(), every_s=2.0)
     assert waits == [2.0, 2.0, 2.0]
     assert len(caplog.messages) == 2
-    assert caplog.messages[1] == "MLflow takes the values again; tries that failed: 2."
+    assert caplog.messages[1] == "MLflow accepts the values again; failed attempts: 2."
     assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
 
 
-def test_the_wait_is_over_at_once_when_the_trainer_ends(
-    tracker: RunJournal, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_ends_with_trainer(tracker: RunJournal, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "POLL_S", 0.0)
     with delivery_of(run_dir) as delivery:
         delivery.catch_up()
@@ -132,13 +129,13 @@ def test_the_wait_is_over_at_once_when_the_trainer_ends(
         assert not delivery.has_changes()
 
 
-def test_the_process_says_why_mlflow_gets_nothing(tracker: RunJournal, run_dir: Path) -> None:
+def test_process_reports_failed_delivery(tracker: RunJournal, run_dir: Path) -> None:
     tracker.finish("FINISHED")
     (run_dir / "metrics.jsonl").unlink()
     command = [sys.executable, "-m", "rlcore.tracking", str(run_dir), f"--parent={os.getpid()}", "--every-s=60"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (
         1,
-        f"{PREFIX}MLflow gets no values: {run_dir / 'metrics.jsonl'}: is not there, so there is nothing to deliver. "
-        "Put it back.\n",
+        f"{PREFIX}nothing is delivered to MLflow: {run_dir / 'metrics.jsonl'}: does not exist, so there is nothing to "
+        "deliver. Restore it.\n",
     )

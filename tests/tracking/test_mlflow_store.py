@@ -1,4 +1,4 @@
-"""MlflowStore against a real sqlite store: what it writes, and what it says when something is wrong."""
+"""MlflowStore with a real sqlite store."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from rlcore.tracking.connection import (
 from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore, compare_url, search_run_ids
 
 
-def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch):
+def test_root_with_any_name_has_store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for name in ("why?", "50%41", "#1 ?a=b&c#d"):
         root = tmp_path / name
@@ -34,7 +34,7 @@ def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, m
     assert {file.name for file in tmp_path.iterdir()} == {"why?", "50%41", "#1 ?a=b&c#d"}
 
 
-def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Path, tmp_path: Path):
+def test_artifacts_are_under_root(store: MlflowStore, run_id: str, root: Path, tmp_path: Path):
     (tmp_path / "report.md").write_text("# Report")
     store.client.log_artifact(run_id, str(tmp_path / "report.md"), "report")
     (tmp_path / "samples").mkdir()
@@ -46,14 +46,14 @@ def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Pat
     assert found == {"report/report.md": "# Report", "samples/a.txt": "a", "config/settings.yaml": "seed: 1\n"}
 
 
-def test_a_sweeps_run_is_below_its_parent(store: MlflowStore, run_id: str):
+def test_sweep_run_has_parent(store: MlflowStore, run_id: str):
     child = store.create_run("child", {"millrace.run_id": "child", PARENT_TAG: run_id}, start_time_s=12.5)
     run = store.client.get_run(child)
     assert run.data.tags["mlflow.parentRunId"] == run_id
     assert run.info.start_time == 12_500
 
 
-def test_settings_are_parameters_and_long_ones_are_cut(store: MlflowStore, run_id: str):
+def test_settings_become_truncated_parameters(store: MlflowStore, run_id: str):
     settings = {f"key{i}": i for i in range(250)} | {"nested": {"deep": [1, 2], "none": None, "yes": True}}
     store.log_params(run_id, settings | {"long": "x" * 20_000, "uri": "http://me:SECRET@host"})
     params, tags = store.client.get_run(run_id).data.params, store.client.get_run(run_id).data.tags
@@ -65,7 +65,7 @@ def test_settings_are_parameters_and_long_ones_are_cut(store: MlflowStore, run_i
     assert params["long"].endswith("... [cut: 20000 characters]")
 
 
-def test_settings_that_changed_are_told_by_a_tag(store: MlflowStore, run_id: str):
+def test_changed_settings_become_tags(store: MlflowStore, run_id: str):
     store.log_params(run_id, {"trainer": {"total_steps": 100}, "seed": 1})
     store.log_params(run_id, {"trainer": {"total_steps": 200}, "seed": 1, "new": "x"})
     run = store.client.get_run(run_id)
@@ -74,7 +74,7 @@ def test_settings_that_changed_are_told_by_a_tag(store: MlflowStore, run_id: str
     assert run.data.tags["changed.trainer.total_steps"] == "200"
 
 
-def test_a_tag_that_mlflow_refuses_is_left_out_and_told(store: MlflowStore, caplog: pytest.LogCaptureFixture):
+def test_invalid_tag_is_omitted_and_reported(store: MlflowStore, caplog: pytest.LogCaptureFixture):
     tags = {"a//b": "1", "größe": "2", "owner": "me"}
     run = store.create_run("run", tags)
     store.set_tags(run, tags)
@@ -85,7 +85,7 @@ def test_a_tag_that_mlflow_refuses_is_left_out_and_told(store: MlflowStore, capl
     assert any("'a//b'" in line for line in caplog.messages)
 
 
-def test_a_long_tag_is_cut_with_a_mark(store: MlflowStore, run_id: str):
+def test_long_tag_is_truncated_with_mark(store: MlflowStore, run_id: str):
     longest = "z" * 8_000
     store.set_tags(
         run_id, {"mlflow.note.content": "y" * 9_000, "long": longest, **{f"tag{i}": "1" for i in range(150)}}
@@ -93,13 +93,13 @@ def test_a_long_tag_is_cut_with_a_mark(store: MlflowStore, run_id: str):
     tags = store.client.get_run(run_id).data.tags
     assert len(tags["mlflow.note.content"]) == 8_000
     assert tags["mlflow.note.content"].endswith("... [cut: 9000 characters]")
-    assert tags["long"] == longest, "one of just that length stays whole"
+    assert tags["long"] == longest, "a value of the maximum length is complete"
     assert tags["tag149"] == "1"
 
 
-def test_a_dataset_is_found_by_our_fingerprint(store: MlflowStore, run_id: str):
+def test_dataset_is_found_by_fingerprint(store: MlflowStore, run_id: str):
     fingerprint = "0123456789abcdef"
-    for _ in range(2):  # a retried stage does it again
+    for _ in range(2):  # a retried stage
         store.log_dataset(
             run_id,
             name="countdown",
@@ -118,13 +118,7 @@ def test_a_dataset_is_found_by_our_fingerprint(store: MlflowStore, run_id: str):
     assert tags == {"mlflow.data.context": "training", "fingerprint": fingerprint}
 
 
-def test_metrics_of_a_stage_without_a_journal(store: MlflowStore, run_id: str):
-    store.log_metrics(run_id, 40, {"val-core/x/reward/mean@4": 0.5}, 3.25)
-    (metric,) = store.client.get_metric_history(run_id, "val-core/x/reward/mean_at_4")
-    assert (metric.step, metric.value, metric.timestamp) == (40, 0.5, 3_250)
-
-
-def test_where_to_look(store: MlflowStore, run_id: str, root: Path):
+def test_page_addresses(store: MlflowStore, run_id: str, root: Path):
     experiment = store.experiment_id
     page, view = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs", "workflowType=machine_learning"
     assert store.run_url(run_id) == f"{page}/{run_id}?{view}"
@@ -138,26 +132,24 @@ def test_where_to_look(store: MlflowStore, run_id: str, root: Path):
     assert served.page_root("http://127.0.0.1:5000") == "http://me:***@127.0.0.1:1"
 
 
-def test_an_experiment_that_another_process_has_just_made_is_taken(store: MlflowStore, root: Path):
+def test_concurrently_created_experiment_is_used(store: MlflowStore, root: Path):
     made = store.experiment_id
-    # The private call stands between two processes that both found no experiment.
+    # as for two processes that both found no experiment
     assert store._create_experiment().experiment_id == made
     with pytest.raises(Exception, match="maximum length"):
         assert MlflowStore(TrackingConfig(experiment="x" * 501), root).experiment_id
 
 
-def test_a_search_says_when_it_ends_early(
-    store: MlflowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_truncated_search_warns(store: MlflowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     for name in ("one", "two"):
         store.create_run(name, {"millrace.run_id": name, "stage": "train"})
     assert search_run_ids(store, "") == ["one", "two"]
     monkeypatch.setattr(mlflow_store, "MAX_RUNS", 1)
     assert search_run_ids(store, "") == ["one"]
-    assert "more than 1 runs are found" in caplog.text
+    assert "more than 1 runs found" in caplog.text
 
 
-def test_a_deleted_experiment_is_told(store: MlflowStore, root: Path):
+def test_deleted_experiment_is_reported(store: MlflowStore, root: Path):
     experiment = store.experiment_id
     store.client.delete_experiment(experiment)
     with pytest.raises(

@@ -53,8 +53,8 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
-def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_id: str, model_directory: Path):
+@pytest.mark.filterwarnings("ignore")  # deprecations between MLflow and transformers
+def test_model_directory_is_logged_once_with_scores(store: MlflowStore, run_id: str, model_directory: Path):
     store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
     num_bytes = sum(file.stat().st_size for file in model_directory.iterdir())
 
@@ -73,7 +73,7 @@ def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_
         )
 
     model_id = keep()
-    assert keep() == model_id, "a retried stage keeps it once"
+    assert keep() == model_id, "a retried stage logs it once"
     model = store.client.get_logged_model(model_id)
     assert (model.name, model.source_run_id, model.tags["step"]) == ("best", run_id, "20")
     assert (model.tags["size_bytes"], "mlflow.model.isExternal" in model.tags) == (str(num_bytes), False)
@@ -82,12 +82,12 @@ def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_
         ("val-core/x/reward/mean_at_4", 0.5, 20)
     ]
     run = store.client.get_run(run_id)
-    assert points(store.client, run, "val-core/x/reward/mean_at_4") == [(20, 0.5)], "the run's curve has it once"
+    assert points(store.client, run, "val-core/x/reward/mean_at_4") == [(20, 0.5)], "the run's curve has one point"
     assert [(output.model_id, output.step) for output in run.outputs.model_outputs] == [(model_id, 20)]
 
 
-@pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
-def test_weights_are_kept_without_torch_and_load_as_they_were(
+@pytest.mark.filterwarnings("ignore")  # deprecations between MLflow and transformers
+def test_weights_are_copied_without_torch_and_load(
     store: MlflowStore, root: Path, run_id: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     command = [sys.executable, "-W", "ignore", "-c", KEEP, str(root), run_id, str(model_directory)]
@@ -103,7 +103,7 @@ def test_weights_are_kept_without_torch_and_load_as_they_were(
     folder = mlflow.artifacts.download_artifacts(address)
     plain = PreTrainedTokenizerFast.from_pretrained(model_directory)
     for text in ("1", "1 + 1"):
-        assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "another tokenizer"
+        assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "different tokenizer"
     wanted = load_file(model_directory / "model.safetensors")
     for model in (components["model"], AutoModelForCausalLM.from_pretrained(f"{folder}/model")):
         state = model.state_dict()
@@ -111,7 +111,7 @@ def test_weights_are_kept_without_torch_and_load_as_they_were(
         assert all(torch.equal(state[name].float(), value) for name, value in wanted.items())
 
 
-def test_a_model_over_the_limit_is_not_copied(store: MlflowStore, run_id: str, tmp_path: Path):
+def test_large_model_is_not_copied(store: MlflowStore, run_id: str, tmp_path: Path):
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text("{}")
     (tmp_path / "big" / "model.safetensors").write_bytes(b"0" * 1000)
@@ -124,8 +124,8 @@ def test_a_model_over_the_limit_is_not_copied(store: MlflowStore, run_id: str, t
     assert store.client.list_logged_model_artifacts(model_id) == []
 
 
-def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, tmp_path: Path):
-    with pytest.raises(TrackingError, match=r"holds no config\.json"):
+def test_folder_without_model_is_rejected(store: MlflowStore, run_id: str, tmp_path: Path):
+    with pytest.raises(TrackingError, match=r"has no config\.json"):
         log_model(store, run_id, tmp_path, kind="transformers", name="last", step=3, metrics={}, time_s=1.0, tags={})
 
 
@@ -162,10 +162,10 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
     last, named = versions["last"], store.client.get_run(run_id).info.run_name
     assert last.tags == {"run": named, "step": "40", "val-core/x/reward/mean_at_4": "0.25"}
     assert last.description == f"Step 40 of {named}"
-    assert len(store.client.search_model_versions("name = 'mine'")) == 2, "each model is there once"
+    assert len(store.client.search_model_versions("name = 'mine'")) == 2, "one version per model"
 
 
-def test_files_of_a_deleted_run_are_counted_and_removed(store: MlflowStore, run_id: str, root: Path):
+def test_files_of_deleted_run_are_removed(store: MlflowStore, run_id: str, root: Path):
     for name, text in (("a.txt", "12345"), ("config/b.txt", "678")):
         store.client.log_text(run_id, text, name)
     other = store.create_run("other", {})
@@ -181,20 +181,20 @@ def test_files_of_a_deleted_run_are_counted_and_removed(store: MlflowStore, run_
     assert [file.name for file in (root / "mlartifacts").rglob("*") if file.is_file()] == ["c.txt"]
 
 
-def test_files_outside_the_runs_own_place_stay(store: MlflowStore, run_id: str, root: Path):
+def test_files_outside_run_location_stay(store: MlflowStore, run_id: str, root: Path):
     store.client.log_text(run_id, "text", "a.txt")
     store.client.delete_run(run_id)
     with closing(sqlite3.connect(root / "mlflow.db")) as database:
         database.execute("update runs set artifact_uri = ?", ((root / "mlartifacts").as_uri(),))
         database.commit()
     (found,) = find_garbage(store.uri)
-    assert found.kept == f"its place {(root / 'mlartifacts').as_uri()} does not name {run_id}"
+    assert found.kept == f"its location {(root / 'mlartifacts').as_uri()} does not name {run_id}"
 
 
-def test_files_of_all_models_of_a_run_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
+def test_files_of_all_models_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
     experiment, weights = store.experiment_id, tmp_path / "weights"
     weights.write_text("weights")
-    for step in range(101):  # a page has 100, the newest first
+    for step in range(101):  # a page has 100, newest first
         model = store.client.create_logged_model(experiment, name=f"step-{step}", source_run_id=run_id)
         if step == 0:
             store.client.log_model_artifact(model.model_id, str(weights))

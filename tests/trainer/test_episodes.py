@@ -192,7 +192,7 @@ def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalG
             np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
             assert score == expected
     why = " ".join(score.failure or "" for score in scores)
-    for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply is a text, got int"):
+    for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply must be text, got int"):
         assert words in why
     packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
     lost = torch.tensor([score.failure is not None for score in scores])
@@ -354,7 +354,7 @@ def test_turn_tokens_are_template_suffix() -> None:
     assert tokens.reply_tokens(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
     prompt = [*map(ord, "<u>any$\n<a>")]
     assert tokens.first_message_tokens(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
-    with pytest.raises(ConfigError, match="no place for it after the prompt"):
+    with pytest.raises(ConfigError, match="does not support after the prompt"):
         tokens.first_message_tokens(prompt[:-1], "go")
     plain = TurnTokens(Letters(), chat=False, max_reply_tokens=5)
     assert plain.reply_tokens(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])

@@ -6,21 +6,17 @@ from importlib.util import find_spec
 from rlcore.errors import EngineError
 
 ENGINE_FIXED_BYTES = 1_500_000_000
-"""vLLM's CUDA graphs, buffers and the activations of its largest pass, as measured."""
+"""Measured memory of vLLM's CUDA graphs, buffers and activations."""
 
 
 def require_vllm() -> None:
-    """Check that vLLM is installed, without loading it.
-
-    Raises:
-        EngineError: it is not installed.
-    """
+    """Check that vLLM is installed, without loading it. Raises EngineError if it is not installed."""
     if find_spec("vllm") is None:
         raise EngineError(missing_vllm_message())
 
 
 def missing_vllm_message(detail: str = "") -> str:
-    """Message for a vLLM that cannot be imported."""
+    """Return the message for a vLLM that cannot be imported."""
     return (
         f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. In the checkout, on a GPU: "
         "pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use rollout=hf."
@@ -28,7 +24,7 @@ def missing_vllm_message(detail: str = "") -> str:
 
 
 def engine_pool_bytes() -> int:
-    """Bytes of device memory that vLLM maps by itself and can unmap in sleep; 0 without a vLLM in this process."""
+    """Return the bytes of device memory that vLLM can unmap in sleep; 0 without vLLM in this process."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator = None if module is None else module.CuMemAllocator.instance
     return 0 if allocator is None else int(allocator.get_current_usage())

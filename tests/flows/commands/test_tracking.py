@@ -175,7 +175,7 @@ def test_names_and_searches_that_find_nothing_are_told(synced: Path) -> None:
     assert SECOND in unknown.err
     wrong = millrace(synced, "compare", "--search", "nonsense ~ 3")
     assert wrong.code == 1
-    assert "MLflow does not take it" in wrong.err
+    assert "MLflow rejects it" in wrong.err
     assert "A query reads like" in wrong.err
 
 

@@ -104,10 +104,10 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         (
             "find",
             {"run": "bare"},
-            "run bare has no answers on record: none are there yet, or its settings keep none (answ",
+            "run bare has no stored responses, either not yet or because of its settings (answ",
         ),
         ("find", {"run": RUN, "each": "x"}, "each: must be answer or prompt"),
-        ("together", {"run": RUN, "key": "../../settings.json:0"}, "there is no such answer"),
+        ("together", {"run": RUN, "key": "../../settings.json:0"}, "no such response"),
     ],
 )
 def test_a_wrong_request_is_told(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
@@ -137,10 +137,10 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
     with served(root) as url, open_tab(tmp_path / "profile") as tab:
         tab.call("Page.navigate", url=url)
         tab.wait("document.querySelectorAll('.item').length === 50 && document.querySelector('#answers') !== null")
-        assert tab.texts("#count") == ["161 answers"]
+        assert tab.texts("#count") == ["161 responses"]
         # The newest is the hostile one: its text is shown, and nothing of it is done.
         assert tab.texts("#answers .verbatim") == [HOSTILE]
-        assert tab.value("document.title") == "Answers · Millrace"
+        assert tab.value("document.title") == "Responses · Millrace"
         assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
 
         tab.press("ArrowDown")
@@ -159,21 +159,21 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
         # Tokens are coloured by one of several values, each in its own element as text.
         tab.choose("#run", TOLD)
         tab.wait(
-            "document.querySelector('#count').innerText === '8 answers' && document.querySelector('#colour') !== null"
+            "document.querySelector('#count').innerText === '8 responses' && document.querySelector('#colour') !== null"
         )
         assert tab.texts("#answers .tokens span")[0] == HOSTILE
         assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
         assert tab.value("document.querySelector('#colour').value") == "log-probability"
         tab.press("c")
-        assert tab.value("document.querySelector('#colour').value") == "trainer less engine"
-        assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer less engine ")
+        assert tab.value("document.querySelector('#colour').value") == "trainer minus engine"
+        assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer minus engine ")
         assert "color-mix" in tab.value("document.querySelector('#answers .tokens span').getAttribute('style')")
         tab.choose("#run", RUN)
-        tab.wait("document.querySelector('#count').innerText === '161 answers'")
+        tab.wait("document.querySelector('#count').innerText === '161 responses'")
 
         tab.click("#search")
         tab.type("ONERROR")
-        tab.wait("document.querySelector('#count').innerText === '1 answer'")
+        tab.wait("document.querySelector('#count').innerText === '1 response'")
         tab.click("#step")
         tab.type("many")
         tab.wait("document.querySelector('#count').innerText.startsWith('step: must be a number')")

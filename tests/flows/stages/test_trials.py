@@ -82,7 +82,7 @@ def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("scorer", "why"),
     [
-        ("nothing", r"TypeError: a scorer returns a number or rlcore\.score\.Score, got NoneType"),
+        ("nothing", r"TypeError: a scorer must return a number or rlcore\.score\.Score, got NoneType"),
         ("wants_more", r"KeyError: 'difficulty'"),
     ],
 )
@@ -254,7 +254,7 @@ def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatc
         (
             "NoTurn",
             (),
-            r"failed in step on .*{\"target\".*TypeError: step returns rlcore\.rollout\.environment\.Turn, got str",
+            r"failed in step on .*{\"target\".*TypeError: step must return rlcore\.rollout\.environment\.Turn, got str",
         ),
     ],
 )

@@ -117,7 +117,7 @@ def test_scores_are_means_over_seeds_and_the_comparison_agrees(twice: Twice) -> 
     assert len(tables["runs"]["rows"]) == 4
     columns = tables["seeds"]["columns"]
     found = [dict(zip(columns, row, strict=True)) for row in tables["seeds"]["rows"]]
-    means = [row for row in found if row["Figure"] == "reward/mean@2"]
+    means = [row for row in found if row["Metric"] == "reward/mean@2"]
     assert [row["Seeds"] for row in means] == [2] * 2
     told = [row["Mean"]["value"] if isinstance(row["Mean"], dict) else row["Mean"] for row in means]
     assert sorted(told) == pytest.approx(sorted(point["score"] for point in points))

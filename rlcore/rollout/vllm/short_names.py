@@ -1,4 +1,4 @@
-"""All names of vLLM that short steps use, checked when an engine starts."""
+"""Names of vLLM that short steps use, checked when an engine starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,25 +12,25 @@ SCHEDULER_NAMES = {
     "kv_cache_manager": "new_step_starts allocate_slots",
     "kv_cache_manager.block_pool": "get_num_free_blocks",
 }
-"""Attributes of the scheduler that `scheduler.py` uses, by the object that has them."""
+"""Attributes of the scheduler that short steps use, by the object that has them."""
 REQUEST_NAMES = (
     "request_id num_computed_tokens num_output_placeholders num_prompt_tokens max_tokens is_prefill_chunk "
     "sampling_params update_block_hashes _output_token_ids _all_token_ids"
 )
-"""The same for a request."""
+"""Attributes of a request that short steps use."""
 SAMPLING_NAMES = "all_stop_token_ids repetition_detection"
-"""The same for its sampling parameters."""
+"""Attributes of its sampling parameters that short steps use."""
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""What a token changes in vLLM's record of its request, lists that grow apart. Releases after 0.25 count tokens in
-flight. Where vLLM's own step changes anything else, the scheduler takes no short ones."""
+"""Attributes of a request that a token changes, besides growing lists. Releases after 0.25 count tokens in flight. If
+vLLM changes others, short steps are disabled."""
 SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
-"""The same for the scheduler's own numbers and texts."""
+"""Numbers and texts of the scheduler that a token changes."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:
-    """Why this scheduler cannot take short steps; None where it can."""
+    """Return why this scheduler does not support short steps, or None."""
     missing = _missing_names("scheduler", scheduler, SCHEDULER_NAMES) + _missing_request_names()
     if missing:
         return _without(missing)
@@ -41,32 +41,30 @@ def unsupported_reason(scheduler: Any) -> str | None:
         "no LoRA": scheduler.lora_config is None,
         "no cache connector": scheduler.connector is None and scheduler.ec_connector is None,
         "no zeroing of blocks": not scheduler.needs_kv_cache_zeroing,
-        "blocks freed at once": not scheduler.defer_block_free,
+        "blocks freed immediately": not scheduler.defer_block_free,
         "no statistics": not scheduler.log_stats,
         "no pipeline": scheduler.parallel_config.pipeline_parallel_size == 1,
         "no context parallelism": scheduler.dcp_world_size == 1,
     }
-    return _unmet(needs)
+    return next((f"it needs {name}" for name, holds in needs.items() if not holds), None)
 
 
 _ABSENT = object()
 
 
 def _part(owner: Any, path: str, absent: Any = None) -> Any:
-    """The attribute at a dotted path ("" is the object itself), or `absent`."""
+    """Return the attribute at a dotted path ("" is the object itself), or `absent`."""
     for name in filter(None, path.split(".")):
         owner = getattr(owner, name, absent)
     return owner
 
 
 def _missing_names(kind: str, owner: Any, names: Mapping[str, str]) -> list[str]:
-    """Names that an object of vLLM lacks."""
     wanted = [f"{path}.{name}".lstrip(".") for path, of_path in names.items() for name in of_path.split()]
     return [f"{kind}.{name}" for name in wanted if _part(owner, name, _ABSENT) is _ABSENT]
 
 
 def _missing_request_names() -> list[str]:
-    """Names that a request of vLLM lacks, by what its class defines and its constructor sets."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -79,7 +77,3 @@ def _without(missing: list[str]) -> str:
     import vllm
 
     return f"vLLM {vllm.__version__} has no {', '.join(missing)}"
-
-
-def _unmet(needs: Mapping[str, bool]) -> str | None:
-    return next((f"it needs {name}" for name, holds in needs.items() if not holds), None)

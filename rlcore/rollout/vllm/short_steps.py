@@ -1,13 +1,12 @@
-"""Short steps of vLLM's scheduler: steps in which no request can start and every running answer gets one token.
+"""Short steps of vLLM's scheduler: steps without a new request, in which every running response gets one token.
 
-vLLM's own `schedule` and `update_from_output` go through every request in general Python: 30 to 40 microseconds a
-token, more than the GPU needs for it once a batch holds hundreds of answers of a small model. Nearly all steps of a
-rollout are short ones. Between two of vLLM's own steps the running answers stand in arrays here, a row each: a short
-step counts on in all rows at once, and goes to single requests only where a cache block begins or an answer may end.
-Any other step, and every end of an answer, is vLLM's own.
+vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token, more than the GPU for
+hundreds of responses of a small model. Nearly all steps of a rollout are short. Between full steps the running
+responses are rows of arrays: a short step updates all rows together, and handles single requests only at cache block
+boundaries and possible ends. Other steps, and every end, are vLLM's own.
 
-Before a step of vLLM's own its requests are told what has happened since (`_settle`). Tokens of short steps are kept
-here until vLLM next makes an output of their answer, and are put before it.
+Before a full step vLLM's requests are updated (`_end_short_steps`). Tokens of short steps are buffered until vLLM
+creates the next output of their response.
 """
 
 import logging
@@ -18,19 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.rollout.vllm.short.names import REQUEST_CHANGES, SCHEDULER_CHANGES, unsupported_reason
+from rlcore.rollout.vllm.short_names import REQUEST_CHANGES, SCHEDULER_CHANGES, unsupported_reason
 
 log = logging.getLogger(__name__)
-
 _Scheduler: Any = object
-"""Stands for vLLM's scheduler class, which follows `ShortSteps` in the class that is made of both."""
-
+"""Placeholder for vLLM's scheduler class, which follows `ShortSteps` in the combined class."""
 _MAX_SHORT_STEPS = 256
-"""Short steps after which vLLM's requests are told of their tokens in any case."""
+"""Short steps after which vLLM's requests are updated."""
 
 
 class _BufferedTokens:
-    """Tokens of one answer that no output has carried yet, with their log-probabilities."""
+    """Tokens of one response without an output yet, with their log-probabilities."""
 
     __slots__ = ("logprobs", "token_ids")
 
@@ -40,16 +37,16 @@ class _BufferedTokens:
 
 
 class _Rows:
-    """Running answers since the last step of vLLM's own.
+    """Running responses since the last full step.
 
     Attributes:
         requests: vLLM's own, [rows].
-        computed: tokens computed or ordered when the rows were made, int64 [rows].
-        to_come: tokens that an answer may still get after the one then under way, int64 [rows].
-        running: the rows whose answers have not ended, in vLLM's order.
-        num_ordered, num_taken: short steps so far; an answer that goes on has a token of each that was taken.
+        computed: tokens computed or scheduled when the rows were created, int64 [rows].
+        to_come: maximum number of further tokens after the one then in progress, int64 [rows].
+        running: rows of unfinished responses, in vLLM's order.
+        num_ordered, num_taken: number of scheduled and processed short steps.
         token_ids, logprobs: [rows, step].
-        stop_token_ids: those of all answers together.
+        stop_token_ids: those of all responses.
     """
 
     def __init__(self, requests: list[Any], longest: int, stop_token_ids: set[int]) -> None:
@@ -68,37 +65,37 @@ class _Rows:
         self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
 
     def ready(self) -> Any:
-        """Rows of the answers whose last token is not yet under way."""
+        """Return rows of the responses whose last token is not in progress."""
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
-        """Where in `rows` an answer ends with its token in `sampled`."""
+        """Return where in `rows` a response ends with its token in `sampled`."""
         ends = self.to_come[rows] - self.num_taken <= 1
         for at in np.flatnonzero(np.isin(sampled, self.stop_token_ids)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
         return ends
 
     def remove(self, rows: Any) -> None:
-        """Remove the rows of answers that have ended."""
+        """Remove the rows of ended responses."""
         self.running = self.running[~np.isin(self.running, rows)]
 
 
 class ShortSteps(_Scheduler):  # type: ignore[misc]
-    """Methods that stand before those of vLLM's scheduler class."""
+    """Methods that override those of vLLM's scheduler class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         reason = unsupported_reason(self)
         if reason is not None:
-            log.warning("rollout.engine: vLLM's own scheduler orders every step, which takes longer: %s", reason)
+            log.warning("rollout.engine: short steps are disabled, which makes generation slower: %s", reason)
         self.short_steps_allowed = reason is None
         self._block_tokens = 1 if reason else self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._placeholders: int | None = None  # that a scheduled token leaves behind, once seen
-        self._counts_in_flight = False  # releases after 0.25 do, in each request
-        self._example: Any = None  # vLLM's own order of a step of this kind, once seen
-        self._may_be_short = False  # the next step, as far as vLLM's last own one says
+        self._placeholders: int | None = None  # per scheduled token, once seen
+        self._counts_in_flight = False  # in each request, after release 0.25
+        self._example: Any = None  # vLLM's order of such a step, once seen
+        self._may_be_short = False  # the next step, by the last full step
         self._rows: _Rows | None = None
-        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # not yet answered: order, and which rows of what
+        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # in progress: order, rows and their indices
         self.num_preempting_steps = 0
         self.num_short_steps = 0
         self._hashes_behind = False
@@ -113,7 +110,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._full_step(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take in a step's tokens; the outputs of a short step are those of the answers that may have ended."""
+        """Process a step's tokens; a short step outputs only responses that may have ended."""
         if self._short_steps and self._short_steps[0][0] is scheduler_output:
             _, rows, ordered = self._short_steps.popleft()
             if rows is self._rows:
@@ -121,40 +118,42 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
                     return self._buffer_tokens(rows, ordered, scheduler_output, model_runner_output)
                 self._end_short_steps()
         outputs = self._prepend_buffered(super().update_from_output(scheduler_output, model_runner_output))
-        if (now := self._rows) is not None:  # made while this step was under way
+        if (now := self._rows) is not None:  # created while this step was in progress
             now.remove([row for row in now.running if now.request_ids[row] not in self.requests])
         return outputs
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """End requests from outside and drop their kept tokens."""
+        """Cancel requests and drop their buffered tokens."""
         self._end_short_steps()
         for request_id in (request_ids,) if isinstance(request_ids, str) else request_ids or list(self._kept):
             self._kept.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def _admits_waiting(self) -> bool:
-        """Whether waiting requests come in now: once half of the places are free. A step with a prompt in it is vLLM's
-        own and takes several times as long, and answers end at almost every step."""
+        """Return whether waiting requests start now: when half of the places are free.
+
+        A step with a prompt takes several times as long, and responses end at almost every step.
+        """
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own step. One that could have been short becomes the example of the short ones after it."""
+        """Run vLLM's own step. One that could have been short becomes the template of the following short steps."""
         self._end_short_steps()
-        if self._hashes_behind:  # vLLM adds them with every token, and reads them at the end of a block
+        if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
                 request.update_block_hashes()
             self._hashes_behind = False
         seen: Any = self.running[0] if self.short_steps_allowed and self.running else None
         before = None if seen is None or self._example is not None else (dict(vars(seen)), _plain(vars(self)))
         order = super().schedule(*args, **kwargs)
-        after = {} if before is None else _plain(vars(self))  # of vLLM's step alone: ours follow
+        after = {} if before is None else _plain(vars(self))  # before our own changes
         if order.preempted_req_ids:
             self.num_preempting_steps += 1
         self._may_be_short = not order.preempted_req_ids and self._all_decode(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
-        # Another release may keep more records than these: then all its steps are its own.
+        # Another release may change more: then short steps are disabled.
         if _changed(before[0], vars(seen)) - REQUEST_CHANGES or _changed(before[1], after) - SCHEDULER_CHANGES:
             self.short_steps_allowed = False
             return order
@@ -166,7 +165,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Whether all running requests are past their prompts, with a token in this step or with their last ordered."""
+        """Return whether all running requests are past their prompts, with a token in this step or their last one
+        scheduled."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk
@@ -188,14 +188,14 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _started(self) -> _Rows | None:
-        """Rows of the running requests; None where one may end by more than its tokens and its limit."""
-        asked = [request.sampling_params for request in self.running]
-        if any(one.repetition_detection is not None for one in asked):
+        """Return rows of the running requests, or None if one may end by more than its tokens and its limit."""
+        params = [request.sampling_params for request in self.running]
+        if any(one.repetition_detection is not None for one in params):
             return None
-        return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in asked)))
+        return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
 
     def _one_token_each(self) -> Any:
-        """Order of a short step: one token for each running request; None where that is not possible."""
+        """Return the order of a short step, with one token for each running request, or None if not possible."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows or self._started()
@@ -212,10 +212,10 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         blocks: list[Any] = [None] * len(ready)
         for index in crossing:
             request = rows.requests[ready[index]]
-            told, request.num_computed_tokens = request.num_computed_tokens, int(computed[index])
-            # Blocks of answers are not put into the prefix cache: the next weights make them void.
+            previous, request.num_computed_tokens = request.num_computed_tokens, int(computed[index])
+            # Blocks of responses are not cached: the next weights invalidate them.
             new = self.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
-            request.num_computed_tokens = told
+            request.num_computed_tokens = previous
             blocks[index] = new.get_block_ids(allow_none=True)
         request_ids = rows.request_ids[ready].tolist()
         if not self.use_v2_model_runner:
@@ -241,14 +241,14 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _buffer_tokens(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
-        """Keep the token of each answer; vLLM takes in those of answers that may have ended."""
+        """Buffer the token of each response; vLLM processes those of responses that may have ended."""
         request_ids = order.scheduled_cached_reqs.req_ids
         sampled = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
         logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0]
-        if output.req_ids != request_ids:  # vLLM's runner has an order of its own
+        if output.req_ids != request_ids:  # the runner's order may differ
             at = [output.req_id_to_index[request_id] for request_id in request_ids]
             sampled, logprobs = sampled[at], None if logprobs is None else logprobs[at]
-        here = np.isin(ordered, rows.running)  # others have ended one step ago, with this step already under way
+        here = np.isin(ordered, rows.running)  # others ended one step ago, with this step in progress
         ordered, sampled = ordered[here], sampled[here]
         rows.token_ids[ordered, rows.num_taken] = sampled
         if logprobs is not None:
@@ -261,12 +261,12 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             return {}
         names = rows.request_ids[ending].tolist()
         outputs = super().update_from_output(replace(order, num_scheduled_tokens=dict.fromkeys(names, 1)), output)
-        if any(name in self.requests for name in names):  # vLLM knows better
+        if any(name in self.requests for name in names):  # vLLM did not end it
             self._end_short_steps()
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Write what short steps have done for some rows into vLLM's requests; their tokens are kept."""
+        """Write the short steps of some rows into vLLM's requests, and buffer their tokens."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
@@ -283,14 +283,14 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             kept.logprobs.extend(values)
 
     def _end_short_steps(self) -> None:
-        """End the rows: vLLM's requests know everything again."""
+        """Update all of vLLM's requests and drop the rows."""
         rows, self._rows = self._rows, None
         if rows is not None:
             self._update_requests(rows, rows.running)
             self._hashes_behind |= rows.num_taken > 0
 
     def _prepend_buffered(self, outputs: Any) -> Any:
-        """Put the kept tokens before those of vLLM's outputs."""
+        """Insert the buffered tokens before those of vLLM's outputs."""
         for group in outputs.values():
             for output in group.outputs:
                 piece = self._kept.pop(output.request_id, None)
@@ -311,5 +311,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Names whose value differs; a list that has grown counts as the same."""
+    """Return the names whose value differs; a grown list counts as equal."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def shortened_scheduler(base: Any) -> Any:
+    """Return a subclass of vLLM's scheduler class (synchronous or asynchronous) with short steps."""
+    return type("ShortScheduler", (ShortSteps, base), {})

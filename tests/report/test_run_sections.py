@@ -1,19 +1,23 @@
-"""Settings, lineage and how a run was started."""
+"""Settings, lineage, phases and the memory plan of a run."""
 
+import json
+
+import numpy as np
 import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.report.build import build_report
-from rlcore.report.settings import defaults_of, settings_of, settings_tables
+from rlcore.report.record import read_run
+from rlcore.report.run_sections import defaults_of, phase_table, settings_of, settings_tables
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.lineage import Origin, Stage
-from tests.helpers.reports import FEW, page_of, table, write_run
+from tests.helpers.reports import FEW, page_of, record_of, series, table, write_run
 
 pytestmark = pytest.mark.slow
 
 
-def test_settings_that_differ_come_first_and_are_all_there(grpo_run, grpo_report):
+def test_settings_tables_are_complete(grpo_run, grpo_report):
     config = load_config(["trainer.total_steps=60"], experiment="countdown_demo")
     changed = {row["Setting"]: row for row in table(grpo_report, "settings_changed")}
     same = {row["Setting"]: row for row in table(grpo_report, "settings_default")}
@@ -28,7 +32,7 @@ def test_settings_that_differ_come_first_and_are_all_there(grpo_run, grpo_report
     assert keys.index("data.train_size") < keys.index("data.target_low")
 
 
-def test_lineage_is_shown(tmp_path):
+def test_lineage_sections(tmp_path):
     run_dir = tmp_path / "run"
     config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     stages = (Stage("dataset", "0123456789abcdef", "artifacts/datasets/0123456789abcdef", {"train rows": 64}),)
@@ -45,7 +49,7 @@ def test_lineage_is_shown(tmp_path):
     assert table(files, "checkpoints") == [{"Name": "step-000002", "Size": 8e-06}]
 
 
-def test_a_report_holds_no_password_of_an_address(tmp_path):
+def test_report_masks_passwords(tmp_path):
     config = load_config(["experiment=debug", "tracking.uri=http://me:SECRET@host"])
     tables = repr(settings_tables(config))
     assert "http://me:***@host" in tables
@@ -57,3 +61,37 @@ def test_a_report_holds_no_password_of_an_address(tmp_path):
     words = page_of(build_report(tmp_path)).words
     assert "'tracking.uri=http://me:***@host' 'tags.why=two words'" in words
     assert "SECRET" not in words
+
+
+def test_phases_are_means_without_first_step(grpo_run, grpo_report):
+    rows = {row["Phase"]: row for row in table(grpo_report, "phases")}
+    assert rows["Generation"]["Mean"] == pytest.approx(np.mean(series(grpo_run, "timing_s/gen")[1:]))
+    assert rows["Step"]["Mean"] == pytest.approx(np.mean(series(grpo_run, "timing_s/step")[1:]))
+    assert sum(row["Share"] for name, row in rows.items() if name != "Step") == pytest.approx(1.0)
+
+
+def test_memory_plan_is_next_to_peaks(tmp_path, grpo_report):
+    assert "No memory plan exists for this run" in page_of(grpo_report).words
+    write_run(tmp_path / "run", num_steps=3, validate=False, only=(*FEW, "perf/cpu_memory_used_gb"))
+    plan = {"parts": {"weights": 2_000_000_000, "optimizer": 6_000_000_000}, "capacity_bytes": 80_000_000_000,
+            "device": "a GPU", "notes": ["Activations are of the longest answer."]}  # fmt: skip
+    (tmp_path / "run" / "memory_plan.json").write_text(json.dumps(plan))
+    files = build_report(tmp_path / "run")
+    planned = {row["Part"]: row["Planned"] for row in table(files, "memory_plan")}
+    assert planned == {"weights": 2e9, "optimizer": 6e9, "Sum": 8e9, "Device capacity": 80e9}
+    peaks = {row["Metric"]: row for row in table(files, "memory_peak")}
+    record = read_run(tmp_path / "run")
+    assert peaks
+    for metric, row in peaks.items():
+        assert row["Value"] == max(step.metrics[metric] for step in record.training_steps)
+    (tmp_path / "run" / "memory_plan.json").write_text("[]")
+    assert "the report omits this memory plan" in page_of(build_report(tmp_path / "run")).words
+
+
+def test_validations_and_checkpoints_are_timed_separately():
+    record = record_of(
+        {"timing_s/step": [4.0, 5.0], "timing_s/testing": [2.0], "timing_s/save_checkpoint": [0.0, 1.5]},
+    )
+    rows = {row[0].text: row[1].value for row in phase_table(record).rows}
+    assert rows["Checkpoint (mean over 2 steps, not in the step)"] == 0.75
+    assert rows["Validation (once, not in the step)"] == 2.0

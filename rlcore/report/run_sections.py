@@ -1,0 +1,264 @@
+"""Parts of a report about one run: settings, command, lineage, phases of a step, and memory plan."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from pydantic import JsonValue, TypeAdapter
+
+from rlcore.config import CriticConfig, LoraConfig, RunConfig
+from rlcore.config.base import leaves
+from rlcore.config.problems import mask_secrets, plain_text
+from rlcore.config.run import all_keys
+from rlcore.errors import DataError
+from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, cell, table
+from rlcore.report.plots import LIGHT, MAX_POINTS, Series, format_axes, thin
+from rlcore.report.record import RunRecord
+from rlcore.storage.disk import BYTES_PER_GB
+from rlcore.storage.documents import read_document
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings as plain values by dotted key."""
+    return leaves(config.model_dump(mode="json"))
+
+
+def defaults_of(config: RunConfig) -> dict[str, Any]:
+    """Return the default of each possible key, for the run's task and with optional sections enabled."""
+    plain = RunConfig().model_dump(mode="json")
+    found = leaves({**plain, "data": type(config.data)().model_dump(mode="json")})
+    found["data.task"] = plain["data"]["task"]
+    for section, kind in _NULL_SECTIONS.items():
+        found |= leaves(kind().model_dump(mode="json"), f"{section}.")
+    return found
+
+
+def settings_tables(config: RunConfig) -> tuple[Table, Table]:
+    """Return the settings that differ from the defaults, and all others."""
+    defaults, settings = defaults_of(config), settings_of(config)
+    changed = {key: value for key, value in settings.items() if defaults.get(key, ...) != value}
+    differing = [
+        (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), describe_setting(key))
+        for key, value in changed.items()
+    ]
+    same = [(key, _cell(value), describe_setting(key)) for key, value in settings.items() if key not in changed]
+    return (
+        table("settings_changed", "Settings that differ from the defaults",
+              {"Setting": "code", "Value": "code", "Default": "code", "Meaning": "text"}, differing),
+        table("settings_default", f"Settings at their defaults ({len(same)})",
+              {"Setting": "code", "Value": "code", "Meaning": "text"}, same, folded=True),
+    )  # fmt: skip
+
+
+@cache
+def describe_setting(key: str) -> str:
+    """Return the first sentence of a setting's documentation, or only the first choice of a list of choices.
+
+    A name in a free mapping (`tags.owner`) has the documentation of the mapping.
+
+    >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
+    ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
+    """
+    while key not in all_keys() and "." in key:
+        key = key.rpartition(".")[0]
+    found = all_keys().get(key)
+    text = (found[0].description or "") if found else ""
+    sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":;")
+    before, _, _ = sentence.partition(": ")
+    return before if " " in before else sentence
+
+
+def _cell(value: JsonValue) -> Cell:
+    return Cell(mask_secrets(plain_text(value)), mask_secrets(value) if isinstance(value, str) else value)
+
+
+def reproduction(record: RunRecord) -> Iterator[Block]:
+    """Yield the command of a run, and how to reproduce it."""
+    if record.lineage.command:
+        yield from (
+            Prose("Started with:"),
+            Prose(shlex.join(map(mask_secrets, record.lineage.command)), is_code=True),
+        )
+    yield Prose(
+        "`run.json` in the run's folder has all settings; the table above has those that differ from the defaults. "
+        f"Seed {record.config.seed} determines initial weights, order of prompts and every sampled token, "
+        f"`data.seed={record.config.data.seed}` the rows. Results are equal with the same versions of torch and "
+        "transformers, type of device and number of threads. Otherwise the last digits differ, and with them the "
+        "sampled responses."
+    )
+
+
+def lineage(record: RunRecord) -> Iterator[Block]:
+    """Yield stages, code and packages, and checkpoints of a run."""
+    found = record.lineage
+    if found.stages:
+        rows = [
+            (stage.name, stage.fingerprint, stage.path,
+             Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
+            for stage in found.stages
+        ]  # fmt: skip
+        yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
+    commit = found.git_commit + (" + changes" if found.git_dirty else "")
+    facts = {**({"git commit": commit} if commit else {}), **found.environment}
+    if facts:
+        yield table("environment", "Code and packages", {"Component": "text", "Version": "code"}, list(facts.items()))
+    if record.checkpoints:
+        sizes = [(info.name, cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
+        yield table("checkpoints", "Checkpoints on disk", {"Name": "code", "Size": "number"}, sizes)
+    elif not found.stages and not facts:
+        yield Prose("The origin of this run is not recorded.")
+
+
+ALGORITHMS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++ (group baseline)",
+    "remax": "ReMax",
+    "opo": "OPO",
+}
+
+
+def algorithm_of(config: RunConfig) -> str:
+    """Return the common name of the algorithm."""
+    algo = config.algo
+    name = ALGORITHMS.get(algo.advantage, algo.advantage)
+    return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
+
+
+def model_of(config: RunConfig) -> str:
+    """Return a short name of the model."""
+    model = config.model
+    if model.path is not None:
+        return model.path.rstrip("/").rpartition("/")[2]
+    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
+    return f"randomly initialized model ({layers} of {model.scratch.hidden_size})"
+
+
+PHASES: Mapping[str, tuple[str, str]] = {
+    "gen": ("Generation", "blue"),
+    "environment": ("Environment", "lime"),
+    "reward": ("Scoring", "orange"),
+    "old_log_prob": ("Old log-probabilities", "teal"),
+    "ref": ("Reference forward pass", "purple"),
+    "values": ("Values", "pink"),
+    "adv": ("Advantages", "muted"),
+    "update_critic": ("Critic update", "red"),
+    "update_actor": ("Policy update", "green"),
+    "update_weights": ("Weight sync", "sand"),
+    "other": ("Between phases", "grey"),
+}
+"""Title and colour of the phases of a step, by the name in `timing_s/<name>`; `other` is the rest."""
+
+
+def phase_seconds(record: RunRecord) -> pd.DataFrame:
+    """Return the seconds of each phase (columns) at each step; `other` is the rest of the step."""
+    whole = record.series("timing_s/step")
+    if whole is None:
+        return pd.DataFrame()
+    measured = {f"timing_s/{name}": name for name in PHASES}
+    found = record.metrics.reindex(index=whole.index, columns=list(measured)).fillna(0.0).rename(columns=measured)
+    found = found.loc[:, found.any()]
+    return found.assign(other=(whole - found.sum(axis=1)).clip(lower=0.0))
+
+
+def mean_phases(record: RunRecord) -> dict[str, float]:
+    """Return mean seconds of each phase, without the first step if there are others. Their sum is the mean step."""
+    found = phase_seconds(record)
+    means = found.iloc[min(1, len(found) - 1) :].mean()
+    return {str(name): float(seconds) for name, seconds in means.items()}
+
+
+def draw_phases(record: RunRecord, figure: "Figure") -> None:
+    """Draw the seconds of each phase at each step, stacked."""
+    seconds = phase_seconds(record)
+    if not len(seconds):
+        return
+    axes = figure.subplots()
+    phases: list[Series] = [thin(seconds[name], MAX_POINTS // 4) for name in seconds]
+    labels = [PHASES[str(name)][0] for name in seconds]
+    colours = [LIGHT[PHASES[str(name)][1]] for name in seconds]
+    if len(seconds) == 1:
+        tops = seconds.iloc[0].cumsum()
+        axes.bar(seconds.index.repeat(len(tops)), seconds.iloc[0], 0.4, tops - seconds.iloc[0], color=colours,
+                 label=labels)  # fmt: skip
+    else:
+        axes.stackplot(phases[0].index, phases, colors=colours, labels=labels, alpha=0.88, linewidth=0)
+    format_axes(axes, y="seconds per step")
+    axes.set_ylim(bottom=0, top=1.15 * float(seconds.sum(axis=1).quantile(0.99)))
+
+
+def phase_table(record: RunRecord) -> Table:
+    """Return mean seconds of each phase, and of work outside the steps."""
+    phases = mean_phases(record)
+    total = sum(phases.values())
+    rows: list[Row] = [
+        (PHASES[name][0], seconds, seconds / total, "" if name == "other" else f"timing_s/{name}")
+        for name, seconds in phases.items()
+    ]
+    if phases:
+        rows.append(("Step", record.step_s, 1.0, "timing_s/step"))
+    for name, title in (("save_checkpoint", "Checkpoint"), ("testing", "Validation")):
+        series = record.series(f"timing_s/{name}")
+        if series is not None:
+            times = "once" if len(series) == 1 else f"{len(series)} times"
+            if name == "save_checkpoint":  # every step has this metric, mostly 0
+                times = f"mean over {len(series)} steps"
+            rows.append((f"{title} ({times}, not in the step)", float(series.mean()), "", f"timing_s/{name}"))
+    columns: dict[str, Kind] = {"Phase": "text", "Mean": "seconds", "Share": "share", "Metric": "code"}
+    return table("phases", "Phases of a step", columns, rows, "Without the first step (warm-up).")
+
+
+TENSORS_GB = "perf/max_memory_allocated_gb"
+PLAN_FILE = "memory_plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """`memory_plan.json` as `rlcore.workers.memory_plan.fit_run` writes it: bytes on one device by purpose.
+
+    `capacity_bytes`: 0 if unknown.
+    """
+
+    parts: Mapping[str, int]
+    capacity_bytes: int = 0
+    device: str = ""
+    notes: tuple[str, ...] = ()
+
+
+_PLAN = TypeAdapter(PlannedMemory)
+
+
+def memory_plan(record: RunRecord) -> tuple[Block, ...]:
+    """Return the plan by part with the measured peak, or the reason why there is no plan."""
+    try:
+        plan = read_document(record.run_dir / PLAN_FILE, _PLAN, "the report omits this memory plan")
+    except DataError as error:
+        return (Prose(str(error)),)
+    if plan is None:
+        return (Prose("No memory plan exists for this run; only the peaks are shown."),)
+    total = sum(plan.parts.values())
+    rows: list[Row] = [(name, _gb(size), size / max(1, total)) for name, size in [*plan.parts.items(), ("Sum", total)]]
+    if (held := record.series(TENSORS_GB)) is not None:
+        peak = float(held.max()) * BYTES_PER_GB
+        rows.append(("Measured: peak of tensors", _gb(peak), peak / max(1, total)))
+    if plan.capacity_bytes:
+        rows.append(("Device capacity", _gb(plan.capacity_bytes), ""))
+    title = f"Memory, planned on {plan.device}" if plan.device else "Memory, planned"
+    columns: dict[str, Kind] = {"Part": "text", "Planned": "number", "Share": "share"}
+    return (table("memory_plan", title, columns, rows), *map(Prose, plan.notes))
+
+
+def _gb(size: float) -> Cell:
+    return Cell(cell(size / BYTES_PER_GB, unit="GB").text, size)
