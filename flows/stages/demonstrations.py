@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from data.stage import StageResult
-from flows.stages.rows import (
+from flows.stages.inputs import (
     describe_rows,
     has_tokenizer,
     planned_demonstrations,

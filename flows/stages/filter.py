@@ -1,9 +1,9 @@
-"""The tokenized and filtered rows of a run."""
+"""Tokenized and filtered rows of a run."""
 
 from dataclasses import dataclass, replace
 
 from data.stage import StageResult
-from flows.stages.rows import (
+from flows.stages.inputs import (
     describe_rows,
     filter_rows,
     has_tokenizer,

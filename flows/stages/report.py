@@ -1,4 +1,4 @@
-"""The report of a run."""
+"""Report of a run."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,16 +15,16 @@ from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
 
 SOURCE_FILE = "source.json"
-"""Beside the report: the fingerprint of what it was written from."""
+"""File next to the report: the fingerprint of its inputs."""
 SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
 REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
 REPORT_MODULES = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
-"""Modules that a report needs; `preload_modules` imports them in advance."""
+"""Modules of a report, which `preload_modules` imports in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPage:
-    """The report's page, and whether it was current already."""
+    """Page of the report."""
 
     html: Path
     cached: bool
@@ -35,7 +35,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class Report(Stage[ReportPage]):
-    """Write the report with its sample browser, unless the one on disk is current."""
+    """Write the report with its sample browser, unless the existing one is current."""
 
     name = "report"
 
@@ -58,7 +58,7 @@ class Report(Stage[ReportPage]):
 
 
 def write_report(layout: RunLayout) -> ReportPage:
-    """Write the report with its sample browser, unless the one on disk is current."""
+    """Write the report with its sample browser, unless the existing one is current."""
     failure = failure_of(layout.run_dir)
     known = find_report(layout, failure)
     return _write(layout, failure) if known is None else known
@@ -72,15 +72,14 @@ def _write(layout: RunLayout, failure: str) -> ReportPage:
     files = build_report(layout.run_dir, failure=failure)
     try:
         build_sample_browser(layout.run_dir)
-    except DataError:  # no validation yet, which the report says too
+    except DataError:  # no validation yet
         (folder / "samples.html").unlink(missing_ok=True)
     write_json_atomically(folder / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
     return ReportPage(files.html, cached=False)
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
-    """What a report depends on: the run's journal, settings and validations, how it failed, and the report's own
-    source."""
+    """Return the fingerprint of a report's inputs: the run's files, its failure, and the source of the report."""
     files = [
         layout.journal,
         layout.run_json,
@@ -94,10 +93,12 @@ def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
 
 
 def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
-    """The report on disk, if it says what the run's files say."""
+    """Return the existing report, if it is current."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
-        found = ReportPage(layout.run_dir / "report" / Path(known["html"]).name, cached=True)  # it may be a copy
+        found = ReportPage(
+            layout.run_dir / "report" / Path(known["html"]).name, cached=True
+        )  # the folder may be a copy
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_current = found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout, failure)
@@ -105,7 +106,7 @@ def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
 
 
 def preload_modules() -> None:
-    """Import what a report is drawn with, in a thread, while the trainer works: it takes a second."""
+    """Import the modules of a report in a thread while the trainer works: it takes a second."""
 
     def load() -> None:
         for module in REPORT_MODULES:

@@ -1,9 +1,9 @@
-"""The rows of a suite."""
+"""Rows of a suite."""
 
 from dataclasses import dataclass, replace
 
 from data.stage import SPLITS, StageResult
-from flows.stages.rows import (
+from flows.stages.inputs import (
     describe_rows,
     filter_rows,
     has_tokenizer,
@@ -23,7 +23,7 @@ from rlcore.config.suite import suite_settings
 
 @dataclass(frozen=True)
 class Suite(Stage[StageResult]):
-    """Make, tokenize and filter the rows of a suite, or find them."""
+    """Build, tokenize and filter the rows of a suite, or find them."""
 
     name = "suite"
     suite: SuiteConfig
@@ -55,7 +55,7 @@ class Suite(Stage[StageResult]):
 
 
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
-    """Make, tokenize and filter the rows of a suite, or find them."""
+    """Build, tokenize and filter the rows of a suite, or find them."""
     seen = suite_settings(config, suite)
     dataset = make_dataset(seen, SPLITS[1:])
     return replace(filter_rows(seen, dataset.directory), warning=dataset.warning)

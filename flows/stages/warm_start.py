@@ -1,11 +1,10 @@
-"""The model of step 0: made from nothing, given, or taught by supervised steps."""
+"""Model of step 0: randomly initialized, given, or trained by supervised steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
+from flows.stages.inputs import call_trainer, has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, remake_note
-from flows.stages.trainer import call_trainer
 from flows.work.open_run import OpenRun
 from rlcore.config import WarmStartConfig
 from rlcore.run.initial_policy import InitialPolicy, known_initial_policy
@@ -15,7 +14,7 @@ from rlcore.storage.finished import read_finished_or_reason
 
 @dataclass(frozen=True)
 class WarmStart(Stage[InitialPolicy]):
-    """Make the model of step 0, or find it."""
+    """Make the initial policy, or find it."""
 
     name = "warm-start"
     in_trainer = True

@@ -1,6 +1,6 @@
-"""What a sweep leaves: `sweep.json`, comparison, best point as an experiment, a description, and a run in MLflow.
+"""Results of a sweep: `sweep.json`, comparison, best point as an experiment, description, MLflow run.
 
-MLflow may be away: a sweep does not need it.
+A sweep does not need MLflow: its failures are only logged.
 """
 
 import json
@@ -35,25 +35,22 @@ FORMAT_VERSION = 2
 SWEEP_FILE = "sweep.json"
 BEST_FILE = "best.yaml"
 PARENT_FILE = "mlflow.json"
-"""In the sweep's folder: the id of its run in MLflow."""
+"""File in the sweep's folder with the id of its MLflow run."""
 MIN_RUNS_TO_COMPARE = 2
 MAX_ROWS_SHOWN = 20
-"""Points in the description of a sweep in Prefect and MLflow: the best ones."""
+"""Largest number of points, the best ones, in the description of a sweep."""
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed"}
-"""States of points that have ended; the others are `to do`."""
+"""States of points that have ended; others are `to do`."""
 Points = Mapping[int, FrozenTrial]
-"""The points of a sweep by their numbers, see `flows.sweep.study.points_of`."""
+"""Points of a sweep by number, see `flows.sweep.study.points_of`."""
 Row = dict[str, Any]
-"""A point as `sweep.json` has it: `point` (its number), `settings`, `label`, `state`, `score`, `scores` by step,
-`error`, `runs` (`Member.to_json`)."""
+"""Point in `sweep.json`: `point` (its number), `settings`, `label`, `state`, `score`, `scores` by step, `error`,
+`runs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a call has come to. `num_runs` and `num_steps`: what it has worked on; the rest is of the whole sweep.
-
-    `points`: best first, see `rows_of`.
-    """
+    """Result of a call: `num_runs` and `num_steps` are of this call, the rest of the whole sweep, best points first."""
 
     sweep_id: str
     folder: Path
@@ -68,17 +65,17 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score; of equal ones the first."""
+        """The finished point with the best score, the first of equal ones."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property
     def failed(self) -> list[str]:
-        """The points that have failed, with their errors."""
+        """The failed points with their errors."""
         return [f"point {one['point']}, {one['label']}: {one['error']}" for one in self.points if one["error"]]
 
 
 def rows_of(sweep: Sweep, points: Points) -> list[Row]:
-    """A row for each point: finished ones first, then by the score, then by the number."""
+    """Return a row for each point: finished ones first, then by score, then by number."""
     rows = [
         {"point": number, "settings": trial.user_attrs[SETTINGS], "label": format_point(trial.user_attrs[SETTINGS]),
          "state": STATES.get(trial.state, "to do"), "score": trial.value,
@@ -91,7 +88,7 @@ def rows_of(sweep: Sweep, points: Points) -> list[Row]:
 
 
 def write_record(sweep: Sweep, points: Points) -> None:
-    """Replace `sweep.json`, whole or not at all."""
+    """Replace `sweep.json` atomically."""
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sweep_id": sweep.sweep_id,
@@ -104,7 +101,7 @@ def write_record(sweep: Sweep, points: Points) -> None:
 
 
 def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
-    """Write what a sweep leaves on disk. `spending`: of this call, see `flows.sweep.study.Spending`."""
+    """Write the results of a sweep to disk. `spending` is that of this call."""
     write_record(sweep, points)
     rows = rows_of(sweep, points)
     return SweepResult(
@@ -122,7 +119,7 @@ def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlfl
 
 
 def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """The best point with its first seed as an experiment's file; None where no point is finished."""
+    """Write the best point with its first seed as an experiment, unless no point is finished."""
     if not rows or rows[0]["state"] != "finished":
         return None
     best, file = rows[0], sweep.folder / BEST_FILE
@@ -138,7 +135,7 @@ def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """The report that compares all runs with a score that are on disk; None where fewer than two are."""
+    """Write the comparison of all runs with a score on disk, unless there are fewer than two."""
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
     if len(there) < MIN_RUNS_TO_COMPARE:
@@ -149,7 +146,7 @@ def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def summary_lines(result: SweepResult) -> list[str]:
-    """The last lines of `millrace sweep`."""
+    """Return the last lines of `millrace sweep`."""
     states = [row["state"] for row in result.points]
     left = result.num_points - sum(state != "to do" for state in states)
     others = [
@@ -164,7 +161,7 @@ def summary_lines(result: SweepResult) -> list[str]:
     ]
     lines = [", ".join(counts), *(f"failed: {text}" for text in result.failed)]
     if result.ended_by:
-        lines.append(f"the budget is used up: {result.ended_by}; the same command goes on")
+        lines.append(f"the budget is used up: {result.ended_by}; the same command resumes the sweep")
     if result.best is not None:
         lines.append(f"best: point {result.best['point']}, {result.best['label']}: {result.best['score']:.4g}")
         lines.append(f"best settings: {result.best_experiment}")
@@ -174,7 +171,7 @@ def summary_lines(result: SweepResult) -> list[str]:
 
 
 def describe_sweep(sweep: Sweep, result: SweepResult) -> str:
-    """Purpose, outcome and the best points of a sweep, as Markdown."""
+    """Return purpose, outcome and best points of a sweep in Markdown."""
     spec, rows = sweep.spec, result.points[:MAX_ROWS_SHOWN]
     keys = ", ".join(f"`{key}`" for key in dict.fromkeys(key for row in rows for key in row["settings"]))
     seeds = "".join(f" seed {seed} |" for seed in spec.seeds)
@@ -206,20 +203,20 @@ def _format_score(score: float | None) -> str:
 
 @contextmanager
 def _log_mlflow_failure(what: str) -> Iterator[None]:
-    """MLflow may be away: an error inside the block is a line in the log."""
+    """Log an exception inside the block."""
     try:
         yield
     except Exception as error:
-        get_run_logger().warning("MLflow did not take %s: %s", what, error)
+        get_run_logger().warning("Not sent to MLflow: %s: %s", what, error)
 
 
 def start_mlflow_run(sweep: Sweep) -> str | None:
-    """The sweep's run, now RUNNING; None where tracking is off or MLflow does not answer."""
+    """Create or reopen the sweep's MLflow run; None without tracking or after a failure."""
     run = None
     if sweep.base.tracking.enabled:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
         file, store = sweep.folder / PARENT_FILE, _store(sweep)
-        with _log_mlflow_failure("the sweep, so its runs will stand there side by side"):
+        with _log_mlflow_failure("the sweep, so its runs will not be grouped there"):
             if not file.is_file():
                 tags = {"millrace.sweep_id": sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
                 write_json_atomically(file, {"run_id": store.create_run(sweep.sweep_id, tags)})
@@ -231,7 +228,7 @@ def start_mlflow_run(sweep: Sweep) -> str | None:
 
 @contextmanager
 def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
-    """Where the block is left by an error or a stop, the sweep's run ends with it."""
+    """End the sweep's MLflow run where the block raises."""
     try:
         yield
     except BaseException as error:
@@ -242,10 +239,10 @@ def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
 
 
 def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
-    """Parameters, scores by point, the files, a description, and the end."""
+    """Log parameters, scores by point, files and description, and end the run."""
     if (run := result.mlflow_run_id) is None:
         return
-    with _log_mlflow_failure("all of the sweep"):
+    with _log_mlflow_failure("the results of the sweep"):
         store, metric = _store(sweep), sweep.metric_of(sweep.base)
         store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
         for row in result.points:

@@ -1,4 +1,4 @@
-"""The weights of a run's checkpoint as a transformers directory, and as the model of another run (`--fork`)."""
+"""Weights of a run's checkpoint as a transformers directory, or as the model of another run (`--fork`)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from rlcore.storage.finished import read_finished_or_reason, read_finished_or_se
 from rlcore.user_code import run_code
 
 START = "start"
-"""In place of a checkpoint: the model that a run has started from."""
+"""Name of the initial policy in place of a checkpoint."""
 
 
 def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
@@ -25,7 +25,7 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
     Raises:
         CheckpointError: there is none of that name, or it is broken.
-        DataError: the run's start model is not there any more.
+        DataError: the run's initial policy is missing.
     """
     from rlcore.checkpoint.export import export_checkpoint
 
@@ -34,11 +34,11 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """The model that the run has started from: a folder, or a hub id as a path.
+    """Return the run's initial policy: a folder, or a hub id as a path.
 
     Raises:
-        DataError: the folder is not there any more.
-        ModelError: the hub's model is neither in its cache nor to be had.
+        DataError: the folder is missing.
+        ModelError: the hub's model is neither cached nor reachable.
     """
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
@@ -46,15 +46,15 @@ def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
         require_reachable("model.path", str(start))
     elif not start.is_dir():
         raise DataError(
-            f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
-            "Restore it, or make it again by the run's own command."
+            f"{start}: missing: the initial policy of run {layout.run_dir.name} gives config and tokenizer. Restore it, "
+            "or make it again with the run's own command."
         )
     return start
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
+    """Checkpoint of a run as a model in `folder`, a transformers directory that may not exist yet."""
 
     config: RunConfig
     layout: RunLayout
@@ -67,7 +67,7 @@ class CheckpointWeights:
         return f"{self.layout.run_dir.name}@{self.checkpoint}"
 
     def ensure(self) -> Path:
-        """The folder, written unless it is there and whole.
+        """Write the folder unless it is complete, and return it.
 
         Raises:
             CheckpointError: the checkpoint is broken.
@@ -78,7 +78,7 @@ class CheckpointWeights:
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
+    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start`.
 
     Raises:
         DataError: there is no such run.
@@ -96,11 +96,11 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
 
 
 def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
-    """Compose settings whose model of step 0 has the weights that `source` names (`RUN[@CHECKPOINT]`, under `root`).
+    """Compose settings whose initial policy has the weights of `source` (`RUN[@CHECKPOINT]`, under `root`).
 
-    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
-    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
-    nothing: until the weights are there it plans by the model that the other run has started from.
+    The weights are exported to `<root of the source>/models/fork-<digest>`, once for a checkpoint. Optimizer, critic
+    and
+    position in the data start from scratch. A dry run writes nothing and plans by the source's initial policy.
 
     Raises:
         ConfigError: the settings are wrong.

@@ -8,15 +8,14 @@ import pytest
 
 from flows import chain
 from flows.chain import run_on_console
-from flows.progress import PlainDisplay, use_display
+from flows.progress import PlainDisplay, ValidationSummary, use_display
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.train import Chunk, Train
 from flows.stages.validate import Validate
+from flows.work.mlflow_record import MlflowContents
 from flows.work.open_run import OpenRun, open_run
-from flows.work.recorded import MlflowContents
-from flows.work.validation_summary import ValidationSummary
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig

@@ -13,9 +13,8 @@ from flows.stages.export import ExportedWeights
 from flows.stages.filter import Filter
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.work import mlflow_record
-from flows.work.mlflow_record import MlflowRecord
+from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
-from flows.work.recorded import MlflowContents, models_digest, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking.delivery import ensure_mlflow_run

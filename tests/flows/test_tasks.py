@@ -24,9 +24,8 @@ from flows.parameters import compose_settings
 from flows.server.api import LocalServer
 from flows.server.watch import STOP_REQUESTED, FlowCancelledError, watch_flow_run
 from flows.tasks import run_task
-from flows.work.mlflow_record import MlflowRecord
+from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.recorded import MlflowContents
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import ConfigError
 from tests.flows.conftest import wait_until

@@ -7,8 +7,7 @@ import pytest
 
 from flows import chain
 from flows.plan.checks import check_before_start
-from flows.plan.plan import count_parameters, make_plan
-from flows.plan.table import show_plan
+from flows.plan.plan import count_parameters, make_plan, show_plan
 from flows.work.open_run import OpenRun
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config

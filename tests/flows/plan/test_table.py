@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan.plan import DiskBudget, RunPlan, TokenBudget
-from flows.plan.table import memory_note, show_memory, show_plan
+from flows.plan.plan import DiskBudget, RunPlan, TokenBudget, memory_note, show_memory, show_plan
 from flows.stages.stage import StageStatus
 from rlcore.storage.disk import RoomReport, size, unit_for
 from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan

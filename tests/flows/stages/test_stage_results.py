@@ -7,16 +7,16 @@ import pytest
 
 from data.stage import StageResult
 from flows.chain import finished_result
+from flows.progress import ValidationSummary, with_interval
 from flows.stages.export import ExportedWeights, best_step_to_export, find_weights
+from flows.stages.inputs import describe_rows, warn_of_few_rows
 from flows.stages.pass_rates import PassRateTable
 from flows.stages.report import ReportPage, find_report, report_fingerprint
-from flows.stages.rows import describe_rows, warn_of_few_rows
 from flows.stages.train import Chunk
 from flows.stages.validate import find_suite_results, find_validation
-from flows.work.checkpoints import checkpoint_name, committed_step
+from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
 from flows.work.open_run import OpenRun, with_absolute_paths
-from flows.work.recorded import MlflowContents, models_digest, settings_digest
-from flows.work.validation_summary import ValidationSummary, with_interval
+from flows.work.origin import checkpoint_name, committed_step
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from flows import chain
+from flows.progress import ValidationSummary
 from flows.stages import train
 from flows.stages.export import Export, ExportBest, ExportedWeights
-from flows.stages.rows import suite_datasets
+from flows.stages.inputs import record_inputs, suite_datasets
 from flows.stages.train import Chunk, Train
-from flows.stages.trainer import record_inputs
 from flows.stages.validate import Evaluate, Validate
 from flows.work.open_run import OpenRun, open_run
-from flows.work.validation_summary import ValidationSummary
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.compose import load_config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.sweep.drive import SweepWorker
+from flows.sweep.flow import SweepWorker
 from flows.sweep.result import rows_of
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -20,7 +20,7 @@ PRUNED = "pruning: {every_steps: 1, confidence: 0.5}\n"
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("flows.sweep.drive.POLL_S", 0)
+    monkeypatch.setattr("flows.sweep.flow.POLL_S", 0)
     with disable_run_logger():
         yield
 
@@ -153,6 +153,6 @@ def test_a_process_waits_for_the_point_of_another_without_a_trainer(
         waits.append(len(trainer.trained))
         other.study.release(taken)
 
-    monkeypatch.setattr("flows.sweep.drive.wait_for_others", paused)
+    monkeypatch.setattr("flows.sweep.flow.wait_for_others", paused)
     SweepWorker(sweep, trainer, "call").run()
     assert (waits, len(trainer.trained)) == ([0], 1)

@@ -12,8 +12,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Completed, Crashed, Failed
 
 from flows.server.api import LocalServer
-from flows.sweep.drive import SweepWorker
-from flows.sweep.flow import DEPLOYMENT, work_on_workers
+from flows.sweep.flow import DEPLOYMENT, SweepWorker, work_on_workers
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.errors import MillraceError

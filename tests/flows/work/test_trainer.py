@@ -309,12 +309,7 @@ class Run:
     """A run of a root with one slot, whose trainer takes 0.2 s a step."""
 
     def __init__(
-        self,
-        root: Path,
-        name: str,
-        to_steps: tuple[int, ...],
-        priority: int = 0,
-        behaviour: str = "slow",
+        self, root: Path, name: str, to_steps: tuple[int, ...], priority: int = 0, behaviour: str = "slow"
     ) -> None:
         self.to_steps = to_steps
         self.folder = root / name
