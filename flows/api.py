@@ -71,11 +71,8 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return the validation of this name: `before` or `after` training, or a checkpoint's name.
-
-        Raises:
-            DataError: it does not exist or is damaged.
-        """
+        """Return the validation of this name: `before` or `after` training, or a checkpoint's name. Raises DataError if
+        it does not exist or is damaged."""
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
@@ -176,8 +173,8 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
     """
     if (named := RunLayout.of(run.config).run_dir) != run.folder.resolve():
         raise DataError(
-            f"{run.folder}: was moved or copied; its settings name {named}, which would be evaluated instead. Move "
-            f"it back, or evaluate it by its settings here: millrace validate SETTINGS paths.root={run.folder.parents[1]} "
+            f"{run.folder}: was moved or copied; its settings name {named}, which would be evaluated instead. Move it "
+            f"back, or evaluate it by its settings: millrace validate SETTINGS paths.root={run.folder.parents[1]} "
             f"run_id={run.id}"
         )
     name = checkpoint_name(str(checkpoint))
@@ -189,11 +186,8 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """Return a run by its folder, its id, or a unique prefix of the id under a root.
-
-    Raises:
-        DataError: there is no such run.
-    """
+    """Return a run by its folder, its id, or a unique prefix of the id under a root. Raises DataError if there is no
+    such run."""
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 

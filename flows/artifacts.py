@@ -19,12 +19,9 @@ from flows.work.runs import BYTES_PER_MB
 from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan
 
-NUM_VALIDATIONS = 4
-"""Columns of the table of latest validations; the first one is the first validation seen."""
-RETRY_AFTER_S = 30.0
-"""Seconds without requests after a failed one."""
-Content = Callable[[], object]
-"""Content of an artifact: Markdown, rows as JSON, or per cent."""
+NUM_VALIDATIONS = 4  # columns of the table of latest validations; the first one is the first validation seen
+RETRY_AFTER_S = 30.0  # seconds without requests after a failed one
+Content = Callable[[], object]  # content of an artifact: Markdown, rows as JSON, or per cent
 
 
 def artifact_key(subject: str, content: str) -> str:

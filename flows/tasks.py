@@ -31,8 +31,7 @@ from rlcore.run.initial_policy import InitialPolicy
 
 R = TypeVar("R")
 
-LAST_STAGE: Final = "report"
-"""Last stage of a whole run."""
+LAST_STAGE: Final = "report"  # last stage of a whole run
 
 
 def flow_run_name() -> str:
@@ -99,11 +98,7 @@ def log_settings(settings: RunSettings, verb: str) -> None:
 
 
 def run_as_task(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage of a run as a task.
-
-    Raises:
-        Pause: the flow run was suspended before it.
-    """
+    """Run a stage of a run as a task. Raises Pause if the flow run was suspended before it."""
     if not stage.in_trainer:
         return run_task(stage.name, stage.title(run), lambda: stage.find_or_make(run), stage.describe)
     run.trainer.on_event = display().event  # also between tasks, where a signal may end the run
@@ -115,19 +110,16 @@ def run_as_task(stage: Stage[R], run: OpenRun) -> R:
     def describe(result: R) -> str:
         if isinstance(result, ValidationSummary):
             artifacts.show_validation(run, result)
-        if isinstance(result, InitialPolicy):
-            show_initial_policy(run, result)
+        if isinstance(result, InitialPolicy) and f"progress-{WARM_START}" in run.prefect_view.artifacts:
+            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end before its last step
         return stage.describe(result)
 
     return run_task(stage.name, stage.title(run), work, describe)
 
 
 def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
-    """Run a function as a task and print its result as described, unless that is ''.
-
-    Raises:
-        Pause: the flow run was suspended before it.
-    """
+    """Run a function as a task and print its result as described, unless that is ''. Raises Pause if the flow run was
+    suspended before it."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
@@ -142,21 +134,11 @@ def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R
         return Task(do, name=name, task_run_name=lambda: title, cache_policy=NO_CACHE)()
 
 
-WARM_START = "warm-start"
-"""Name of the stage in progress events."""
-UPDATE_EVERY_S = 5.0
-"""Seconds between two updates of the progress artifact, each of which takes 15 ms."""
-SUMMARY_EVERY_S = 20.0
-"""Seconds between two updates of the checkpoints and the summary."""
-LOG_EVERY_S = 30.0
-"""Seconds between two progress lines in the flow run's log."""
+WARM_START = "warm-start"  # name of the stage in progress events
+UPDATE_EVERY_S = 5.0  # seconds between two updates of the progress artifact, each of which takes 15 ms
+SUMMARY_EVERY_S = 20.0  # seconds between two updates of the checkpoints and the summary
+LOG_EVERY_S = 30.0  # seconds between two progress lines in the flow run's log
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
-
-
-def show_initial_policy(run: OpenRun, model: InitialPolicy) -> None:
-    """Fill the progress bar of a warm start, which may end before its last step."""
-    if f"progress-{WARM_START}" in run.prefect_view.artifacts:
-        artifacts.show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 
 class RunReporter:

@@ -42,16 +42,12 @@ GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 
 
 def plan_run(settings: RunSettings) -> RunPlan:
-    """Check the settings, plan the run, and check its stages.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: key, rule, value got and remedy.
-    """
+    """Check the settings, plan the run, and check its stages."""
     config = settings.config
     check_before_plan(config)
     plan = make_plan(config, planning_config=settings.planning_config)
     left = [stage for stage, status in zip(stages_of(config), plan.stages, strict=True) if not status.cached]
-    return replace(plan, warning=run_stage_checks(OpenRun(config, seen=settings.planning_config), left))
+    return replace(plan, warning=run_stage_checks(OpenRun(config, planning_config=settings.planning_config), left))
 
 
 def check_run(settings: RunSettings) -> None:
@@ -60,11 +56,7 @@ def check_run(settings: RunSettings) -> None:
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """Check custom functions, model files on this machine, the run's folder and the root.
-
-    Raises:
-        ConfigError, DataError, ModelError: key, rule, value got and remedy.
-    """
+    """Check custom functions, model files on this machine, the run's folder and the root."""
     _require_functions(config)
     tokens = _tokens(config)
     for key, path in model_paths(config).items():
@@ -132,11 +124,7 @@ def _require_packages(config: RunConfig) -> None:
 
 
 def require_machine(config: RunConfig) -> None:
-    """Require engine, device, cluster and models, which a run would miss only after its data is made.
-
-    Raises:
-        EngineError, ConfigError, ModelError: what is missing, and the remedy.
-    """
+    """Require engine, device, cluster and models, which a run would miss only after its data is made."""
     _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
@@ -150,11 +138,7 @@ def require_machine(config: RunConfig) -> None:
 
 
 def require_device(config: RunConfig) -> None:
-    """Require the GPU of `runtime.device=cuda`.
-
-    Raises:
-        ConfigError: this machine has none.
-    """
+    """Require the GPU of `runtime.device=cuda`. Raises ConfigError if this machine has none."""
     runtime = config.runtime
     if runtime.device != "cuda" or runtime.ray_address is not None or first_gpu() is not None:
         return
@@ -166,22 +150,14 @@ def require_device(config: RunConfig) -> None:
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """Check what a start needs and the plan does not show: packages, device, memory of the device.
-
-    Raises:
-        EngineError, ConfigError, ModelError: what is missing, and the remedy.
-    """
+    """Check what a start needs and the plan does not show: packages, device, memory of the device."""
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """Check what a start needs beyond a plan: slots, engine, device, cluster, models, memory, disk space.
-
-    Raises:
-        EngineError, ConfigError, ModelError, DiskSpaceError: what is missing, and the remedy.
-    """
+    """Check what a start needs beyond a plan: slots, engine, device, cluster, models, memory, disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
@@ -201,21 +177,13 @@ def _require_memory(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Check what an evaluation needs: folder, functions, engine, device, cluster, model.
-
-    Raises:
-        ConfigError, DataError, EngineError, ModelError: what is missing, and the remedy.
-    """
+    """Check what an evaluation needs: folder, functions, engine, device, cluster, model."""
     for suite in config.validation.suites:
         check_before_plan(suite_settings(config, suite))
     require_machine(config)
 
 
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
-    """Check stages that are not done and return their warnings, one per line.
-
-    Raises:
-        ConfigError, DataError: key, rule, value got and remedy.
-    """
+    """Check stages that are not done and return their warnings, one per line."""
     trial = Trial(run)
     return "\n".join(line for stage in stages for line in stage.check(trial) if line)

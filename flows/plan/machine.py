@@ -26,10 +26,8 @@ from rlcore.user_code import MILLRACE_PACKAGES
 
 Level = Literal["ok", "warning", "error"]
 PYTHONS = ((3, 11), (3, 13))
-MIN_MEMORY_BYTES = 8e9
-"""Memory of the host: a trainer with torch and Ray takes half of it before a model is loaded."""
-MIN_SHARED_BYTES = 1 << 30
-"""Size of /dev/shm, used by NCCL and vLLM's processes; a container has 64 MB by default."""
+MIN_MEMORY_BYTES = 8e9  # memory of the host: a trainer with torch and Ray takes half of it before a model is loaded
+MIN_SHARED_BYTES = 1 << 30  # size of /dev/shm, used by NCCL and vLLM's processes; a container has 64 MB by default
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
 INSTALL = "In a checkout: make install (pip install -c constraints.txt -e .)"

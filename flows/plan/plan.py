@@ -123,21 +123,19 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    Args:
-        config: settings of the run.
-        planning_config: the same with an existing model of the same shape and tokenizer, while that of `config` is
-        missing.
-
-    Raises:
-        DataError: source files of the dataset are missing.
-        CheckpointError: the run's checkpoints are broken, of other settings, code, data or models, or past its last
-            step.
+    `planning_config` has an existing model of the same shape and tokenizer in place of a missing one. Raises DataError
+    if
+    source files of the dataset are missing, CheckpointError if the run cannot resume with these settings.
     """
-    run = OpenRun(config, seen=planning_config)
+    run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config
     require_same_inputs(config, run.layout)
+    prompts, longest = config.trainer.batch_size, config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+    sequences = prompts * config.rollout.samples_per_prompt
+    left = sequences * longest * max(0, config.trainer.total_steps - committed)
     stages = tuple(stage.status(run) for stage in stages_of(config))
-    has_start_model = next(stage.cached for stage in stages if stage.name == WarmStart.name)
+    has_initial_policy = next(stage.cached for stage in stages if stage.name == WarmStart.name)
+    has_warm_start = planning_config.warm_start.enabled and not has_initial_policy
     return RunPlan(
         run_id=run.run_id,
         run_dir=run.layout.run_dir,
@@ -146,12 +144,10 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
         stages=stages,
         committed_step=committed,
         total_steps=config.trainer.total_steps,
-        tokens=_tokens(config, committed),
-        disk=_disk(config, run.layout, count_parameters(planning_config), has_start_model=has_start_model),
+        tokens=TokenBudget(prompts, sequences, longest, sequences * longest, left),
+        disk=_disk(config, run.layout, count_parameters(planning_config), has_initial_policy=has_initial_policy),
         memory=plan_memory_here(planning_config),
-        warm_start_memory=None
-        if has_start_model or not planning_config.warm_start.enabled
-        else plan_memory_here(stage_settings(planning_config)),
+        warm_start_memory=plan_memory_here(stage_settings(planning_config)) if has_warm_start else None,
         published_model=published_model_path(planning_config),
     )
 
@@ -171,43 +167,33 @@ def published_model_path(config: RunConfig) -> str | None:
     return path if file is None else None
 
 
-def _tokens(config: RunConfig, committed: int) -> TokenBudget:
-    prompts = config.trainer.batch_size
-    sequences = prompts * config.rollout.samples_per_prompt
-    longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-    left = max(0, config.trainer.total_steps - committed)
-    return TokenBudget(prompts, sequences, longest, sequences * longest, sequences * longest * left)
-
-
-def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None, *, has_start_model: bool) -> DiskBudget:
-    known = scan(layout.checkpoints).checkpoints
-    size: int | None = None
-    if known:
-        size = known[-1].size_bytes
-    elif count is not None:
-        size = checkpoint_bytes(count.trained)
-    trainer = config.trainer
+def _disk(
+    config: RunConfig, layout: RunLayout, count: ParameterCount | None, *, has_initial_policy: bool
+) -> DiskBudget:
+    known, trainer = scan(layout.checkpoints).checkpoints, config.trainer
+    expected = None if count is None else checkpoint_bytes(count.trained)
+    one = known[-1].size_bytes if known else expected
     number = num_checkpoints_at_once(
         config.checkpoint, total_steps=trainer.total_steps, steps_per_chunk=trainer.steps_per_chunk
     )
     reserve = reserve_bytes(config.checkpoint)
     committed = known[-1].step if known else 0
-    is_done = committed >= trainer.total_steps
-    more = 0 if is_done else max(0, number * (size or 0) - sum(info.size_bytes for info in known))
+    more = (
+        0 if committed >= trainer.total_steps else max(0, number * (one or 0) - sum(info.size_bytes for info in known))
+    )
     needs = disk_needs(
         config,
         layout,
         checkpoints_bytes=more,
         num_weights=0 if count is None else count.policy,
         steps_left=max(0, trainer.total_steps - committed),
-        has_initial_policy=has_start_model,
+        has_initial_policy=has_initial_policy,
     )
     reports = check_needs(needs, reserve)
-    return DiskBudget(size, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
+    return DiskBudget(one, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
 
 
-MAX_DETAIL_CHARACTERS = 57
-"""Length of the list of stages to do."""
+MAX_DETAIL_CHARACTERS = 57  # length of the list of stages to do
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
@@ -231,9 +217,23 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
             text += f". {INSTALL_SMOLLM2}"
         console.print(text)
     console.print(f"training: committed step {plan.committed_step} of {plan.total_steps}")
-    for line in (_tokens_line(plan), _disk_lines(plan), plan.warning):
-        if line:
-            console.print(line)
+    tokens, disk = plan.tokens, plan.disk
+    console.print(
+        f"tokens: {tokens.prompts_per_step:,} prompts and {tokens.sequences_per_step:,} responses per step, at most "
+        f"{tokens.max_tokens_per_sequence:,} tokens each: at most {tokens.max_tokens_per_step:,} per step, "
+        f"{tokens.max_tokens_left:,} in the remaining steps"
+    )
+    one = "unknown before the first" if disk.checkpoint_bytes is None else size(disk.checkpoint_bytes)
+    console.print(
+        f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {size(disk.reserve_bytes)} in "
+        f"reserve: {size(disk.needed_bytes)} still needed, {size(disk.free_bytes)} free"
+    )
+    for report in disk.file_systems:
+        short = f"; MISSING {size(report.missing_bytes)}" if report.missing_bytes else ""
+        to_write, free = size(report.needed_bytes), size(report.free_bytes)
+        console.print(f"  {report.path}: {to_write} to write on this file system, {free} free{short}")
+    if plan.warning:
+        console.print(plan.warning)
     if plan.memory is None:
         print("memory: no plan: the model's config.json is not on this machine, or of an unknown kind")
     else:
@@ -286,28 +286,3 @@ def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
     shown = left if len(left) <= MAX_DETAIL_CHARACTERS else f"{left[:MAX_DETAIL_CHARACTERS]}..."
     detail = f"{done} of {len(stages)} done"
     return (fingerprint, "to do", f"{detail}; to do: {shown}") if left else (fingerprint, "done", detail)
-
-
-def _tokens_line(plan: RunPlan) -> str:
-    tokens = plan.tokens
-    return (
-        f"tokens: {tokens.prompts_per_step:,} prompts and {tokens.sequences_per_step:,} responses per step, at most "
-        f"{tokens.max_tokens_per_sequence:,} tokens each: at most {tokens.max_tokens_per_step:,} per step, "
-        f"{tokens.max_tokens_left:,} in the remaining steps"
-    )
-
-
-def _disk_lines(plan: RunPlan) -> str:
-    disk = plan.disk
-    one = "unknown before the first" if disk.checkpoint_bytes is None else size(disk.checkpoint_bytes)
-    lines = [
-        f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {size(disk.reserve_bytes)} in "
-        f"reserve: {size(disk.needed_bytes)} still needed, {size(disk.free_bytes)} free"
-    ]
-    for report in disk.file_systems:
-        short = f"; MISSING {size(report.missing_bytes)}" if report.missing_bytes else ""
-        lines.append(
-            f"  {report.path}: {size(report.needed_bytes)} to write on this file system, "
-            f"{size(report.free_bytes)} free{short}"
-        )
-    return "\n".join(lines)

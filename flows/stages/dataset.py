@@ -20,7 +20,7 @@ class Dataset(Stage[StageResult]):
         return f"dataset {run.config.data.task}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        return status_of_rows(self.name, planned_dataset(run.planning_config), run.config.data.task)
+        return status_of_rows(self.name, run.planning_config, planned_dataset, run.config.data.task)
 
     def check(self, trial: Trial) -> list[str]:
         config = trial.config

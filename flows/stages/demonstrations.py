@@ -5,19 +5,16 @@ from dataclasses import dataclass
 from data.stage import StageResult
 from flows.stages.inputs import (
     describe_rows,
-    has_tokenizer,
     planned_demonstrations,
     root_of,
     status_of_rows,
-    status_without_tokenizer,
 )
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from rlcore.run.inputs import ensure_tokenizer
 
-NUM_TRIED = 256
-"""Demonstrations that are tokenized before a start."""
+NUM_TRIED = 256  # demonstrations that are tokenized before a start
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,7 @@ class Demonstrations(Stage[StageResult]):
     name = "demonstrations"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_there, damage = has_tokenizer(run.planning_config)
-        place = planned_demonstrations(run.planning_config) if is_there else None
-        return status_without_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
+        return status_of_rows(self.name, run.planning_config, planned_demonstrations)
 
     def check(self, trial: Trial) -> list[str]:
         from data.demonstrations import preview_demonstrations

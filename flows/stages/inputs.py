@@ -1,6 +1,6 @@
 """Inputs of the training: rows, tokenizer, demonstrations and models; and calls of the trainer with them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,24 +112,24 @@ def inputs_of(run: OpenRun) -> RunInputs:
     return run.inputs
 
 
-def has_tokenizer(config: RunConfig) -> tuple[bool, str]:
-    """Return whether the tokenizer exists, and a description of its damage."""
+def has_tokenizer(config: RunConfig) -> bool:
+    """Return whether the tokenizer exists, undamaged."""
     tokenizer = planned_tokenizer(config)
-    damage = read_finished_or_reason(tokenizer)[1]
-    return not damage and tokenizer.is_dir(), damage
+    return not read_finished_or_reason(tokenizer)[1] and tokenizer.is_dir()
 
 
-def status_of_rows(name: str, place: Path, what: str = "") -> StageStatus:
-    """Return the status of a stage whose result is a folder of rows."""
+def status_of_rows(
+    name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
+) -> StageStatus:
+    """Return the status of a stage whose result is a folder of rows, made with a tokenizer unless it is the dataset."""
+    damage = read_finished_or_reason(planned_tokenizer(config))[1]
+    place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
+    if place is None:
+        return StageStatus(name, None, None, False, remake_note(damage) or "after its tokenizer is built")
     manifest, damage = read_finished_or_reason(place)
     counts = {} if manifest is None else manifest.values["counts"]
     rows = ", ".join(f"{count:,} {split}" for split, count in counts.items())
     return StageStatus(name, place.name, place, manifest is not None, f"{what} {rows or remake_note(damage)}".strip())
-
-
-def status_without_tokenizer(name: str, damage: str) -> StageStatus:
-    """Return the status of a stage whose tokenizer does not exist yet."""
-    return StageStatus(name, None, None, False, remake_note(damage) or "after its tokenizer is built")
 
 
 def describe_rows(result: StageResult) -> str:
@@ -155,21 +155,15 @@ def show_rows(split: str, done: int, total: int) -> None:
 
 
 def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[str, Any]:
-    """Record the inputs and call a command of the trainer process.
-
-    Raises:
-        CheckpointError: the run has begun with other rows.
-    """
+    """Record the inputs and call a command of the trainer process. Raises CheckpointError if the run has begun with
+    other rows."""
     record_inputs(run)
     return run.trainer.call(command, **arguments)
 
 
 def record_inputs(run: OpenRun) -> None:
-    """Record the stages before the training, where the trainer process reads its inputs.
-
-    Raises:
-        CheckpointError: the run has begun with other rows.
-    """
+    """Record the stages before the training, where the trainer process reads its inputs. Raises CheckpointError if the
+    run has begun with other rows."""
     inputs = inputs_of(run)
     folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
     if run.config.pass_rates.is_enabled:

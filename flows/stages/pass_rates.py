@@ -39,7 +39,7 @@ class PassRates(Stage[PassRateTable]):
     def status(self, run: OpenRun) -> StageStatus:
         config, wanted = run.config, run.config.pass_rates
         source = f"{wanted.samples} responses to each training row" if wanted.table is None else f"from {wanted.table}"
-        rows = planned_rows(run.planning_config) if has_tokenizer(run.planning_config)[0] else None
+        rows = planned_rows(run.planning_config) if has_tokenizer(run.planning_config) else None
         if rows is None or read_finished_or_reason(rows)[0] is None:
             return StageStatus(self.name, None, None, False, f"{source}, after the filter")
         place = planned_pass_rates(config, rows)
@@ -62,11 +62,8 @@ class PassRates(Stage[PassRateTable]):
 
 
 def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
-    """Return the run's table of pass rates, if it exists.
-
-    Raises:
-        DataError: it keeps too few rows, or the table of the settings is damaged or incomplete.
-    """
+    """Return the run's table of pass rates, if it exists. Raises DataError if it keeps too few rows, or the table of
+    the settings is damaged or incomplete."""
     found = find_pass_rates(config, inputs)
     if found is None:
         return None

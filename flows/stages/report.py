@@ -1,9 +1,7 @@
 """Report of a run."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 
 from flows.stages.stage import Stage, StageStatus
 from flows.work.open_run import OpenRun
@@ -14,12 +12,9 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
 
-SOURCE_FILE = "source.json"
-"""File next to the report: the fingerprint of its inputs."""
+SOURCE_FILE = "source.json"  # file next to the report: the fingerprint of its inputs
 SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
 REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
-REPORT_MODULES = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
-"""Modules of a report, which `preload_modules` imports in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Report(Stage[ReportPage]):
         return find_report(run.layout, failure_of(run.layout.run_dir))
 
     def make(self, run: OpenRun) -> ReportPage:
-        return _write(run.layout, failure_of(run.layout.run_dir))
+        return write_report(run.layout)
 
     def describe(self, result: ReportPage) -> str:
         return f"report: {result}"
@@ -59,16 +54,13 @@ class Report(Stage[ReportPage]):
 
 def write_report(layout: RunLayout) -> ReportPage:
     """Write the report with its sample browser, unless the existing one is current."""
-    failure = failure_of(layout.run_dir)
-    known = find_report(layout, failure)
-    return _write(layout, failure) if known is None else known
-
-
-def _write(layout: RunLayout, failure: str) -> ReportPage:
     from rlcore.report.build import build_report
     from rlcore.report.page import build_sample_browser
 
-    digest, folder = report_fingerprint(layout, failure), layout.run_dir / "report"
+    failure, folder = failure_of(layout.run_dir), layout.run_dir / "report"
+    if (known := find_report(layout, failure)) is not None:
+        return known
+    digest = report_fingerprint(layout, failure)
     files = build_report(layout.run_dir, failure=failure)
     try:
         build_sample_browser(layout.run_dir)
@@ -80,13 +72,8 @@ def _write(layout: RunLayout, failure: str) -> ReportPage:
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
     """Return the fingerprint of a report's inputs: the run's files, its failure, and the source of the report."""
-    files = [
-        layout.journal,
-        layout.run_json,
-        layout.run_dir / "memory_plan.json",
-        *sorted(layout.validation.glob("*.json")),
-    ]
-    files += sorted(layout.suites.glob("*/*.json"))
+    files = [layout.journal, layout.run_json, layout.run_dir / "memory_plan.json"]
+    files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
     return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
@@ -103,13 +90,3 @@ def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
         return None
     is_current = found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout, failure)
     return found if is_current else None
-
-
-def preload_modules() -> None:
-    """Import the modules of a report in a thread while the trainer works: it takes a second."""
-
-    def load() -> None:
-        for module in REPORT_MODULES:
-            import_module(module)
-
-    Thread(target=load, name="report-import").start()

@@ -20,8 +20,7 @@ from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 
 log = logging.getLogger(__name__)
 
-DIFF_FILE = "code.diff"
-"""Changes of the source since its commit at the last start of the run."""
+DIFF_FILE = "code.diff"  # changes of the source since its commit at the last start of the run
 MAX_DIFF_CHARACTERS = 1_000_000
 
 

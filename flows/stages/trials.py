@@ -25,12 +25,9 @@ from rlcore.start import extend_import_path
 if TYPE_CHECKING:
     from data.trial import FirstRow
 
-LOSS_DEADLINE_S = 120.0
-"""Seconds for a trial of loss and advantage, most of them for the import of torch."""
-FIRST_CALL_S = 60.0
-"""Seconds beyond `reward.deadline_s` for the start of a scoring process and the scorer's imports."""
-JUDGE_FAILURE = "JudgeError: "
-"""Prefix of a scorer's failure where its judge gave no verdict (`data.judge`)."""
+LOSS_DEADLINE_S = 120.0  # seconds for a trial of loss and advantage, most of them for the import of torch
+FIRST_CALL_S = 60.0  # seconds beyond `reward.deadline_s` for the start of a scoring process and the scorer's imports
+JUDGE_FAILURE = "JudgeError: "  # prefix of a scorer's failure where its judge gave no verdict (`data.judge`)
 WRONG_RESPONSE = "0"
 """Response that is wrong for most tasks; a scorer is tried on the solution, this one and an empty one."""
 
@@ -140,7 +137,7 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
                 raise ConfigError(problem)
             raise TrialError(
                 judge_failure_message(score.failure)
-                or f"data.scorer: must score any text; got {scorer}, which failed on the response {response[:80]!r} to the "
+                or f"data.scorer: must score any text; got {scorer}, which failed on response {response[:80]!r} to the "
                 f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
                 "describes its return value"
             )
@@ -218,13 +215,19 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
 def _try_functions(algo: AlgoConfig) -> None:
     named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
     try:
+        command = [sys.executable, "-P", "-m", "rlcore.algos.loss_call"]
+        environment = {**os.environ, "PYTHONPATH": extend_import_path()}
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
-            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": extend_import_path()},
-        )  # fmt: skip
+            command,
+            input=algo.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=LOSS_DEADLINE_S,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         raise TrialError(
-            f"{named}: not finished after {LOSS_DEADLINE_S:g} s on a few tokens. Check whether a function waits for something"
+            f"{named}: not finished after {LOSS_DEADLINE_S:g} s on a few tokens. Check what a function waits for"
         ) from None
     if done.returncode:
         kind = ConfigError if done.returncode == 2 else TrialError

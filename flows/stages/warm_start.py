@@ -24,7 +24,7 @@ class WarmStart(Stage[InitialPolicy]):
         if has_configured_model(config):
             detail = f"off: starts from {config.model.path}"
             return StageStatus(self.name, None, configured_model(config), True, detail)
-        if not has_tokenizer(run.planning_config)[0]:
+        if not has_tokenizer(run.planning_config):
             return StageStatus(self.name, None, None, False, "after the filter")
         rows = planned_rows(run.planning_config)
         place = planned_initial_policy(config, rows)

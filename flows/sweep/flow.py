@@ -169,10 +169,8 @@ class SweepWorker:
 
 SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
 DEPLOYMENT = "sweep-child/local"
-MAX_CHILDREN = 8
-"""Largest number of waiting and running children; the work queue's limit is that of running ones."""
-STOP_WAIT_S = 20.0
-"""Seconds for children to save when the sweep stops; Prefect's worker kills the sweep after 30 s."""
+MAX_CHILDREN = 8  # largest number of waiting and running children; the work queue's limit is that of running ones
+STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops; Prefect's worker kills the sweep after 30 s
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
@@ -265,9 +263,6 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: 
         chain.run_stages(run, run_as_task, Train.name, to_step)
 
 
-# ---------------------------------------------------------------------- on workers
-
-
 @flow(name="sweep-child", flow_run_name=sweep_run_name)
 def sweep_child(
     spec: SpecName, call: str, overrides: list[str] = NO_STRINGS, mlflow_parent: str | None = None, root: Root = None
@@ -288,14 +283,17 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start children until all points have ended or the budget is used up. Lost children are replaced.
-
-    Raises:
-        MillraceError: the deployment is missing, or its runs end without working on a point.
-    """
+    """Start children until all points have ended or the budget is used up. Lost children are replaced. Raises
+    MillraceError if the deployment is missing, or its runs end without working on a point."""
     at_once = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:
-        _require_deployment(client)
+        try:
+            client.read_deployment_by_name(DEPLOYMENT)
+        except ObjectNotFound:
+            raise MillraceError(
+                f"on_workers: the Prefect server at {client.api_url} has no deployment {DEPLOYMENT}. `millrace up` "
+                "applies the deployments and starts a worker; without on_workers this process trains the runs."
+            ) from None
         num_lost_before = sum(_is_lost(child) for child in _children(client, us))
         while True:
             num_left = 0 if drive.spending.read()["ended_by"] else drive.study.num_left()
@@ -309,16 +307,6 @@ def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]
             for _ in range(min(at_once, num_left) - num_alive):
                 run_deployment(DEPLOYMENT, parameters=parameters, timeout=0)
             wait_for_others()
-
-
-def _require_deployment(client: SyncPrefectClient) -> None:
-    try:
-        client.read_deployment_by_name(DEPLOYMENT)
-    except ObjectNotFound:
-        raise MillraceError(
-            f"on_workers: the Prefect server at {client.api_url} has no deployment {DEPLOYMENT}. `millrace up` "
-            "applies the deployments and starts a worker; without on_workers this process trains the runs."
-        ) from None
 
 
 @contextmanager

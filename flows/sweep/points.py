@@ -23,11 +23,7 @@ from rlcore.tracking.journal import read_journal
 
 
 def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
-    """Compose and check a sweep: settings of every point, and their common requirements.
-
-    Raises:
-        ConfigError, DataError: one message lists every mistake.
-    """
+    """Compose and check a sweep: settings of every point, and their common requirements."""
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)

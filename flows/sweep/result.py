@@ -34,15 +34,12 @@ from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, MlflowStore
 FORMAT_VERSION = 2
 SWEEP_FILE = "sweep.json"
 BEST_FILE = "best.yaml"
-PARENT_FILE = "mlflow.json"
-"""File in the sweep's folder with the id of its MLflow run."""
+PARENT_FILE = "mlflow.json"  # file in the sweep's folder with the id of its MLflow run
 MIN_RUNS_TO_COMPARE = 2
-MAX_ROWS_SHOWN = 20
-"""Largest number of points, the best ones, in the description of a sweep."""
+MAX_ROWS_SHOWN = 20  # largest number of points, the best ones, in the description of a sweep
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed"}
 """States of points that have ended; others are `to do`."""
-Points = Mapping[int, FrozenTrial]
-"""Points of a sweep by number, see `flows.sweep.study.points_of`."""
+Points = Mapping[int, FrozenTrial]  # points of a sweep by number, see `flows.sweep.study.points_of`
 Row = dict[str, Any]
 """Point in `sweep.json`: `point` (its number), `settings`, `label`, `state`, `score`, `scores` by step, `error`,
 `runs`."""
@@ -149,14 +146,10 @@ def summary_lines(result: SweepResult) -> list[str]:
     """Return the last lines of `millrace sweep`."""
     states = [row["state"] for row in result.points]
     left = result.num_points - sum(state != "to do" for state in states)
-    others = [
-        (states.count("stopped early"), "stopped early"),
-        (states.count("failed"), "failed"),
-        (left, "not finished"),
-    ]
+    others = {state: states.count(state) for state in ("stopped early", "failed")} | {"not finished": left}
     counts = [
         f"{states.count('finished')} of {result.num_points} points finished",
-        *(f"{number} {state}" for number, state in others if number),
+        *(f"{number} {state}" for state, number in others.items() if number),
         f"{result.num_runs} runs worked on, {result.num_steps} steps",
     ]
     lines = [", ".join(counts), *(f"failed: {text}" for text in result.failed)]
@@ -196,9 +189,6 @@ def describe_sweep(sweep: Sweep, result: SweepResult) -> str:
 
 def _format_score(score: float | None) -> str:
     return "" if score is None else f"{score:.4g}"
-
-
-# ---------------------------------------------------------------------- MLflow
 
 
 @contextmanager

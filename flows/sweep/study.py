@@ -33,8 +33,7 @@ A trial without settings is not a point: its process was killed while creating i
 """
 SEED_STRIDE = 100_003
 """Distance of the seeds of two searches. Each point has a separate sampler, so a resumed sweep draws equal points."""
-LOCK_WAIT_S = 600.0
-"""Seconds to wait for another process of the same sweep, which holds the lock for seconds at most."""
+LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
 
 class PairedPruner(BasePruner):
@@ -75,11 +74,7 @@ def problem_scores_key(step: int) -> str:
 
 
 def make_pruner(pruning: Pruning | None) -> BasePruner:
-    """Return the pruner of a sweep.
-
-    Raises:
-        ConfigError: Optuna rejects its options.
-    """
+    """Return the pruner of a sweep. Raises ConfigError if Optuna rejects its options."""
     if pruning is None:
         return optuna.pruners.NopPruner()
     if pruning.pruner == "paired":

@@ -39,6 +39,8 @@ from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from rlcore.tracking.models import Alias, Kind, log_model, name_models
 from rlcore.user_code import code_for_run
 
+log = logging.getLogger(__name__)
+
 RECORDED_FILE = "recorded.json"
 
 
@@ -79,46 +81,30 @@ def settings_digest(config: RunConfig) -> str:
     return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_for_run(config).fingerprint}-{place}"
 
 
+def report_digest(layout: RunLayout, report: ReportPage | None) -> str:
+    """Return the digest of the report's inputs, another one while the run has no report."""
+    return report_fingerprint(layout) if report is not None else f"{report_fingerprint(layout)} without the report"
+
+
 def models_digest(config: RunConfig, last: ExportedWeights, best: ExportedWeights) -> str:
     """Return the digest of the weights in MLflow."""
     return f"last {last.step}, best {best.step}, registered {config.tracking.registered_model}"
 
 
-log = logging.getLogger(__name__)
-
 FINISH_WAIT_S = 120.0
 """Seconds for MLflow at the end of a run: the first use of a store creates its tables, and weights are copied."""
-
-END_WAIT_S = 20.0
-"""Seconds for MLflow at the end of a run that had no step."""
-
-
-MAX_UPLOAD_BYTES = 2_000_000_000
-"""Larger weights are not copied into MLflow, which gets their path."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """Results of a finished run. `report` is None if the run has none yet."""
-
-    report: ReportPage | None
-    last: ExportedWeights
-    best: ExportedWeights
-
-    def digests(self, run: OpenRun) -> tuple[str, str]:
-        """Return the digests of the report's files and of the weights."""
-        whole = report_fingerprint(run.layout)
-        digest = whole if self.report is not None else f"{whole} without the report"
-        return digest, models_digest(run.config, self.last, self.best)
+END_WAIT_S = 20.0  # seconds for MLflow at the end of a run that had no step
+MAX_UPLOAD_BYTES = 2_000_000_000  # larger weights are not copied into MLflow, which gets their path
 
 
 def log_run_page(
-    run: OpenRun, prefect: Mapping[str, str], rows: tuple[StageResult, StageResult] | None, outcome: RunOutcome | None
+    run: OpenRun,
+    prefect: Mapping[str, str],
+    rows: tuple[StageResult, StageResult] | None = None,
+    outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write a run's MLflow page and record what it has.
-
-    `rows` (the dataset and the filtered one) stand for settings, code and datasets, `outcome` for the rest.
-    """
+    """Write a run's MLflow page and record what it has: settings, code and datasets with the `rows` (the dataset and
+    the filtered one), everything else with the `outcome` (report, last and best weights)."""
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
     known = with_page_address(MlflowContents.read(run.layout), page)
@@ -127,10 +113,11 @@ def log_run_page(
         log_start(run, page, tags, *rows)
         known = replace(known, settings=settings_digest(run.config))
     if outcome is not None:
-        log_result(run, page, outcome.report)
-        log_models(run, page, outcome.last, outcome.best)
-        report, models = outcome.digests(run)
-        known = replace(known, report=report, models=models)
+        report, *weights = outcome
+        log_result(run, page, report)
+        log_models(run, page, *weights)
+        digest, models = report_digest(run.layout, report), models_digest(run.config, *weights)
+        known = replace(known, report=digest, models=models)
     return known.write(run.layout)
 
 
@@ -154,8 +141,7 @@ def log_start(
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
-    lines = to_yaml(run.origin.settings).split("\n")
-    store.client.log_text(mlflow_run, "\n".join(map(mask_secrets, lines)), "config/settings.yaml")
+    store.client.log_text(mlflow_run, _masked(to_yaml(run.origin.settings)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
         store.client.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")
@@ -187,14 +173,17 @@ def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None
         store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
     if layout.validation.is_dir():
         store.client.log_artifacts(mlflow_run, str(layout.validation), layout.validation.name)
-    lines = layout.run_json.read_text(encoding="utf-8").split("\n")
-    store.client.log_text(mlflow_run, "\n".join(map(mask_secrets, lines)), f"lineage/{RUN_FILE}")
+    store.client.log_text(mlflow_run, _masked(layout.run_json.read_text(encoding="utf-8")), f"lineage/{RUN_FILE}")
     if (layout.run_dir / DIFF_FILE).is_file():
         store.client.log_artifact(mlflow_run, str(layout.run_dir / DIFF_FILE), "lineage")
     if run.config.pass_rates.is_enabled:
         table = planned_pass_rates(run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
+
+
+def _masked(text: str) -> str:
+    return "\n".join(map(mask_secrets, text.split("\n")))
 
 
 def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: ExportedWeights) -> None:
@@ -204,23 +193,20 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
     tags = {"settings_fingerprint": settings_fingerprint(config)}
 
     def log(folder: Path, kind: Kind, name: str, step: int, **more: Any) -> str:
-        time_s, metrics = 0.0, dict[str, float]()
-        if (record := records.get(step)) is not None:
-            time_s = record.time
-            metrics = {figure: value for figure, value in record.metrics.items() if figure.startswith("val-core/")}
-        more |= {"metrics": metrics, "time_s": time_s}
+        record = records.get(step)
+        metrics = {} if record is None else {n: x for n, x in record.metrics.items() if n.startswith("val-core/")}
+        more |= {"metrics": metrics, "time_s": 0.0 if record is None else record.time}
         return log_model(page.store, page.id, folder, kind=kind, name=name, step=step, **more)
 
     for info in scan(layout.checkpoints).checkpoints:
         size = {"size_bytes": str(info.size_bytes)}
         log(info.path, "checkpoint", info.path.name, info.step, tags=tags | size)
-    kept = {
-        one.step: log(
-            one.directory, "transformers", f"weights-{one.step:06d}", one.step, tags=tags, max_bytes=MAX_UPLOAD_BYTES
-        )
-        for one in {last.step: last, best.step: best}.values()
+    more = {"tags": tags, "max_bytes": MAX_UPLOAD_BYTES}
+    logged = {
+        step: log(one.directory, "transformers", f"weights-{step:06d}", step, **more)
+        for step, one in {last.step: last, best.step: best}.items()
     }
-    named: dict[Alias, str] = {"last": kept[last.step], "best": kept[best.step]}
+    named: dict[Alias, str] = {"last": logged[last.step], "best": logged[best.step]}
     name_models(page.store, page.id, named, config.tracking.registered_model)
 
 
@@ -260,18 +246,20 @@ class MlflowRecord:
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
         """Write settings and datasets in the background."""
         if self._run.config.tracking.enabled and self._known.settings != settings_digest(self._run.config):
-            task = self._thread.submit(log_run_page, self._run, self._prefect, (dataset, filtered), None)
+            task = self._thread.submit(log_run_page, self._run, self._prefect, (dataset, filtered))
             task.add_done_callback(self._warn_of_failure)
 
     def finish(self, report: ReportPage | None, last: ExportedWeights, best: ExportedWeights) -> MlflowContents:
         """Write report, validations and weights within a deadline. `report` is None if the run has none yet."""
-        run, known, outcome = self._run, self._known, RunOutcome(report, last, best)
-        digest, models = outcome.digests(run)
-        is_there = known.report in (report_fingerprint(run.layout), digest) and known.models == models
+        run, known = self._run, self._known
+        has_report = known.report in (report_fingerprint(run.layout), report_digest(run.layout, report))
+        is_there = has_report and known.models == models_digest(run.config, last, best)
         if not run.config.tracking.enabled or (is_there and known.settings == settings_digest(run.config)):
             return known
         try:
-            self._known = self._thread.submit(log_run_page, run, self._prefect, None, outcome).result(FINISH_WAIT_S)
+            self._known = self._thread.submit(log_run_page, run, self._prefect, None, (report, last, best)).result(
+                FINISH_WAIT_S
+            )
         except TimeoutError:
             log.warning("MLflow takes longer than %.0f s; repeat `millrace run` to write the rest", FINISH_WAIT_S)
         except Exception as error:

@@ -35,8 +35,7 @@ from rlcore.user_code import code_for_run, read_code, run_code
 
 log = logging.getLogger(__name__)
 
-EVALUATION = "eval"
-"""`name` of an evaluation, which is a run without steps."""
+EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
 """Record of the last stop request, with its process: a second signal would end that without saving."""
 END_WAIT_S = 60.0
@@ -67,10 +66,15 @@ class OpenRun:
     """
 
     def __init__(
-        self, config: RunConfig, command: Sequence[str] = (), title: str = "", *, seen: RunConfig | None = None
+        self,
+        config: RunConfig,
+        command: Sequence[str] = (),
+        title: str = "",
+        *,
+        planning_config: RunConfig | None = None,
     ) -> None:
         self.config = config
-        self.planning_config = config if seen is None else seen
+        self.planning_config = config if planning_config is None else planning_config
         self.command = tuple(command)
         self.title = title or config.name
         self.layout = RunLayout.of(config)
@@ -79,8 +83,8 @@ class OpenRun:
         """Inputs of the training, set by `flows.stages.inputs.inputs_of`."""
         self.is_origin_complete = False
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
-        slots, wish = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, wish=wish)
+        slots, request = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, request=request)
 
     @property
     def run_id(self) -> str:
@@ -89,11 +93,8 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """Step of the newest complete checkpoint at the first call, 0 without one.
-
-        Raises:
-            CheckpointError: all are broken, or it is of other settings.
-        """
+        """Step of the newest complete checkpoint at the first call, 0 without one. Raises CheckpointError if all are
+        broken, or it is of other settings."""
         return committed_step(self.config)
 
     @cached_property
@@ -153,13 +154,10 @@ def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
 def open_run(
     config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run for the block. `report` is called while a trainer of an ended command is waited for.
-
-    Raises:
-        RunInUseError: another command works on it, or such a trainer has not ended in time.
-        CheckpointError: it has begun with other code, data or models, or has more steps than requested.
-        DataError: its folder cannot be written, or its record cannot be read.
-    """
+    """Open a run for the block. `report` is called while a trainer of an ended command is waited for. Raises
+    RunInUseError if another command works on it, or such a trainer has not ended in time, CheckpointError if it has
+    begun with other code, data or models, or has more steps than requested, DataError if its folder cannot be written,
+    or its record cannot be read."""
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
         set_mlflow_login(config.tracking.uri, layout.root)

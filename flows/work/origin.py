@@ -24,11 +24,8 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, 0 without one.
-
-    Raises:
-        CheckpointError: all are broken, or it is of other settings.
-    """
+    """Return the step of the newest complete checkpoint, 0 without one. Raises CheckpointError if all are broken, or it
+    is of other settings."""
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step
 
@@ -43,8 +40,7 @@ def checkpoint_name(checkpoint: str) -> str:
 
 
 ABSENT = "absent"
-SHOWN_DIGITS = 16
-"""Hex digits of a digest in a message."""
+SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:

@@ -105,11 +105,7 @@ _KINDS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def parse_reply(line: bytes) -> Reply:
-    """Parse a reply.
-
-    Raises:
-        ValueError: the line is not a reply.
-    """
+    """Parse a reply. Raises ValueError if the line is not a reply."""
     values = json.loads(line)
     if not isinstance(values, dict) or not isinstance(name := values.pop("event", None), str):
         raise ValueError("not a reply")

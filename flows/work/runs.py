@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLDER = "comparisons"
-"""Folder of comparisons among a run's artifacts in MLflow."""
-MAX_NAMES = 8
-"""Largest number of run ids in a message."""
+FOLDER = "comparisons"  # folder of comparisons among a run's artifacts in MLflow
+MAX_NAMES = 8  # largest number of run ids in a message
 
 
 def all_runs(root: Path) -> list[Path]:
@@ -41,11 +39,8 @@ def all_runs(root: Path) -> list[Path]:
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of runs named by path, id, or a unique prefix of the id.
-
-    Raises:
-        DataError: a name matches no run, or several.
-    """
+    """Return the folders of runs named by path, id, or a unique prefix of the id. Raises DataError if a name matches no
+    run, or several."""
     return [_find_folder(name, root) for name in names]
 
 
@@ -69,12 +64,8 @@ def _find_folder(name: str, root: Path) -> Path:
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Return settings and layout of a run named by folder, id, unique prefix of the id, or its settings.
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run, or its settings cannot be read.
-    """
+    """Return settings and layout of a run named by folder, id, unique prefix of the id, or its settings. Raises
+    ConfigError if the settings are wrong, DataError if there is no such run, or its settings cannot be read."""
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
         raise ConfigError(
@@ -99,11 +90,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
 
 
 def read_settings(folder: Path) -> RunConfig:
-    """Return the settings in a run's folder.
-
-    Raises:
-        DataError: they cannot be read, or are of another version.
-    """
+    """Return the settings in a run's folder. Raises DataError if they cannot be read, or are of another version."""
     if (origin := read_origin(folder)) is None:
         raise DataError(f"{folder / RUN_FILE}: is not there. Name the folder of a run.")
     return origin.settings
@@ -125,12 +112,8 @@ class Comparison:
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
-    """Return the folders of the named runs and of those that a search in MLflow finds.
-
-    Raises:
-        DataError: a name matches no run, or a found run is not on this machine.
-        TrackingError: MLflow rejects the search.
-    """
+    """Return the folders of the named runs and of those that a search in MLflow finds. Raises DataError if a name
+    matches no run, or a found run is not on this machine, TrackingError if MLflow rejects the search."""
     folders = find_named_runs(names, root)
     if search:
         store = MlflowStore(tracking, root)
@@ -148,11 +131,8 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
 
 
 def compare(folders: Sequence[Path], root: Path) -> Comparison:
-    """Write the comparison of runs under `<root>/comparisons`, and upload it to each of them in MLflow.
-
-    Raises:
-        DataError: fewer than two runs, or a folder that cannot be read.
-    """
+    """Write the comparison of runs under `<root>/comparisons`, and upload it to each of them in MLflow. Raises
+    DataError if fewer than two runs, or a folder that cannot be read."""
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
@@ -256,10 +236,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     """Return the store of the run's current root if its settings name none and it began in another store, else None.
-
-    Raises:
-        TrackingError: the file under the current root is not a store.
-    """
+    Raises TrackingError if the file under the current root is not a store."""
     root = folder.parents[1]
     try:
         named = read_settings(folder).tracking.uri
@@ -281,11 +258,8 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
-    """Remove the artifacts of runs deleted in MLflow; their records in MLflow and `runs/` stay.
-
-    Raises:
-        TrackingError: the store cannot be read.
-    """
+    """Remove the artifacts of runs deleted in MLflow; their records in MLflow and `runs/` stay. Raises TrackingError if
+    the store cannot be read."""
     uri = set_mlflow_login(resolve_uri(tracking, root), root)
     if not has_store(uri):
         return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]

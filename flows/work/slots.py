@@ -24,10 +24,8 @@ from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
 
-POLL_S = 0.5
-"""Seconds between two checks of a waiting run."""
-MUTEX_WAIT_S = 60.0
-"""Seconds to wait for other processes that read or take slots, each of which takes milliseconds."""
+POLL_S = 0.5  # seconds between two checks of a waiting run
+MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or take slots, each of which takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +69,21 @@ class SlotState:
         """Number of free slots."""
         return len(self.devices) - len(self.holders)
 
-    def num_requested_before(self, wish: SlotRequest) -> int:
+    def num_requested_before(self, request: SlotRequest) -> int:
         """Return the number of slots of earlier requests."""
-        return sum(other.number for other in self.waiting if other.order < wish.order)
+        return sum(other.number for other in self.waiting if other.order < request.order)
 
     def must_yield(self, request: SlotRequest) -> bool:
         """Return whether runs of higher priority wait for more slots than are free."""
-        return sum(wish.number for wish in self.waiting if wish.priority > request.priority) > self.num_free
+        return sum(request.number for request in self.waiting if request.priority > request.priority) > self.num_free
 
-    def wait_reason(self, wish: SlotRequest) -> str:
+    def wait_reason(self, request: SlotRequest) -> str:
         """Return the reason of a wait."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
-        ahead = [str(other) for other in self.waiting if other.order < wish.order]
+        ahead = [str(other) for other in self.waiting if other.order < request.order]
         behind = f"; before it: {', '.join(ahead)}" if ahead else ""
         return (
-            f"waits for {wish.number} of {len(self.devices)} slots with priority {wish.priority}: "
+            f"waits for {request.number} of {len(self.devices)} slots with priority {request.priority}: "
             f"{self.num_free} free, held by {held or 'no run'}{behind}"
         )
 
@@ -99,10 +97,7 @@ class Slots:
 
     def devices(self) -> tuple[str, ...]:
         """Return the device of each slot; empty where the root has no slots and the number of trainers is unlimited.
-
-        Raises:
-            DataError: the file is damaged.
-        """
+        Raises DataError if the file is damaged."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -137,9 +132,9 @@ class Slots:
 
     def _state(self) -> SlotState:
         devices = self.devices()
-        holders = {number: wish for number in range(len(devices)) if (wish := _holder(self.path(number)))}
-        waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _holder(file))]
-        return SlotState(devices, holders, tuple(sorted(waiting, key=lambda wish: wish.order)))
+        holders = {number: request for number in range(len(devices)) if (request := _holder(self.path(number)))}
+        waiting = [request for file in (self.folder / "waiting").glob("*.json") if (request := _holder(file))]
+        return SlotState(devices, holders, tuple(sorted(waiting, key=lambda request: request.order)))
 
     def path(self, number: int) -> Path:
         """Return the file of a slot."""
@@ -157,15 +152,11 @@ class Slots:
             state = self.read_state()
         except (MillraceError, OSError):  # without write permission
             return "waits for slots"
-        return next((state.wait_reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
+        return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
         """Wait for the run's turn and take slots. `on_wait` is called often with the reason; an exception ends the
-        wait.
-
-        Raises:
-            ConfigError: the root has fewer slots than requested, perhaps since the wait began.
-        """
+        wait. Raises ConfigError if the root has fewer slots than requested, perhaps since the wait began."""
         if not self.devices():
             return HeldSlots(self, request, {}, ())
         file = self.waiting_path(request.run_id)
@@ -183,22 +174,24 @@ class Slots:
                 on_wait(state.wait_reason(request))
                 time.sleep(POLL_S)
 
-    def _acquire_free(self, wish: SlotRequest, state: SlotState) -> "HeldSlots":
+    def _acquire_free(self, request: SlotRequest, state: SlotState) -> "HeldSlots":
         free = [number for number in range(len(state.devices)) if number not in state.holders]
         with ExitStack() as undo:
             locks = {}
-            for number in free[: wish.number]:
-                locks[number] = _lock(self.path(number), wish)
+            for number in free[: request.number]:
+                locks[number] = _lock(self.path(number), request)
                 undo.callback(locks[number].release)
             undo.pop_all()
-        return HeldSlots(self, wish, locks, state.devices)
+        return HeldSlots(self, request, locks, state.devices)
 
 
 class HeldSlots:
     """Slots of a run. A trainer inherits `descriptors` and the devices in `environment`."""
 
-    def __init__(self, slots: Slots, wish: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
-        self._slots, self._wish, self._locks = slots, wish, list(locks.values())
+    def __init__(
+        self, slots: Slots, request: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]
+    ) -> None:
+        self._slots, self._request, self._locks = slots, request, list(locks.values())
         named = [devices[number] for number in locks if devices[number]]
         self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
         self.descriptors = [lock.fileno() for lock in self._locks]
@@ -206,7 +199,7 @@ class HeldSlots:
     def must_yield(self) -> bool:
         """Return whether runs of higher priority need these slots."""
         try:
-            return bool(self._locks) and self._slots.read_state().must_yield(self._wish)
+            return bool(self._locks) and self._slots.read_state().must_yield(self._request)
         except (MillraceError, OSError):  # unreadable files must not end a trainer
             return False
 
@@ -230,13 +223,13 @@ def _holder(file: Path) -> SlotRequest | None:
         return SlotRequest("a run that has just begun", 1, 0, 0.0, 0)
 
 
-def _lock(path: Path, wish: SlotRequest) -> FileLock:
+def _lock(path: Path, request: SlotRequest) -> FileLock:
     """Lock a file and write the request into it."""
     lock = FileLock(path)
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: is locked by another process out of turn. Start again.")
     try:
-        lock.write(json.dumps(asdict(wish)).encode())
+        lock.write(json.dumps(asdict(request)).encode())
     except OSError:  # the disk is full
         lock.release()
         raise

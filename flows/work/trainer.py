@@ -21,18 +21,13 @@ from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRe
 from rlcore.run.failures import append_failure, failure_from, num_oom_kills
 
 TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
-POLL_S = 0.25
-"""Longest time between two checks of the process and its log."""
+POLL_S = 0.25  # longest time between two checks of the process and its log
 CLOSE_WAIT_S = 60.0
 """Seconds for an idle trainer to end its workers and deliver its last metrics, itself limited to 30 s."""
-TERMINATE_WAIT_S = 10.0
-"""Seconds after a SIGTERM to a trainer without unsaved work."""
-DRAIN_WAIT_S = 1.0
-"""Seconds for the replies of a dead process in the pipe."""
-NUM_LAST_LINES = 20
-"""Lines of the log in the message about a lost process."""
-WAITS_FOR_SLOTS = "waits_for_slots"
-"""Event of a run that waits for slots of its root."""
+TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work
+DRAIN_WAIT_S = 1.0  # seconds for the replies of a dead process in the pipe
+NUM_LAST_LINES = 20  # lines of the log in the message about a lost process
+WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of its root
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
@@ -47,8 +42,7 @@ CHILD_ENVIRONMENT = {
 """Defaults of the trainer's environment; the user's environment overrides them."""
 
 
-MAX_READ_BYTES = 1 << 20
-"""Largest number of bytes read from the log at a time."""
+MAX_READ_BYTES = 1 << 20  # largest number of bytes read from the log at a time
 
 
 class LogTail:
@@ -100,18 +94,12 @@ def _text(line: bytes) -> str:
 class TrainerProcess:
     """A trainer process: started by the first call, and again by the first call after its loss.
 
-    A context manager for the main thread: the kernel ties the process to the thread that started it.
+    A context manager for the main thread: the kernel ties the process to the thread that started it. It waits for the
+    slots of its request, and inherits `lock`, the descriptor of the run's lock (None: it takes the lock itself).
 
-    Args:
-        run_dir: the run's folder with `run.json`.
-        on_event: called with progress, notes and checkpoints during a call.
-        on_line: called with each line of the process's log.
-        on_wait: called often during a call; its exceptions stop the process like an interrupt.
-        stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
-        slots, request: slots that the run waits for before the start of the process.
-        command: the process; tests start a smaller one.
-
-    The process inherits `lock`, the descriptor of the run's lock, or takes the lock itself if that is None.
+    During a call `on_event` receives events, `on_line` lines of the log, and `on_wait` is called often; its exceptions
+    stop
+    the process like an interrupt, which waits `stop_wait_s` for the process to finish its step and save.
     """
 
     def __init__(
@@ -120,7 +108,7 @@ class TrainerProcess:
         *,
         stop_wait_s: float,
         slots: Slots,
-        wish: SlotRequest,
+        request: SlotRequest,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -132,7 +120,7 @@ class TrainerProcess:
         self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
         self._slots = slots
-        self._wish = wish
+        self._request = request
         self._command = tuple(command)
         self._child: _Child | None = None
         self._reason = ""
@@ -156,12 +144,9 @@ class TrainerProcess:
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
         """Send a command and wait for its result, after waiting for slots.
 
-        Raises:
-            WorkerLostError: the process died; has its exit code and the last lines of its log. The next call starts a
-            new
-                process, which resumes from the last checkpoint.
-            StopRequestedError: a stop was requested and the process has saved.
-            MillraceError: the trainer's exception, of its class.
+        Raises WorkerLostError if the process died; the next call starts a new one, which resumes from the last
+        checkpoint.
+        Raises StopRequestedError if a stop was requested and the process has saved, else the trainer's exception.
         """
         child = self._start()
         try:
@@ -200,7 +185,7 @@ class TrainerProcess:
         if self._child is not None and self._child.held.must_yield():
             self.close()
         if self._child is None:
-            held = self._slots.acquire(self._wish, self._report_wait)
+            held = self._slots.acquire(self._request, self._report_wait)
             try:
                 if self._reason:
                     number = len(held.descriptors)
@@ -279,7 +264,10 @@ class _Child:
     """The process with its two pipes, its log, and the slots and lock that it inherits."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, lock: int | None) -> None:
-        log_file = _new_log(run_dir / "logs")
+        folder = run_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        log_file = folder / f"trainer-{1 + max(trainer_logs(folder), default=0)}.log"
+        log_file.touch()
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
         line = [*command, "--run", str(run_dir)]
@@ -325,16 +313,17 @@ class _Child:
                 break
             *complete, self._rest = (self._rest + content).split(b"\n")
             lines += complete
-        found = [self._parsed(line) for line in lines]
+        found: list[Reply] = []
+        for line in lines:
+            try:
+                found.append(parse_reply(line))
+            except ValueError as error:
+                raise WorkerLostError(
+                    f"the trainer process sent {line[:200]!r}, which is not a reply ({error})"
+                ) from error
         steps = [reply.step for reply in found if isinstance(reply, Progress) and reply.stage == "train"]
         self._last_step = max(steps, default=self._last_step)
         return found
-
-    def _parsed(self, line: bytes) -> Reply:
-        try:
-            return parse_reply(line)
-        except ValueError as error:
-            raise WorkerLostError(f"the trainer process sent {line[:200]!r}, which is not a reply ({error})") from error
 
     def lost_error(self) -> MillraceError:
         code = self.process.wait()
@@ -378,13 +367,6 @@ class _Child:
         self._selector.close()
         os.close(self._commands_fd)
         os.close(self._replies_fd)
-
-
-def _new_log(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"trainer-{1 + max(trainer_logs(folder), default=0)}.log"
-    path.touch()
-    return path
 
 
 def trainer_logs(folder: Path) -> dict[int, Path]:

@@ -16,17 +16,12 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.finished import read_finished_or_reason, read_finished_or_set_aside
 from rlcore.user_code import run_code
 
-START = "start"
-"""Name of the initial policy in place of a checkpoint."""
+START = "start"  # name of the initial policy in place of a checkpoint
 
 
 def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
-    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory.
-
-    Raises:
-        CheckpointError: there is none of that name, or it is broken.
-        DataError: the run's initial policy is missing.
-    """
+    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory. Raises
+    CheckpointError if there is none of that name, or it is broken, DataError if the run's initial policy is missing."""
     from rlcore.checkpoint.export import export_checkpoint
 
     info = find_checkpoint(layout.checkpoints, checkpoint)
@@ -34,19 +29,15 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the run's initial policy: a folder, or a hub id as a path.
-
-    Raises:
-        DataError: the folder is missing.
-        ModelError: the hub's model is neither cached nor reachable.
-    """
+    """Return the run's initial policy: a folder, or a hub id as a path. Raises DataError if the folder is missing,
+    ModelError if the hub's model is neither cached nor reachable."""
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
     if not start.is_absolute():
         require_reachable("model.path", str(start))
     elif not start.is_dir():
         raise DataError(
-            f"{start}: missing: the initial policy of run {layout.run_dir.name} gives config and tokenizer. Restore it, "
+            f"{start}: missing: the initial policy of run {layout.run_dir.name} has config and tokenizer. Restore it "
             "or make it again with the run's own command."
         )
     return start
@@ -67,23 +58,15 @@ class CheckpointWeights:
         return f"{self.layout.run_dir.name}@{self.checkpoint}"
 
     def ensure(self) -> Path:
-        """Write the folder unless it is complete, and return it.
-
-        Raises:
-            CheckpointError: the checkpoint is broken.
-        """
+        """Write the folder unless it is complete, and return it. Raises CheckpointError if the checkpoint is broken."""
         if self.checkpoint != START and read_finished_or_set_aside(self.folder, error=CheckpointError) is None:
             export_to(self.config, self.layout, self.checkpoint, self.folder)
         return self.folder
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start`.
-
-    Raises:
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint.
-    """
+    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start`. Raises DataError if there
+    is no such run, CheckpointError if it has no such checkpoint."""
     name, at, checkpoint = source.rpartition("@")
     if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
         name, checkpoint = source, ""
@@ -99,13 +82,9 @@ def compose_fork(settings: list[str], source: str, root: Path | None = None, *, 
     """Compose settings whose initial policy has the weights of `source` (`RUN[@CHECKPOINT]`, under `root`).
 
     The weights are exported to `<root of the source>/models/fork-<digest>`, once for a checkpoint. Optimizer, critic
-    and
-    position in the data start from scratch. A dry run writes nothing and plans by the source's initial policy.
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint, or that is broken.
+    and position in the data start from scratch. A dry run writes nothing and plans by the source's initial policy.
+    Raises ConfigError if the settings are wrong, DataError if there is no such run, CheckpointError if it has no such
+    checkpoint, or that is broken.
     """
     weights = find_weights(source, root)
     is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None

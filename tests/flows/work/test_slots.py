@@ -19,17 +19,17 @@ from tests.storage.small_disk import fill, mounted
 PAGE_BYTES = 4_096
 
 
-def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> SlotRequest:
+def request(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> SlotRequest:
     return SlotRequest(run_id, number, priority, since, 1)
 
 
-def take_later(slots: Slots, wish: SlotRequest, held: list[tuple[str, HeldSlots]]) -> Thread:
+def take_later(slots: Slots, request: SlotRequest, held: list[tuple[str, HeldSlots]]) -> Thread:
     def take() -> None:
-        held.append((wish.run_id, slots.acquire(wish, lambda reason: None)))
+        held.append((request.run_id, slots.acquire(request, lambda reason: None)))
 
     thread = Thread(target=take, daemon=True)
     thread.start()
-    wait_until(lambda: wish in slots.read_state().waiting or not thread.is_alive(), "a change of the slots")
+    wait_until(lambda: request in slots.read_state().waiting or not thread.is_alive(), "a change of the slots")
     return thread
 
 
@@ -39,8 +39,8 @@ def nobody_waits(reason: str) -> None:
 
 def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
-    assert [slots.acquire(wish(name), nobody_waits).descriptors for name in "abc"] == [[], [], []]
-    held = slots.acquire(wish("d"), nobody_waits)
+    assert [slots.acquire(request(name), nobody_waits).descriptors for name in "abc"] == [[], [], []]
+    held = slots.acquire(request("d"), nobody_waits)
     assert not held.must_yield()
     held.release()
     assert not slots.folder.exists()
@@ -49,14 +49,14 @@ def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
 def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "0"])
-    first = slots.acquire(wish("first", 2), nobody_waits)
+    first = slots.acquire(request("first", 2), nobody_waits)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
-    wishes = [wish("late", since=3), wish("wide", 2, since=2), wish("urgent", priority=1, since=4)]
+    requests = [request("late", since=3), request("wide", 2, since=2), request("urgent", priority=1, since=4)]
     held: list[tuple[str, HeldSlots]] = []
-    threads = [take_later(slots, one, held) for one in wishes]
+    threads = [take_later(slots, one, held) for one in requests]
     state = slots.read_state()
     assert [one.run_id for one in state.waiting] == ["urgent", "wide", "late"]
-    assert "before it in line: urgent (priority 1), wide (priority 0)" in state.wait_reason(wishes[0])
+    assert "before it in line: urgent (priority 1), wide (priority 0)" in state.wait_reason(requests[0])
     first.release()
     wait_until(lambda: len(held) == 1, "a change of the slots")
     assert slots.read_state().num_free == 1, "'late' does not pass 'wide', which waits for both"
@@ -77,11 +77,11 @@ def test_a_run_yields_by_a_naive_twin() -> None:
         num_slots, holders, at = random.randint(1, 6), {}, 0
         while at < num_slots and random.random() < 0.8:
             size = random.randint(1, num_slots - at)
-            one = wish(f"h{at}", size, random.randint(0, 3), random.random())
+            one = request(f"h{at}", size, random.randint(0, 3), random.random())
             holders |= dict.fromkeys(range(at, at + size), one)
             at += size
         waiting = [
-            wish(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
+            request(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
             for i in range(random.randint(0, 3))
         ]
         state = SlotState(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
@@ -95,9 +95,9 @@ def test_a_run_yields_by_a_naive_twin() -> None:
 
 
 def test_the_reason_of_a_wait() -> None:
-    first, second = wish("first", 2), wish("second", 3, priority=1)
-    mine = wish("mine", 2, since=5)
-    state = SlotState(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, wish("later", since=6)))
+    first, second = request("first", 2), request("second", 3, priority=1)
+    mine = request("mine", 2, since=5)
+    state = SlotState(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, request("later", since=6)))
     assert (state.num_free, state.num_requested_before(mine)) == (1, 0)
     assert state.wait_reason(mine) == (
         "waits for 2 of 4 slots with priority 0: 1 free, held by first (priority 0), second (priority 1)"
@@ -112,17 +112,22 @@ def test_the_reason_of_a_wait() -> None:
 def test_a_trainer_sees_the_devices_of_its_slots(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "", "1", "1"])
-    first = slots.acquire(wish("first"), nobody_waits)
-    cpu = slots.acquire(wish("cpu"), nobody_waits)
-    wide = slots.acquire(wish("wide", 2), nobody_waits)
+    first = slots.acquire(request("first"), nobody_waits)
+    cpu = slots.acquire(request("cpu"), nobody_waits)
+    wide = slots.acquire(request("wide", 2), nobody_waits)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     assert cpu.environment == {}
     assert wide.environment == {"CUDA_VISIBLE_DEVICES": "1"}
     assert [len(one.descriptors) for one in (first, cpu, wide)] == [1, 1, 2]
-    assert slots.read_state().holders == {0: wish("first"), 1: wish("cpu"), 2: wish("wide", 2), 3: wish("wide", 2)}
+    assert slots.read_state().holders == {
+        0: request("first"),
+        1: request("cpu"),
+        2: request("wide", 2),
+        3: request("wide", 2),
+    }
     first.release()
     cpu.release()
-    both = slots.acquire(wish("both", 2), nobody_waits)
+    both = slots.acquire(request("both", 2), nobody_waits)
     assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     for held in (both, wide, wide):
         held.release()
@@ -131,7 +136,7 @@ def test_a_trainer_sees_the_devices_of_its_slots(tmp_path: Path) -> None:
 def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = slots.acquire(wish("low"), nobody_waits)
+    held = slots.acquire(request("low"), nobody_waits)
     answers = []
 
     def look(reason: str) -> None:
@@ -140,7 +145,7 @@ def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
 
     for priority in (1, 0):
         with pytest.raises(TimeoutError):
-            slots.acquire(wish("urgent", priority=priority), look)
+            slots.acquire(request("urgent", priority=priority), look)
     assert answers == [True, False]
     held.release()
     assert not held.must_yield()
@@ -162,24 +167,24 @@ def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:
     with mounted(tmp_path) as disk:
         slots = Slots(disk)
         slots.set_devices(["", ""])
-        held = slots.acquire(wish("first"), nobody_waits)
+        held = slots.acquire(request("first"), nobody_waits)
         ballast = fill(disk)
         held.release()
         for num_pages in (0, 1):  # too few for the waiting run's file; too few for the second slot's
             fill(disk, num_pages * PAGE_BYTES)
             with pytest.raises(OSError, match="No space left"):
-                slots.acquire(wish("second", 2), nobody_waits)
+                slots.acquire(request("second", 2), nobody_waits)
             assert slots.read_state() == SlotState(("", ""), {}, ())
         ballast.unlink()
-        slots.acquire(wish("second", 2), nobody_waits).release()
+        slots.acquire(request("second", 2), nobody_waits).release()
 
 
 def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = slots.acquire(wish("first"), nobody_waits)
+    held = slots.acquire(request("first"), nobody_waits)
     with pytest.raises(AssertionError, match="held by first"):
-        slots.acquire(wish("second"), nobody_waits)
+        slots.acquire(request("second"), nobody_waits)
     assert slots.read_state().waiting == ()
     held.release()
 
@@ -188,8 +193,8 @@ def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
 def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
-    held = slots.acquire(wish("first", 2), nobody_waits)
-    second = wish("second", 2)
+    held = slots.acquire(request("first", 2), nobody_waits)
+    second = request("second", 2)
     reasons: list[str] = []
 
     def on_wait(reason: str) -> None:
@@ -210,10 +215,10 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
     slots.set_devices([""])
     run_dir.mkdir(parents=True)
     (run_dir / "run.json").write_text("{}")
-    held = slots.acquire(wish("first"), nobody_waits)
+    held = slots.acquire(request("first"), nobody_waits)
     with HeldLock(run_dir / RUN_LOCK, what="the run"):
         got: list[tuple[str, HeldSlots]] = []
-        thread = take_later(slots, wish("second"), got)
+        thread = take_later(slots, request("second"), got)
         status = status_of(run_dir)
         assert (status.state, "held by first (priority 0)" in status.note) == ("waiting", True)
         held.release()

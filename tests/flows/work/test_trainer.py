@@ -37,7 +37,7 @@ class Heard:
         return [event.step for event in self.events if isinstance(event, Progress)]
 
 
-def wish(run_id: str = "a", priority: int = 0) -> SlotRequest:
+def request(run_id: str = "a", priority: int = 0) -> SlotRequest:
     return SlotRequest(run_id, 1, priority, time.time(), os.getpid())
 
 
@@ -65,7 +65,7 @@ def client_of(
         on_line=on_line,
         stop_wait_s=stop_wait_s,
         slots=Slots(run_dir),
-        wish=wish(),
+        request=request(),
         command=(sys.executable, SMALL_TRAINER, behaviour),
     )
 
@@ -203,7 +203,7 @@ def heard(event):
     elif isinstance(event, Note):
         notes.append(event.text)
 client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
-                        slots=Slots(run_dir), wish=Wish("a", 1, 0, 0.0, 0),
+                        slots=Slots(run_dir), request=Wish("a", 1, 0, 0.0, 0),
                         command=(sys.executable, sys.argv[2], behaviour))
 client.call("who")
 pid = client.pid
@@ -297,7 +297,7 @@ from flows.work.slots import Slots, Wish
 from flows.work.trainer import TrainerProcess
 run_dir = Path(sys.argv[1])
 client = TrainerProcess(run_dir, on_event=lambda event: None, on_line=lambda line: None, stop_wait_s=5.0,
-                        slots=Slots(run_dir), wish=Wish("a", 1, 0, 0.0, 0),
+                        slots=Slots(run_dir), request=Wish("a", 1, 0, 0.0, 0),
                         command=(sys.executable, sys.argv[2], "slow"))
 client.call("who")
 (run_dir / "pid").write_text(str(client.pid))
@@ -320,7 +320,7 @@ class Run:
             on_event=self.events.append,
             stop_wait_s=WAIT_S,
             slots=Slots(root),
-            wish=wish(name, priority),
+            request=request(name, priority),
             command=(sys.executable, SMALL_TRAINER, behaviour),
         )
         self.thread = Thread(target=self._train)
