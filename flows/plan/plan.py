@@ -88,7 +88,7 @@ class RunPlan:
 
     @property
     def is_done(self) -> bool:
-        """Whether all stages are done."""
+        """True once all stages are done."""
         return all(stage.cached for stage in self.stages)
 
     def stage(self, name: str) -> StageStatus:

@@ -197,7 +197,7 @@ def _log_mlflow_failure(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        get_run_logger().warning("Not sent to MLflow: %s: %s", what, error)
+        get_run_logger().warning("MLflow has not received %s: %s", what, error)
 
 
 def start_mlflow_run(sweep: Sweep) -> str | None:

@@ -46,7 +46,7 @@ RECORDED_FILE = "recorded.json"
 
 @dataclass(frozen=True, slots=True)
 class MlflowContents:
-    """What MLflow has of a run: digests of settings, report and models."""
+    """Digests of settings, report and models that MLflow has of a run."""
 
     mlflow_run_id: str = ""
     url: str = ""
@@ -263,7 +263,7 @@ class MlflowRecord:
         except TimeoutError:
             log.warning("MLflow takes longer than %.0f s; repeat `millrace run` to write the rest", FINISH_WAIT_S)
         except Exception as error:
-            self._warn("all of the run", error)
+            self._warn("the results of the run", error)
         return self._known
 
     def _warn_of_failure(self, first: "Future[MlflowContents]") -> None:
@@ -273,7 +273,7 @@ class MlflowRecord:
     def _warn(self, what: str, error: BaseException) -> None:
         where = MlflowStore(self._run.config.tracking, self._run.layout.root).uri
         log.warning(
-            "MLflow did not take %s: %s. The training is not touched by that; the same command again writes the rest",
+            "MLflow has not received %s: %s. The training is not affected; repeat the command to send the rest",
             what,
             explain_error(error, where),
         )

@@ -116,12 +116,12 @@ class OpenRun:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the run had reached its last step at the first call."""
+        """True if the run had reached its last step at the first call."""
         return self.committed >= self.config.trainer.total_steps
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the run is an evaluation, with rows of suites only and without steps."""
+        """True for an evaluation, which has rows of suites only and no steps."""
         return self.config.name == EVALUATION
 
     @contextmanager

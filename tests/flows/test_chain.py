@@ -1,4 +1,4 @@
-"""The list of stages: their order, their lines for people, and what happens when a trainer is lost."""
+"""The list of stages: their order, their lines, and the loss of a trainer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +12,12 @@ from flows.progress import PlainDisplay, ValidationSummary, use_display
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.train import Chunk, Train
+from flows.stages.train import Chunk
 from flows.stages.validate import Validate
 from flows.work.mlflow_record import MlflowContents
 from flows.work.open_run import OpenRun, open_run
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ModelError, WorkerLostError
 from rlcore.run.initial_policy import InitialPolicy
 
@@ -38,7 +35,7 @@ MADE: dict[str, Any] = {
 
 
 class Record:
-    """In place of the run's page in MLflow."""
+    """Stand-in for the run's MLflow page."""
 
     def start(self, *rows: object) -> None:
         self.rows = rows
@@ -56,7 +53,7 @@ def config(artifacts_root: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("with_report", [False, True])
-def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> None:
+def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
     said = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
@@ -85,7 +82,7 @@ def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> 
     assert done.report == (HERE if with_report else None)
 
 
-def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path) -> None:
+def test_filter_warns_of_fewer_rows_than_a_batch(artifacts_root: Path) -> None:
     words = ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
     said = []
 
@@ -107,7 +104,7 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
 @pytest.mark.parametrize(
     ("of_run", "of_suite", "name"), [(0, 0, "step-000002"), (2, 0, "all-step-000002"), (0, 2, "all-step-000002")]
 )
-def test_an_asked_validation_takes_all_problems_under_its_own_name(
+def test_requested_validation_has_all_problems_and_a_separate_name(
     config: RunConfig, of_run: int, of_suite: int, name: str
 ) -> None:
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
@@ -117,23 +114,9 @@ def test_an_asked_validation_takes_all_problems_under_its_own_name(
     assert [title.removeprefix("validate/debug ") for title in titles] == ["before", "after", "best", name]
 
 
-def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:
-    with open_run(config) as run:
-        state = TrainerState(
-            step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        with CheckpointStore(run.layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-            (folder / "weights").write_text("x")
-        chunk = Train(1, 2, is_last=True).find_or_make(run)
-    assert (chunk.start, chunk.stop, chunk.skipped) == (1, 2, True)
-    assert chunk.checkpoint == run.layout.checkpoints / "step-000002"
-    assert str(chunk) == "step 1-2, skipped: done before"
-
-
 @dataclass(frozen=True)
 class Failing(Stage[str]):
-    """A stage that fails with these errors, and then is done. `calls`: one for each try."""
+    """A stage that raises these errors in sequence, and then succeeds."""
 
     name = "stage"
     in_trainer = True

@@ -1,4 +1,4 @@
-"""The trainer's client against a real process that speaks the protocol."""
+"""The trainer's client with a real process that speaks the protocol."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.work import trainer
 from flows.work.protocol import Event, Note, Progress, RunEvent
 from flows.work.slots import SlotRequest, Slots
-from flows.work.trainer import WAITS_FOR_SLOTS, TrainerProcess
+from flows.work.trainer import CHILD_ENVIRONMENT, WAITS_FOR_SLOTS, LogTail, TrainerProcess, trainer_logs
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.failures import read_failures
 from tests.helpers import small_trainer
 
 WAIT_S = 60.0
-"""On a machine that others keep busy too."""
 SMALL_TRAINER = str(Path(small_trainer.__file__))
 
 
@@ -58,7 +58,6 @@ def client_of(
     on_line: Callable[[str], None] = print,
     stop_wait_s: float = WAIT_S,
 ) -> TrainerProcess:
-    """A client of the small trainer, with slots of its own folder."""
     return TrainerProcess(
         run_dir,
         on_event=on_event,
@@ -88,7 +87,7 @@ def start(tmp_path: Path, heard: Heard) -> Iterator[Start]:
 
 @pytest.fixture
 def signal_soon() -> Iterator[Later]:
-    """Sends a signal to a process from another one, in a moment."""
+    """Return a function that signals a process from another one a moment later."""
     senders: list[subprocess.Popen[bytes]] = []
 
     def soon(pid: int, number: signal.Signals) -> None:
@@ -107,11 +106,11 @@ def is_running(pid: int) -> bool:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S:.0f} s in vain"
+        assert time.monotonic() < deadline, f"waited {WAIT_S:.0f} s without effect"
         time.sleep(0.02)
 
 
-def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Heard, tmp_path: Path) -> None:
+def test_process_serves_calls_until_closed(start: Start, heard: Heard, tmp_path: Path) -> None:
     with start("well") as client:
         assert client.pid is None
         assert client.call("train", to_step=2) == {"step": 2}
@@ -125,7 +124,7 @@ def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Hea
     assert not is_running(first)
 
 
-def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> None:
+def test_copied_log_does_not_count(start: Start, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name in ("trainer-3.log", "trainer-1-copy.log"):
         (tmp_path / "logs" / name).touch()
@@ -134,7 +133,7 @@ def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "trainer-4.log").exists()
 
 
-def test_the_process_has_its_own_session(start: Start) -> None:
+def test_process_has_separate_session(start: Start) -> None:
     with start("well") as client:
         who = client.call("who")
         assert who["session"] == who["pid"] == client.pid
@@ -143,7 +142,7 @@ def test_the_process_has_its_own_session(start: Start) -> None:
     assert all("pipe" not in stream and "pts" not in stream for stream in streams)
 
 
-def test_a_call_after_a_kill_resumes(start: Start, heard: Heard, tmp_path: Path) -> None:
+def test_call_after_kill_resumes(start: Start, heard: Heard, tmp_path: Path) -> None:
     with start("killed") as client:
         with pytest.raises(WorkerLostError, match=r"(?s)signal SIGKILL.*trainer-1\.log.*about to be killed"):
             client.call("train", to_step=5)
@@ -152,7 +151,7 @@ def test_a_call_after_a_kill_resumes(start: Start, heard: Heard, tmp_path: Path)
     assert [(fault.kind, fault.step) for fault in read_failures(tmp_path)] == [("lost worker", 3)]
 
 
-def test_a_dead_process_whose_pipe_is_held(start: Start, tmp_path: Path) -> None:
+def test_dead_process_with_held_pipe_is_lost(start: Start, tmp_path: Path) -> None:
     with start("orphans") as client:
         with pytest.raises(WorkerLostError):
             client.call("train", to_step=5)
@@ -160,23 +159,23 @@ def test_a_dead_process_whose_pipe_is_held(start: Start, tmp_path: Path) -> None
         wait_until(lambda: not is_running(helper))
 
 
-def test_an_error_comes_back_as_its_own_class(start: Start) -> None:
+def test_error_is_raised_as_its_class(start: Start) -> None:
     with start("nonfinite") as client, pytest.raises(NonFiniteError, match="loss is nan"):
         client.call("train", to_step=5)
 
 
-def test_a_bug_is_not_cured_by_trying_again(start: Start) -> None:
+def test_bug_is_not_a_lost_worker(start: Start) -> None:
     with start("bug") as client, pytest.raises(MillraceError, match="KeyError: 'x'") as caught:
         client.call("train", to_step=9)
     assert not isinstance(caught.value, WorkerLostError)
 
 
-def test_a_process_that_speaks_nonsense_is_given_up(start: Start) -> None:
+def test_process_with_invalid_reply_is_lost(start: Start) -> None:
     with start("babble") as client, pytest.raises(WorkerLostError, match="hello"):
         client.call("train", to_step=5)
 
 
-def test_a_process_that_was_told_to_stop_is_no_loss(start: Start, signal_soon: Later) -> None:
+def test_stopped_process_is_not_lost(start: Start, signal_soon: Later) -> None:
     with start("slow") as client:
         client.call("who")
         pid = client.pid
@@ -191,10 +190,10 @@ CALLER = """
 import json, signal, sys
 from pathlib import Path
 from flows.work.protocol import Note, Progress
-from flows.work.slots import Slots, Wish
+from flows.work.slots import Slots, SlotRequest
 from flows.work.trainer import TrainerProcess
 run_dir, behaviour, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
+signal.signal(signal.SIGINT, signal.default_int_handler)
 notes, steps = [], []
 def heard(event):
     if isinstance(event, Progress):
@@ -203,7 +202,7 @@ def heard(event):
     elif isinstance(event, Note):
         notes.append(event.text)
 client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
-                        slots=Slots(run_dir), request=Wish("a", 1, 0, 0.0, 0),
+                        slots=Slots(run_dir), request=SlotRequest("a", 1, 0, 0.0, 0),
                         command=(sys.executable, sys.argv[2], behaviour))
 client.call("who")
 pid = client.pid
@@ -215,7 +214,7 @@ except KeyboardInterrupt:
 
 
 def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
-    """SIGINT to a process in the middle of a call; what it has heard. Not to our own: that would end the tests."""
+    """Interrupt a process during a call and return what it received."""
     stop_wait_s = "1" if behaviour == "deaf" else "60"
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, str(tmp_path), SMALL_TRAINER, behaviour, stop_wait_s],
@@ -225,17 +224,17 @@ def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
     wait_until(lambda: (tmp_path / "under-way").exists() or caller.poll() is not None)
     caller.send_signal(signal.SIGINT)
     out, _ = caller.communicate(timeout=WAIT_S)
-    told: dict[str, Any] = json.loads(out)
-    assert told["pid_after"] is None
-    assert not is_running(told["pid"])
-    return told
+    message: dict[str, Any] = json.loads(out)
+    assert message["pid_after"] is None
+    assert not is_running(message["pid"])
+    return message
 
 
-def test_an_interrupt_lets_the_process_save(tmp_path: Path) -> None:
-    told = interrupt_a_call("slow", tmp_path)
+def test_interrupt_lets_process_save(tmp_path: Path) -> None:
+    message = interrupt_a_call("slow", tmp_path)
     saved = int((tmp_path / "step").read_text())
-    assert f"saved step {saved}" in told["notes"]
-    assert told["steps"][-1] == saved
+    assert f"saved step {saved}" in message["notes"]
+    assert message["steps"][-1] == saved
 
 
 def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
@@ -244,10 +243,10 @@ def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
         raise error
 
 
-def test_an_interrupt_between_two_calls_saves_without_popens_poll(
+def test_interrupt_between_calls_saves_without_popen_poll(
     start: Start, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt inside `Popen.poll` left its lock taken: the stop after it never ended."""
+    """An interrupt inside `Popen.poll` left its lock taken, and the following stop never ended."""
 
     def poll(process: "subprocess.Popen[bytes]") -> None:
         raise AssertionError("an interrupt here may leave the lock taken")
@@ -260,7 +259,7 @@ def test_an_interrupt_between_two_calls_saves_without_popens_poll(
     assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
 
 
-def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
+def test_deleted_log_does_not_end_a_run(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         for log in (tmp_path / "logs").iterdir():
             log.unlink()
@@ -269,7 +268,7 @@ def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
         assert client.call("train", to_step=5) == {"step": 5}
 
 
-def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
+def test_process_saves_where_events_fail(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         raise OSError("the disk of the log is full")
 
@@ -277,27 +276,27 @@ def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
     with client, pytest.raises(OSError, match="the disk of the log is full"):
         client.call("train", to_step=1_000)
     (log,) = (tmp_path / "logs").iterdir()
-    assert "signal 15" in log.read_text(), "it has ended by itself: what it prints is in no log before"
+    assert "signal 15" in log.read_text()
 
 
-def test_after_an_error_of_ours_the_process_is_closed(start: Start, heard: Heard) -> None:
+def test_process_is_closed_after_our_error(start: Start, heard: Heard) -> None:
     with pytest.raises(KeyError):
         train_and_raise(start("good"), KeyError())
     assert heard.lines[-1] == "closed"
 
 
-def test_an_interrupt_ends_even_a_process_that_does_not_listen(tmp_path: Path) -> None:
+def test_interrupt_ends_unresponsive_process(tmp_path: Path) -> None:
     interrupt_a_call("deaf", tmp_path)
 
 
 PARENT = """
 import sys
 from pathlib import Path
-from flows.work.slots import Slots, Wish
+from flows.work.slots import Slots, SlotRequest
 from flows.work.trainer import TrainerProcess
 run_dir = Path(sys.argv[1])
 client = TrainerProcess(run_dir, on_event=lambda event: None, on_line=lambda line: None, stop_wait_s=5.0,
-                        slots=Slots(run_dir), request=Wish("a", 1, 0, 0.0, 0),
+                        slots=Slots(run_dir), request=SlotRequest("a", 1, 0, 0.0, 0),
                         command=(sys.executable, sys.argv[2], "slow"))
 client.call("who")
 (run_dir / "pid").write_text(str(client.pid))
@@ -306,8 +305,6 @@ client.call("train", to_step=1000)
 
 
 class Run:
-    """A run of a root with one slot, whose trainer takes 0.2 s a step."""
-
     def __init__(
         self, root: Path, name: str, to_steps: tuple[int, ...], priority: int = 0, behaviour: str = "slow"
     ) -> None:
@@ -342,7 +339,7 @@ class Run:
         ]
 
 
-def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
+def test_run_of_higher_priority_gets_the_slot(tmp_path: Path) -> None:
     Slots(tmp_path).set_devices([""])
     low, urgent = Run(tmp_path, "low", (20, 21)), Run(tmp_path, "urgent", (2,), 5)
     low.thread.start()
@@ -357,7 +354,7 @@ def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
     assert Slots(tmp_path).read_state().holders == {}
 
 
-def test_a_damaged_list_of_slots_ends_no_trainer(tmp_path: Path) -> None:
+def test_damaged_slots_file_ends_no_trainer(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
     low = Run(tmp_path, "low", (8, 9))
@@ -368,7 +365,7 @@ def test_a_damaged_list_of_slots_ends_no_trainer(tmp_path: Path) -> None:
     assert low.step == 9
 
 
-def test_an_error_in_a_step_lets_the_process_save(tmp_path: Path) -> None:
+def test_error_during_step_lets_process_save(tmp_path: Path) -> None:
     def on_wait() -> None:
         if low.step:
             raise MillraceError("the flow run was cancelled")
@@ -380,12 +377,12 @@ def test_an_error_in_a_step_lets_the_process_save(tmp_path: Path) -> None:
     assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
 
 
-def test_a_killed_flow_keeps_its_slot_until_its_trainer_has_saved(tmp_path: Path) -> None:
+def test_killed_flow_keeps_slot_until_trainer_has_saved(tmp_path: Path) -> None:
     Slots(tmp_path).set_devices([""])
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
     wait_until(lambda: (tmp_path / "step").exists())
     trainer = psutil.Process(int((tmp_path / "pid").read_text()))
-    trainer.suspend()  # it must not end before it was looked at
+    trainer.suspend()
     parent.send_signal(signal.SIGKILL)
     assert parent.wait() == -signal.SIGKILL
     assert Slots(tmp_path).read_state().num_free == 0
@@ -393,3 +390,64 @@ def test_a_killed_flow_keeps_its_slot_until_its_trainer_has_saved(tmp_path: Path
     wait_until(lambda: Slots(tmp_path).read_state().num_free == 1)
     assert not is_running(trainer.pid)
     assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()
+
+
+def test_growing_log_is_read_by_line(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-1.log"
+    log.write_bytes(b"one\n\xff two\r\n10%\r 99%\r100%\nthr")
+    tail = LogTail(log)
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["one", "\N{REPLACEMENT CHARACTER} two", "100%"]
+    assert (tail.rest, tail.is_at_end()) == ("thr", True)
+    assert list(tail.new_lines()) == []
+    with log.open("ab") as file:
+        file.write(b"ee\n\nfour")
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["three", ""]
+    assert tail.rest == "four"
+    log.unlink()
+    assert list(tail.new_lines()) == []
+    assert (tail.is_at_end(), tail.last_lines(3)) == (True, [])
+
+
+def test_large_log_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "MAX_READ_BYTES", 8)
+    log = tmp_path / "trainer-1.log"
+    log.write_bytes(b"one\ntwo\nthree\n")
+    tail = LogTail(log)
+    assert list(tail.new_lines()) == ["one", "two"]
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["three"]
+    assert tail.is_at_end()
+    assert tail.last_lines(9) == ["o", "three"]
+
+
+def test_last_lines_are_not_empty(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-1.log"
+    log.write_bytes(b"one\n\n  \ntwo\nthree\n")
+    assert LogTail(log).last_lines(2) == ["two", "three"]
+    assert LogTail(log).last_lines(9) == ["one", "two", "three"]
+
+
+def test_logs_have_numbers_of_their_processes(tmp_path: Path) -> None:
+    for name in ("trainer-2.log", "trainer-10.log", "trainer-3-copy.log", "trainer-.log", "trainer-4.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "trainer-11.log").mkdir()
+    assert trainer_logs(tmp_path) == {2: tmp_path / "trainer-2.log", 10: tmp_path / "trainer-10.log"}
+    fresh = tmp_path / "a" / "logs"
+    assert [trainer._new_log(fresh).name for _ in range(3)] == [f"trainer-{number}.log" for number in (1, 2, 3)]
+    assert len(list(fresh.iterdir())) == 3
+
+
+def test_trainer_has_module_path_of_its_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/first", here, "/second"])
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
+    found = trainer._environment()
+    places = found["PYTHONPATH"].split(os.pathsep)
+    assert [place for place in places if place in ("/first", "/second", here, "")] == ["/first", "/second", here]
+    assert places[-1] == here
+    assert found["TOKENIZERS_PARALLELISM"] == "true"
+    assert found["PYTHONFAULTHANDLER"] == CHILD_ENVIRONMENT["PYTHONFAULTHANDLER"] == "1"
