@@ -134,15 +134,9 @@ def compose(
             "compose(*overrides)"
         )
     return compose_settings(
-        overrides,
-        experiment,
-        root=root,
-        seed=seed,
-        total_steps=total_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-    )
+        overrides, experiment, root=root, seed=seed, total_steps=total_steps, learning_rate=learning_rate,
+        batch_size=batch_size, samples_per_prompt=samples_per_prompt,
+    )  # fmt: skip
 
 
 def run(settings: RunSettings) -> Run:

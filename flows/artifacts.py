@@ -108,9 +108,9 @@ def show_validation(run: OpenRun, judgement: ValidationSummary) -> None:
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
     """Return a row for each metric with a column for each validation."""
-    figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_SUFFIXES)})
+    metrics = sorted({metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)})
     return [
-        {"figure": figure} | {name: with_interval(one, figure) for name, one in summaries.items()} for figure in figures
+        {"figure": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
     ]
 
 

@@ -141,25 +141,14 @@ def evaluate_all(
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
     """Return all metrics as JSON values, with the paired differences to the first model."""
-    evaluations = [
-        {
-            "model": one.name,
-            "folder": str(one.folder),
-            "suites": {each.data_source: _metrics_json(each) for each in one.results},
-        }
-        for one in found
-    ]
-    differences = [
-        {
-            "first": found[0].name,
-            "second": other.name,
-            "suites": {
-                one.data_source: list(map(_difference_json, compare(one, another)))
-                for one, another in zip(found[0].results, other.results, strict=True)
-            },
-        }
-        for other in found[1:]
-    ]
+    evaluations, differences = [], []
+    for one in found:
+        metrics = {each.data_source: _metrics_json(each) for each in one.results}
+        evaluations.append({"model": one.name, "folder": str(one.folder), "suites": metrics})
+    for other in found[1:]:
+        pairs = zip(found[0].results, other.results, strict=True)
+        rows = {first.data_source: list(map(_difference_json, compare(first, second))) for first, second in pairs}
+        differences.append({"first": found[0].name, "second": other.name, "suites": rows})
     return {"evaluations": evaluations, "paired": differences}
 
 

@@ -101,10 +101,8 @@ def compose_settings(
 def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path | None) -> list[str]:
     """Return the overrides, with those of the typed parameters appended."""
     given = {FIELDS[name]: value for name, value in fields.items() if value not in (None, "")}
-    return [
-        *(overrides or ()),
-        *(f"{key}={override_value(str(value) if isinstance(value, Path) else value)}" for key, value in given.items()),
-    ]
+    texts = {key: override_value(str(value) if isinstance(value, Path) else value) for key, value in given.items()}
+    return [*(overrides or ()), *(f"{key}={text}" for key, text in texts.items())]
 
 
 def flow_root(root: Root) -> Root:

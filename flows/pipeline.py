@@ -78,15 +78,9 @@ def pipeline(
         until: Last stage to run.
     """
     settings: RunSettings = CHECKED_SETTINGS.get() or compose_settings(
-        overrides,
-        experiment,
-        seed=seed,
-        total_steps=total_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-        root=flow_root(root),
-    )
+        overrides, experiment, seed=seed, total_steps=total_steps, learning_rate=learning_rate, batch_size=batch_size,
+        samples_per_prompt=samples_per_prompt, root=flow_root(root),
+    )  # fmt: skip
     log_settings(settings, COMMANDS.get(until, "train"))
     return keep_outcome(lambda: _run_until(settings, until))
 

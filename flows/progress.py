@@ -88,15 +88,11 @@ class LiveDisplay(Display):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        columns = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-        )
+        name, metrics = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[metrics]}")
+        columns = (name, BarColumn(bar_width=24), MofNCompleteColumn(), metrics)
         self._bars = Bars(*columns, console=console, transient=True)
         self._bars.start()
-        self._task = self._bars.add_task("", visible=False, figures="")
+        self._task = self._bars.add_task("", visible=False, metrics="")
         if "prefect" in sys.modules:
             for handler in logging.getLogger("prefect").handlers + logging.getLogger().handlers:
                 if hasattr(handler, "console"):  # print Prefect's warnings above the live line
@@ -111,14 +107,8 @@ class LiveDisplay(Display):
         if not isinstance(event, Progress):
             self.line(describe(event))
             return
-        self._bars.update(
-            self._task,
-            visible=True,
-            description=event.stage,
-            completed=event.step,
-            total=event.total_steps,
-            figures=metrics_text(event),
-        )
+        step, total, text = event.step, event.total_steps, metrics_text(event)
+        self._bars.update(self._task, visible=True, description=event.stage, completed=step, total=total, metrics=text)
 
     def close(self) -> None:
         """Erase the live line."""
@@ -257,17 +247,17 @@ class ValidationSummary:
         return f"{self.name} (step {self.step}): {', '.join(parts)}"
 
 
-def with_interval(summary: Mapping[str, float], figure: str) -> str:
+def with_interval(summary: Mapping[str, float], metric: str) -> str:
     """Return a metric with its confidence interval, if it has one; '' for an absent metric.
 
     >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
     '0.500 [0.410, 0.590]'
     """
-    if figure not in summary:
+    if metric not in summary:
         return ""
-    low, high = (summary.get(f"{figure}{end}") for end in CI_SUFFIXES)
+    low, high = (summary.get(f"{metric}{end}") for end in CI_SUFFIXES)
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{summary[figure]:.3f}{interval}"
+    return f"{summary[metric]:.3f}{interval}"
 
 
 def _source_of(name: str) -> str:

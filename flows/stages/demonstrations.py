@@ -36,12 +36,10 @@ class Demonstrations(Stage[StageResult]):
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations
 
+        config, tokenizer = run.config, ensure_tokenizer(run.config)
+        seed, kwargs = config.data.seed, config.data.chat_template_kwargs
         return tokenize_demonstrations(
-            run.config.warm_start,
-            ensure_tokenizer(run.config),
-            seed=run.config.data.seed,
-            root=root_of(run.config),
-            chat_template_kwargs=run.config.data.chat_template_kwargs,
+            config.warm_start, tokenizer, seed=seed, root=root_of(config), chat_template_kwargs=kwargs
         )
 
     def describe(self, result: StageResult) -> str:

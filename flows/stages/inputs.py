@@ -105,10 +105,8 @@ def inputs_of(run: OpenRun) -> RunInputs:
             first = next(iter(suites.values()))
             run.inputs = RunInputs(first, planned_tokenizer(config), suites=suites)
         else:
-            demonstrations = planned_demonstrations(config)
-            run.inputs = RunInputs(
-                planned_rows(config), planned_tokenizer(config), planned_dataset(config), demonstrations, suites
-            )
+            rows, tokenizer = planned_rows(config), planned_tokenizer(config)
+            run.inputs = RunInputs(rows, tokenizer, planned_dataset(config), planned_demonstrations(config), suites)
     return run.inputs
 
 

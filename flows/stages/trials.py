@@ -203,13 +203,8 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
             from rlcore.rollout.turns import TurnTokens
 
             role = "tool" if tools else "user"
-            TurnTokens(
-                load_tokenizer(directory),
-                chat=form == "chat",
-                max_reply_tokens=1,
-                role=role,
-                chat_template_kwargs=template_kwargs,
-            )
+            loaded, chat = load_tokenizer(directory), form == "chat"
+            TurnTokens(loaded, chat=chat, max_reply_tokens=1, role=role, chat_template_kwargs=template_kwargs)
 
 
 def _try_functions(algo: AlgoConfig) -> None:

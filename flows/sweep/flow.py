@@ -151,10 +151,9 @@ class SweepWorker:
                 f"has no {metric} at step {step}, since it was trained before with other validation steps; give "
                 "the sweep's runs another name: name=..."
             )
-        said = member.error.splitlines()[0] if member.error else f"{metric} {member.score:.4g}"
-        log_and_print(
-            f"{name} step {member.step}: {said}; {self.study.num_left()} of {self._sweep.num_points} points left"
-        )
+        outcome = member.error.splitlines()[0] if member.error else f"{metric} {member.score:.4g}"
+        left = f"{self.study.num_left()} of {self._sweep.num_points} points left"
+        log_and_print(f"{name} step {member.step}: {outcome}; {left}")
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:

@@ -196,12 +196,9 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
             return Outcome(folder.name, "no checkpoints", ok=True)
         if dry_run:
             plan = plan_prune(checkpoints, config.checkpoint)
-            return Outcome(
-                folder.name,
-                f"would delete {len(plan.deleted)} of {len(plan.deleted) + len(plan.kept)} checkpoints, "
-                f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB",
-                ok=True,
-            )
+            number, total = len(plan.deleted), len(plan.deleted) + len(plan.kept)
+            freed = f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB"
+            return Outcome(folder.name, f"would delete {number} of {total} checkpoints, {freed}", ok=True)
         if worker_of(folder) is not None:
             return Outcome(folder.name, "is running, and prunes by itself", ok=True)
         with RunLock(folder, is_named=False):  # its file names the last process of the run
@@ -239,10 +236,9 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     Raises TrackingError if the file under the current root is not a store."""
     root = folder.parents[1]
     try:
-        named = read_settings(folder).tracking.uri
+        if read_settings(folder).tracking.uri is not None:
+            return None
     except DataError:  # settings of another version: the store in `attempts.jsonl`
-        return None
-    if named is not None:
         return None
     if (stack := stack_tracking_uri(root)) is not None:
         return stack
@@ -271,14 +267,11 @@ def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> l
     for one in found:
         name = f"{one.run_name or one.run_id}{f' model {one.model_id}' if one.model_id else ''}"
         size = f"{one.num_files} files, {one.num_bytes / BYTES_PER_MB:.1f} MB"
-        if one.kept:
-            outcomes.append(Outcome(name, f"{size} stay: {one.kept}", ok=True))
-            continue
+        text, ok = f"stay: {one.kept}" if one.kept else "would be removed" if dry_run else "removed", True
         try:
-            if not dry_run:
+            if not (one.kept or dry_run):
                 remove_garbage(uri, one)
         except Exception as error:
-            outcomes.append(Outcome(name, f"{size} not removed: {explain_error(error, uri)}", ok=False))
-            continue
-        outcomes.append(Outcome(name, f"{size} {'would be removed' if dry_run else 'removed'}", ok=True))
+            text, ok = f"not removed: {explain_error(error, uri)}", False
+        outcomes.append(Outcome(name, f"{size} {text}", ok=ok))
     return outcomes

@@ -126,11 +126,8 @@ def size_of(folder: Path) -> int:
 def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     worker = worker_of(run_dir)
     if worker is not None:
-        told = is_stop_requested(run_dir, worker)
-        return (
-            "stopping" if told else "waiting" if pause else "running",
-            pause or f"process {worker.pid} on {worker.host}",
-        )
+        state: State = "stopping" if is_stop_requested(run_dir, worker) else "waiting" if pause else "running"
+        return state, pause or f"process {worker.pid} on {worker.host}"
     attempts, faults = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status

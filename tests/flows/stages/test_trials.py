@@ -94,8 +94,8 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
          r"rlcore\.score\.Score, got NoneType"),
         (["data.scorer=tried_out:wants_more"],
          r"data\.scorer: .* got tried_out:wants_more, .* ground truth {\"target\".*KeyError: 'difficulty'"),
-        (JUDGE, r"^reward\.judge: must give a verdict on any response; got no verdict of http://127(?!.*data\.scorer).* "
-                r"is reachable and serves reward\.judge\.model$"),
+        (JUDGE, r"^reward\.judge: must give a verdict on any response; got no verdict of http://127(?!.*data\.scorer)"
+                r".* is reachable and serves reward\.judge\.model$"),
         (["algo.policy_loss=tried_out:loss"],
          r"algo\.policy_loss: .* got tried_out:loss, which raises TypeError: loss\(\) got"),
         (["data.train_size=100000"], "100,032 problems asked for, but only 5,326 exist with 3 numbers"),
