@@ -68,8 +68,12 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
         raise _name_suite_option(error) from error
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
-    judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
-    payload: dict[str, Any] = {"settings": fixed_settings(config), "suites": judged, "weights": _weights_identity(path)}
+    evaluated = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
+    payload: dict[str, Any] = {
+        "settings": fixed_settings(config),
+        "suites": evaluated,
+        "weights": _weights_identity(path),
+    }
     if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
         payload["limits"] = limits  # absent in earlier results, which had all problems
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})

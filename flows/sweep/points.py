@@ -70,12 +70,12 @@ class Member:
 def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
     """Return the runs of a point, one per seed, and the problems in its settings."""
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
-    judged = compose_many(overrides, experiment=sweep.spec.experiment)
+    composed = compose_many(overrides, experiment=sweep.spec.experiment)
     members = [
         Member(seed, RunSettings(with_stack_tracking(config), tuple(texts), sweep.spec.experiment))
-        for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, judged, strict=True)
+        for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, composed, strict=True)
     ]
-    return members, judged[0][1]
+    return members, composed[0][1]
 
 
 def committed_step_or_zero(config: RunConfig) -> int:

@@ -192,11 +192,11 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
     """Record a stop request for a process, with the flow run that Prefect's worker started it for."""
-    told: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
+    request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
-            told["flow_run"] = flow_run
-    write_json_atomically(run_dir / STOP_FILE, told)
+            request["flow_run"] = flow_run
+    write_json_atomically(run_dir / STOP_FILE, request)
 
 
 @contextmanager
@@ -210,6 +210,8 @@ def _record_early_end(run_dir: Path) -> Iterator[None]:
             with suppress(MillraceError, OSError):  # what ends the block matters more
                 if is_stop(error):
                     record_stop_request(run_dir, Holder.me())
-                elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_failures(run_dir)):
+                elif isinstance(error, Exception) and not any(
+                    failure.time >= began for failure in read_failures(run_dir)
+                ):
                     append_failure(run_dir, failure_from(error, "", 0))
         raise

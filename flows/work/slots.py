@@ -75,7 +75,7 @@ class SlotState:
 
     def must_yield(self, request: SlotRequest) -> bool:
         """Return whether runs of higher priority wait for more slots than are free."""
-        return sum(request.number for request in self.waiting if request.priority > request.priority) > self.num_free
+        return sum(other.number for other in self.waiting if other.priority > request.priority) > self.num_free
 
     def wait_reason(self, request: SlotRequest) -> str:
         """Return the reason of a wait."""

@@ -128,20 +128,20 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     if worker is not None:
         state: State = "stopping" if is_stop_requested(run_dir, worker) else "waiting" if pause else "running"
         return state, pause or f"process {worker.pid} on {worker.host}"
-    attempts, faults = read_attempts(run_dir), read_failures(run_dir)
+    attempts, failures = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status
     if not attempts:  # ended before the first step
-        told_at = _read_json(run_dir / STOP_FILE).get("time")
-        told_at = told_at if isinstance(told_at, int | float) else 0.0
-        status = "KILLED" if told_at > (faults[-1].time if faults else 0.0) else "FAILED" if faults else None
+        stopped_at = _read_json(run_dir / STOP_FILE).get("time")
+        stopped_at = stopped_at if isinstance(stopped_at, int | float) else 0.0
+        status = "KILLED" if stopped_at > (failures[-1].time if failures else 0.0) else "FAILED" if failures else None
         if status is None:
             return "not begun", ""
     if status == "FINISHED":
         return "finished", ""
     if status == "KILLED":
         return "stopped", resume_hint(run_dir)
-    why = f"{faults[-1]}: {faults[-1].message.partition(chr(10))[0]}" if faults else ""
+    why = f"{failures[-1]}: {failures[-1].message.partition(chr(10))[0]}" if failures else ""
     return ("failed" if status == "FAILED" else "lost"), why or f"its process has ended; {resume_hint(run_dir)}"
 
 

@@ -153,6 +153,11 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(min(max(0.02, 10 * (now - asked)), 1))
 
 
+def changed(config: RunConfig, section: str, **settings: object) -> RunConfig:
+    """Return the settings with these changes in a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
+
+
 def commit(config: RunConfig, step: int, metrics: Mapping[str, float] | None = None, num_bytes: int = 1) -> Path:
     """Write a checkpoint of this step without training, and return its folder."""
     layout = RunLayout.of(config)

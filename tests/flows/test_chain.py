@@ -20,6 +20,7 @@ from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, WorkerLostError
 from rlcore.run.initial_policy import InitialPolicy
+from tests.flows.conftest import changed
 
 R = TypeVar("R")
 
@@ -54,18 +55,18 @@ def config(artifacts_root: Path) -> RunConfig:
 
 @pytest.mark.parametrize("with_report", [False, True])
 def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
-    said = []
+    lines = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
         result = stage.find_or_make(run) if stage.name in ("dataset", "filter") else MADE[stage.name]
-        said.append((stage.title(run), stage.describe(result).partition(" (")[0], stage.in_trainer))
+        lines.append((stage.title(run), stage.describe(result).partition(" (")[0], stage.in_trainer))
         return result
 
     record = Record()
     with open_run(config, ("millrace", "train")) as run:
         done = chain.run_chain(run, do, record, with_report=with_report)  # type: ignore[arg-type]
     after = "validation: after"
-    assert said == [
+    assert lines == [
         ("dataset countdown", "dataset: 20 train, 5 validation rows", False),
         ("filter to 32 tokens", "filter: 20 train, 5 validation rows", False),
         ("warm-start debug", "warm start: reward 0.400 after 30 steps", True),
@@ -84,17 +85,17 @@ def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
 
 def test_filter_warns_of_fewer_rows_than_a_batch(artifacts_root: Path) -> None:
     words = ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
-    said = []
+    lines = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
         result = stage.find_or_make(run)
-        said.append(stage.describe(result))
+        lines.append(stage.describe(result))
         return result
 
     for size in (20, 21):
         sizes = [f"trainer.batch_size={size}", f"trainer.mini_batch_size={size}"]
         chain.make_rows(OpenRun(load_config([*words, *sizes])), do)
-    _, enough, _, few = said
+    _, enough, _, few = lines
     assert "\n" not in enough
     line, warning = few.split("\n")
     assert line.startswith("filter: 20 train")
@@ -108,8 +109,7 @@ def test_requested_validation_has_all_problems_and_a_separate_name(
     config: RunConfig, of_run: int, of_suite: int, name: str
 ) -> None:
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
-    validation = config.validation.model_copy(update={"suites": suites, "max_problems": of_run})
-    config = config.model_copy(update={"validation": validation})
+    config = changed(config, "validation", suites=suites, max_problems=of_run)
     titles = [Validate(checkpoint).title(OpenRun(config)) for checkpoint in ("start", "last", "best", "step-000002")]
     assert [title.removeprefix("validate/debug ") for title in titles] == ["before", "after", "best", name]
 
@@ -137,8 +137,7 @@ class Failing(Stage[str]):
 
 
 def test_only_a_lost_trainer_is_retried_up_to_the_limit(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    runtime = config.runtime.model_copy(update={"max_chunk_retries": 2})
-    run = OpenRun(config.model_copy(update={"runtime": runtime}))
+    run = OpenRun(changed(config, "runtime", max_chunk_retries=2))
     lost = WorkerLostError("it is gone")
     with use_display(PlainDisplay()):
         assert run_on_console(Failing((lost, lost)), run) == "done"

@@ -51,11 +51,11 @@ def result(run: SmallRun, suite: str, name: str) -> ValidationResult:
 
 def test_suite_is_validated_at_its_steps(run: SmallRun) -> None:
     steps = {record.step: record.metrics for record in read_journal(run.layout.journal)}
-    judged = {
+    evaluated = {
         name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean@2" in metrics]
         for name in ("countdown", "often", "ends")
     }
-    assert judged == {"countdown": [0, 2, 3], "often": [0, 1, 2, 3], "ends": [0, 3]}
+    assert evaluated == {"countdown": [0, 2, 3], "often": [0, 1, 2, 3], "ends": [0, 3]}
     assert [len(result(run, "often", name).problems) for name in ("step-000001", "before", "after")] == [5, 12, 12]
     assert "val-core/ends/reward/greedy" not in steps[0]
     saved = list_checkpoints(run.layout.checkpoints, verify_hashes=False)[-1].metrics
@@ -119,7 +119,7 @@ def test_models_are_evaluated_with_equal_reward_weights(run: SmallRun, tmp_path:
 def test_silent_judge_is_an_error_without_result(
     run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = tmp_path / "judged.yaml"
+    suite = tmp_path / "evaluated.yaml"
     one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
     suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
     dead = (
@@ -130,11 +130,11 @@ def test_silent_judge_is_an_error_without_result(
         capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json"
     )
     assert (done.code, done.out) == (1, "")
-    assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
+    assert "suite evaluated: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
     assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
     assert "Traceback" not in done.err
     assert [*run.layout.run_dir.parent.glob("eval-*/metrics.jsonl")]
-    assert not [*run.layout.run_dir.parent.glob("eval-*/suites/judged/*")]
+    assert not [*run.layout.run_dir.parent.glob("eval-*/suites/evaluated/*")]
 
 
 def test_evaluation_journal_reports_responses_without_score(

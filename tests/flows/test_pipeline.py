@@ -168,8 +168,8 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     models = mlflow_rows(root, "select name from logged_models")
     checkpoints = {path.name for path in (reference.run_dir / "checkpoints").glob("step-*")}
     assert checkpoints | {"weights-000060"} <= {name for (name,) in models}
-    judged = "select count(*) from logged_model_metrics where metric_name like 'val-core/%mean_at_2'"
-    assert int(mlflow_rows(root, judged)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
+    evaluated = "select count(*) from logged_model_metrics where metric_name like 'val-core/%mean_at_2'"
+    assert int(mlflow_rows(root, evaluated)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
 
 
 def test_alarm_is_an_event_in_prefect_and_mlflow(api: Api, reference: Reference) -> None:
@@ -224,7 +224,7 @@ def test_run_fails_after_last_retry_and_can_resume(millrace: Millrace, reference
     done = command("train", *settings)
     assert done.code == 0, done.err
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
-    assert [str(fault.kind) for fault in read_failures(millrace.run_dir())] == ["lost worker", "lost worker"]
+    assert [str(failure.kind) for failure in read_failures(millrace.run_dir())] == ["lost worker", "lost worker"]
     assert {record["metrics"].get("fault/num_retries") for record in journal(millrace.run_dir()) if record["step"]} == {
         2.0
     }

@@ -104,9 +104,9 @@ def test_mistake_is_a_message_and_bug_a_traceback(
     assert state.message.endswith(message)
 
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    said = [record for record in errors if not record.getMessage().startswith("Finished in state")]
-    assert [record.name for record in said] == ["prefect.task_runs", "prefect.flow_runs"]
-    for record in said:
+    reported = [record for record in errors if not record.getMessage().startswith("Finished in state")]
+    assert [record.name for record in reported] == ["prefect.task_runs", "prefect.flow_runs"]
+    for record in reported:
         assert (record.getMessage() == message) == ours
         assert (record.exc_info is None) == ours
 

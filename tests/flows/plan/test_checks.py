@@ -15,6 +15,7 @@ from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.storage.disk import RoomReport
+from tests.flows.conftest import changed
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_missing_space_is_reported_for_each_disk(config: RunConfig) -> None:
 def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
     Slots(Path(config.paths.root)).set_devices([""])
     check_before_start(config, make_plan(config))
-    wide = config.model_copy(update={"runtime": config.runtime.model_copy(update={"num_workers": 2})})
+    wide = changed(config, "runtime", num_workers=2)
     with pytest.raises(
         ConfigError, match=r"^runtime\.num_workers: must be at most the slots of .*, which has 1; got 2"
     ):
@@ -56,8 +57,7 @@ def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
 
 def test_device_file_counts_as_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def require(**more: object) -> None:
-        runtime = config.runtime.model_copy(update={"device": "cuda", **more})
-        checks.require_device(config.model_copy(update={"runtime": runtime}))
+        checks.require_device(changed(config, "runtime", device="cuda", **more))
 
     names = ["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "dxg", "kfd", "sda"]
     seen = [name for name in names if any(fnmatch(name, pattern) for pattern in checks.GPU_FILES)]
@@ -78,9 +78,8 @@ def test_custom_functions_are_checked_before_the_plan(config: RunConfig) -> None
         data = config.data.model_copy(update={key: "no_such_module:function"})
         with pytest.raises(ConfigError, match=message):
             check_before_plan(config.model_copy(update={"data": data}))
-    episode = config.episode.model_copy(update={"tools": ("no_such_module:tool",)})
     with pytest.raises(ConfigError, match=r"^episode\.tools: "):
-        check_before_plan(config.model_copy(update={"episode": episode}))
+        check_before_plan(changed(config, "episode", tools=("no_such_module:tool",)))
 
 
 def test_evaluation_needs_device_and_suite_functions(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +90,13 @@ def test_evaluation_needs_device_and_suite_functions(config: RunConfig, monkeypa
         check_evaluation(config.model_copy(update={"validation": validation}))
     monkeypatch.setattr(checks, "first_gpu", lambda: None)
     monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
-    runtime = config.runtime.model_copy(update={"device": "cuda"})
     with pytest.raises(ConfigError, match="got cuda, and this machine has none"):
-        check_evaluation(config.model_copy(update={"runtime": runtime}))
+        check_evaluation(changed(config, "runtime", device="cuda"))
 
 
 def test_only_ray_runs_check_the_cluster(config: RunConfig) -> None:
     def require(backend: str) -> None:
-        runtime = config.runtime.model_copy(update={"backend": backend, "ray_address": "127.0.0.1:9"})
-        checks.require_machine(config.model_copy(update={"runtime": runtime}))
+        checks.require_machine(changed(config, "runtime", backend=backend, ray_address="127.0.0.1:9"))
 
     require("local")
     with pytest.raises(ConfigError, match=r"runtime\.ray_address"):

@@ -18,6 +18,7 @@ from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
+from tests.flows.conftest import changed
 from tests.models.tiny import write_model
 from tests.storage.small_disk import mounted
 
@@ -86,9 +87,7 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
         scratch, vocab_size=scratch.max_integer + 14, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path
     )
     from_settings = count_parameters(config)
-    from_files = count_parameters(
-        config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
-    )
+    from_files = count_parameters(changed(config, "model", path=str(tmp_path)))
     assert from_settings == from_files
     assert from_settings is not None
     assert from_settings.trained == 14_048

@@ -21,7 +21,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.publish import published_directory, write_json_atomically
-from tests.flows.conftest import commit
+from tests.flows.conftest import changed, commit
 from tests.helpers.validations import problem, result
 
 
@@ -92,14 +92,14 @@ def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
 
     commit(config, 2)
     for name, step in (("before", 0), ("after", 1)):
-        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
-        judged.write(layout.validation / f"{name}.json")
+        evaluated = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
+        evaluated.write(layout.validation / f"{name}.json")
     plan = make_plan(config)
     assert of_name(plan, "validate") == [("before", True), ("after", False)]
     assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", True)]
     assert of_name(plan, "export") == of_name(plan, "export-best") == [("", False)]
     assert plan.disk.needed_bytes == 0
-    replace(judged, step=2).write(layout.validation / "after.json")
+    replace(evaluated, step=2).write(layout.validation / "after.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
     plan = make_plan(config)
@@ -131,8 +131,7 @@ def test_adapters_of_a_published_shape_are_counted(tmp_path: Path) -> None:
     name = "Qwen/Qwen2.5-0.5B"
     config, lora = load(tmp_path), LoraConfig(rank=3)
     shape = ModelShape.of_config(PUBLISHED[name])
-    model = config.model.model_copy(update={"path": name, "lora": lora})
-    found = count_parameters(config.model_copy(update={"model": model}))
+    found = count_parameters(changed(config, "model", path=name, lora=lora))
     assert found is not None
     assert (found.trained, found.policy) == (shape.adapter_parameters(lora), shape.policy_parameters)
 
@@ -141,8 +140,7 @@ def test_published_model_without_files_is_named(tmp_path: Path) -> None:
     config = load(tmp_path)
 
     def named(path: str | None) -> str | None:
-        model = config.model.model_copy(update={"path": path})
-        return plans.published_model_path(config.model_copy(update={"model": model}))
+        return plans.published_model_path(changed(config, "model", path=path))
 
     assert [named(path) for path in (None, "org/unknown", "Qwen/Qwen2.5-0.5B")] == [None, None, "Qwen/Qwen2.5-0.5B"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

@@ -29,7 +29,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.tracking.lineage import Origin
 from rlcore.user_code import code_for_run
-from tests.flows.conftest import commit
+from tests.flows.conftest import changed, commit
 from tests.helpers.validations import problem, result
 
 HERE = Path("here")
@@ -100,7 +100,7 @@ def test_interval_needs_two_ends() -> None:
 def test_few_rows_warning_begins_below_a_batch(config: RunConfig) -> None:
     size = config.trainer.batch_size
     assert warn_of_few_rows(config, size, "of the dataset") == warn_of_few_rows(config, None, "of the dataset") == ""
-    many = config.model_copy(update={"trainer": config.trainer.model_copy(update={"batch_size": 2_000})})
+    many = changed(config, "trainer", batch_size=2_000)
     assert warn_of_few_rows(many, 1_999, "that are left") == (
         "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt is in a "
         "batch more than once. Lower it and trainer.mini_batch_size, or provide more rows"
@@ -139,7 +139,7 @@ def test_report_is_current_while_inputs_are_unchanged(layout: RunLayout) -> None
 def test_mlflow_record_is_complete_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
     last, best = ExportedWeights(HERE, 40, cached=True), ExportedWeights(HERE, 20, cached=True)
     assert models_digest(config, last, best) == "last 40, best 20, registered None"
-    more = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 99})})
+    more = changed(config, "trainer", total_steps=99)
     assert settings_fingerprint(more) == settings_fingerprint(config)
     assert settings_digest(more) != settings_digest(config)
     settings, report, models = settings_digest(config), report_fingerprint(layout), models_digest(config, last, best)
@@ -161,7 +161,7 @@ def test_best_weights_are_exported_unless_last(config: RunConfig, layout: RunLay
         commit(config, step, {"val-core/countdown/reward/mean@4": score})
     assert [best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
     for update in ({"enabled": False}, {"log_best": False}):
-        unwanted = config.model_copy(update={"tracking": config.tracking.model_copy(update=update)})
+        unwanted = changed(config, "tracking", **update)
         assert best_step_to_export(unwanted, layout, 3) is None
 
 
@@ -175,38 +175,37 @@ def test_validation_is_valid_for_its_step_and_settings(config: RunConfig, layout
         "after", 2, layout.validation / "after.json", cached=True, summary=written.metrics()
     )
     assert find_validation(config, layout, "after", 1) is None
-    other = config.validation.model_copy(update={"num_resamples": config.validation.num_resamples + 1})
-    assert find_validation(config.model_copy(update={"validation": other}), layout, "after", 2) is None
-    seldom = config.validation.model_copy(update={"every_steps": config.validation.every_steps + 1})
-    assert find_validation(config.model_copy(update={"validation": seldom}), layout, "after", 2) == found
+    other = changed(config, "validation", num_resamples=config.validation.num_resamples + 1)
+    assert find_validation(other, layout, "after", 2) is None
+    seldom = changed(config, "validation", every_steps=config.validation.every_steps + 1)
+    assert find_validation(seldom, layout, "after", 2) == found
 
     suite = SuiteConfig(name="sums", data=config.data)
-    validation = config.validation.model_copy(update={"suites": (suite,)})
-    config = config.model_copy(update={"validation": validation})
+    config = changed(config, "validation", suites=(suite,))
     assert find_validation(config, layout, "after", 2) is None
     inputs = RunInputs(tmp_path, tmp_path, suites={"sums": tmp_path / "rows"})
     inputs.write(config, layout)
     assert find_validation(config, layout, "after", 2) is None
     digest = suite_fingerprint(config, suite, tmp_path / "rows")
-    judged = replace(made, step=2, settings=suite.evaluation, suite=digest, data_source="sums")
+    evaluated = replace(made, step=2, settings=suite.evaluation, suite=digest, data_source="sums")
     file = layout.suites / "sums" / "after.json"
-    for another in (replace(judged, suite="other rows"), replace(judged, step=1)):
+    for another in (replace(evaluated, suite="other rows"), replace(evaluated, step=1)):
         another.write(file)
         assert find_validation(config, layout, "after", 2) is None
-    judged.write(file)
+    evaluated.write(file)
     found = find_validation(config, layout, "after", 2)
     assert found is not None
-    assert found.summary == written.metrics() | judged.metrics()
+    assert found.summary == written.metrics() | evaluated.metrics()
     assert len(found.summary) > len(written.metrics())
-    assert find_suite_results(config, layout, inputs, "after", 2) == [judged]
+    assert find_suite_results(config, layout, inputs, "after", 2) == [evaluated]
     assert find_suite_results(config, layout, replace(inputs, suites={}), "after", 2) is None
 
 
 def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
     commit(config, 2)
     for name, step in (("before", 0), ("after", 2)):
-        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
-        judged.write(layout.validation / f"{name}.json")
+        evaluated = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
+        evaluated.write(layout.validation / f"{name}.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
     assert find_weights(layout.exported_model, 2) == ExportedWeights(layout.exported_model, 2, cached=True)
@@ -217,7 +216,7 @@ def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) 
     known = {"fingerprint": report_fingerprint(layout), "html": str(page)}
     write_json_atomically(layout.run_dir / "report" / "source.json", known)
     assert finished_result(OpenRun(config)) is None
-    silent = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
+    silent = changed(config, "tracking", enabled=False)
     assert finished_result(OpenRun(silent)) is None
     last = ExportedWeights(layout.exported_model, 2, cached=True)
     settings, models = settings_digest(config), models_digest(config, last, last)
@@ -239,11 +238,10 @@ def test_recorded_settings_have_absolute_paths(
     config: RunConfig, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(layout.root.parent)
-    relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
+    relative = changed(config, "paths", root=layout.root.name)
     assert with_absolute_paths(relative, layout).paths.root == str(layout.root)
     assert with_absolute_paths(relative, layout).tracking.uri is None
-    tracking = config.tracking.model_copy(update={"uri": "sqlite:///x.db"})
-    assert with_absolute_paths(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (
+    assert with_absolute_paths(changed(config, "tracking", uri="sqlite:///x.db"), layout).tracking.uri == (
         f"sqlite:///{layout.root.parent}/x.db"
     )
 
@@ -271,9 +269,9 @@ def test_existing_results_are_not_remade(run: OpenRun) -> None:
     expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
     assert Train(0, 1, is_last=False).find_or_make(run) == expected
     assert not run.origin.command
-    judged = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.evaluation)
-    judged.write(layout.validation / "after.json")
-    known = ValidationSummary("after", 1, layout.validation / "after.json", cached=True, summary=judged.metrics())
+    evaluated = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.evaluation)
+    evaluated.write(layout.validation / "after.json")
+    known = ValidationSummary("after", 1, layout.validation / "after.json", cached=True, summary=evaluated.metrics())
     assert Validate("last").find_or_make(run) == known
     with published_directory(layout.exported_model, {"kind": "model", "step": 1}) as folder:
         (folder / "weights").write_text("x")
@@ -305,13 +303,12 @@ def test_start_is_recorded_once_per_process(
     file.mkdir()
     with caplog.at_level(logging.WARNING):
         train.record_start(run)
-    (said,) = (one for one in caplog.messages if "how the training was started is not recorded" in one)
-    assert said.startswith(f"{run.layout.run_dir}: how the training was started is not recorded: ")
+    (message,) = (one for one in caplog.messages if "how the training was started is not recorded" in one)
+    assert message.startswith(f"{run.layout.run_dir}: how the training was started is not recorded: ")
 
 
 def test_chunk_bounds(run: OpenRun) -> None:
-    trainer = run.config.trainer.model_copy(update={"total_steps": 5, "steps_per_chunk": 2})
-    config = run.config.model_copy(update={"trainer": trainer})
+    config = changed(run.config, "trainer", total_steps=5, steps_per_chunk=2)
     assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
     assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
     assert Train.chunks(config, 1) == [Train(0, 1, True)]
@@ -330,5 +327,5 @@ def test_datasets_of_suites_for_decontamination(run: OpenRun) -> None:
     )
     found = suite_datasets(suites)
     assert {name: folder.parent for name, folder in found.items()} == {"sums": run.layout.root / "datasets"}
-    off = suites.model_copy(update={"filter": suites.filter.model_copy(update={"decontaminate": "off"})})
+    off = changed(suites, "filter", decontaminate="off")
     assert suite_datasets(off) == {}

@@ -20,6 +20,7 @@ from rlcore.config import CustomData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.models.tokenizer import build_scratch_tokenizer
+from tests.flows.conftest import changed
 
 OWN = """
 import time
@@ -103,7 +104,7 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
         (["data.number_high=90", "data.train_size=100000000"], "100,000,032 problems asked for, but only about"),
         (["data=custom", "data.train_size=5000", "data.validation_size=9"], "at most 4851 products exist, got 5009"),
         (["data=custom", "data.build=tried_out:raises"], "failed to make its first row: KeyError: 'words.txt'"),
-        (["data.environment=tried_out:NoReset", "data=custom", "data.build=tried_out:long"],
+        (["data.environment=tried_out:NoReset", "warm_start.enabled=false", "data=custom", "data.build=tried_out:long"],
          r"data\.environment: must .* got tried_out:NoReset, which failed in reset on the task's first row, \"7{199}: "
          r"LookupError: .?no such game"),
         (["data.environment=tried_out:NoTurn", "warm_start.enabled=false"],
@@ -143,7 +144,7 @@ def test_unusable_tokenizers_are_refused(
 def test_scorer_is_tried_on_solutions_of_built_rows(dry_run: Try) -> None:
     dry_run(*OWN_BUILD)
     with pytest.raises(ConfigError, match=r"on response '7' to the task's first row, with ground truth 7: KeyError"):
-        dry_run(*OWN_BUILD, "data.scorer=tried_out:wants_more")
+        dry_run(*OWN_BUILD[:2], "data.scorer=tried_out:wants_more")
 
 
 def test_slow_build_is_not_awaited(dry_run: Try, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +255,8 @@ def test_prompt_that_ends_with_the_ground_truth(dry_run: Try, tmp_path: Path) ->
 
     def overrides(words: str) -> list[str]:
         for split, question in (("train", "a"), ("validation", "b")):
-            said = [{"role": "user", "content": question}, {"role": "assistant", "content": words}]
-            row = {"data_source": "gsm8k", "prompt": said, "reward_model": {"style": "rule", "ground_truth": "7"}}
+            prompt = [{"role": "user", "content": question}, {"role": "assistant", "content": words}]
+            row = {"data_source": "gsm8k", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "7"}}
             pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
         files = [f"data.{split}_file={tmp_path}/{split}.parquet" for split in ("train", "validation")]
         return ["data=parquet", "data.scorer=data.math:score", *files, *plain]
@@ -282,8 +283,7 @@ def test_template_unfit_for_turns_is_refused_for_environments(config: RunConfig,
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
     chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
     try_tokenizer(tmp_path, [chat], config)
-    data = config.data.model_copy(update={"environment": "data.calculator:Countdown"})
-    played = config.model_copy(update={"data": data})
+    played = changed(config, "data", environment="data.calculator:Countdown")
     try_tokenizer(tmp_path, [replace(chat, prompt_form="text")], played)
     with pytest.raises(
         ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"

@@ -30,7 +30,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.supervised import build_model
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run
-from tests.flows.conftest import commit
+from tests.flows.conftest import changed, commit
 
 TASK = """
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_changed_data_of_a_custom_build_are_refused(config: RunConfig, tmp_path:
 def test_fewer_steps_than_the_run_has_are_refused(config: RunConfig) -> None:
     layout = begin(config)
     kept = layout.run_json.read_bytes()
-    fewer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 1})})
+    fewer = changed(config, "trainer", total_steps=1)
     message = refused(fewer)
     for words in ("trainer.total_steps: must be at least 2", "run mine already has; got 1. Set it to 2", "mine@2"):
         assert words in message
@@ -151,7 +151,7 @@ def test_changed_model_under_the_same_path_is_refused(
     for name, seed in (("here", 1), ("there", 2)):
         (tmp_path / name / "mm").mkdir(parents=True)
         build_model(config.model_copy(update={"seed": seed}), tmp_path / name / "mm")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": "mm"})})
+    config = changed(config, "model", path="mm")
     monkeypatch.chdir(tmp_path / "here")
     layout = begin(config)
     weights = tmp_path / "here" / "mm" / "model.safetensors"
@@ -216,8 +216,7 @@ def test_changed_demonstrations_are_refused(config: RunConfig, tmp_path: Path) -
     file = tmp_path / "shown.jsonl"
     lines = [json.dumps({"prompt": f"{n}?", "completion": str(n)}) + "\n" for n in range(20)]
     file.write_text("".join(lines))
-    warm = config.warm_start.model_copy(update={"enabled": True, "demonstrations": str(file)})
-    layout = begin(config := config.model_copy(update={"warm_start": warm}))
+    layout = begin(config := changed(config, "warm_start", enabled=True, demonstrations=str(file)))
     require_same_inputs(config, layout)
     before, now = (sha256("".join(text).encode()).hexdigest()[:16] for text in (lines, lines[1:]))
     file.write_text("".join(lines[1:]))
@@ -280,10 +279,10 @@ def test_early_failure_is_recorded_once(config: RunConfig) -> None:
     with suppress(DataError), open_run(config):
         append_failure(layout.run_dir, failure_from(DataError("of the trainer"), "gen", 0))
         raise DataError("of the trainer")
-    assert [fault.phase for fault in read_failures(layout.run_dir)] == ["gen"]
+    assert [failure.phase for failure in read_failures(layout.run_dir)] == ["gen"]
     with pytest.raises(DataError), open_run(config):
         raise DataError("of the flow")
-    assert [(fault.phase, fault.message, fault.step) for fault in read_failures(layout.run_dir)] == [
+    assert [(failure.phase, failure.message, failure.step) for failure in read_failures(layout.run_dir)] == [
         ("gen", "of the trainer", 0),
         ("", "of the flow", 0),
     ]

@@ -113,7 +113,7 @@ def test_call_after_kill_resumes(start: Start, heard: Heard, tmp_path: Path) -> 
             client.call("train", to_step=5)
         assert client.call("train", to_step=5) == {"step": 5}
     assert heard.steps == [1, 2, 3, 3, 4, 5]
-    assert [(fault.kind, fault.step) for fault in read_failures(tmp_path)] == [("lost worker", 3)]
+    assert [(failure.kind, failure.step) for failure in read_failures(tmp_path)] == [("lost worker", 3)]
 
 
 def test_dead_process_with_held_pipe_is_lost(start: Start, tmp_path: Path) -> None:
