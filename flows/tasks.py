@@ -40,12 +40,8 @@ def flow_run_name() -> str:
     until = given.get("until", LAST_STAGE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
-    return " ".join(
-        [
-            f"{flow_run.flow_name if until == LAST_STAGE else until}/{experiment_name(given.get('experiment'))}",
-            *seed[:1],
-        ]
-    )
+    stage = flow_run.flow_name if until == LAST_STAGE else until
+    return " ".join([f"{stage}/{experiment_name(given.get('experiment'))}", *seed[:1]])
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)

@@ -84,23 +84,24 @@ def rows_of(sweep: Sweep, points: Points) -> list[Row]:
     return sorted(rows, key=lambda row: (row["state"] != "finished", row["score"] is None, sign * (row["score"] or 0)))
 
 
-def write_record(sweep: Sweep, points: Points) -> None:
-    """Replace `sweep.json` atomically."""
+def write_record(sweep: Sweep, points: Points) -> list[Row]:
+    """Replace `sweep.json` atomically, and return its points."""
+    rows = rows_of(sweep, points)
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sweep_id": sweep.sweep_id,
         "metric": sweep.metric_of(sweep.base),
-        "points": rows_of(sweep, points),
+        "points": rows,
         "spec": sweep.spec.model_dump(mode="json", exclude_none=True),
         "overrides": list(sweep.overrides),
     }
     write_json_atomically(sweep.folder / SWEEP_FILE, document)
+    return rows
 
 
 def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
     """Write the results of a sweep to disk. `spending` is that of this call."""
-    write_record(sweep, points)
-    rows = rows_of(sweep, points)
+    rows = write_record(sweep, points)
     return SweepResult(
         sweep_id=sweep.sweep_id,
         folder=sweep.folder,
@@ -202,17 +203,17 @@ def _log_mlflow_failure(what: str) -> Iterator[None]:
 
 def start_mlflow_run(sweep: Sweep) -> str | None:
     """Create or reopen the sweep's MLflow run; None without tracking or after a failure."""
-    run = None
-    if sweep.base.tracking.enabled:
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
-        file, store = sweep.folder / PARENT_FILE, _store(sweep)
-        with _log_mlflow_failure("the sweep, so its runs will not be grouped there"):
-            if not file.is_file():
-                tags = {"millrace.sweep_id": sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
-                write_json_atomically(file, {"run_id": store.create_run(sweep.sweep_id, tags)})
-            its_run = str(json.loads(file.read_text())["run_id"])
-            store.client.update_run(its_run, status="RUNNING")
-            run = its_run
+    if not sweep.base.tracking.enabled:
+        return None
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    run, file, store = None, sweep.folder / PARENT_FILE, _store(sweep)
+    with _log_mlflow_failure("the sweep, so its runs will not be grouped there"):
+        if not file.is_file():
+            tags = {"millrace.sweep_id": sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
+            write_json_atomically(file, {"run_id": store.create_run(sweep.sweep_id, tags)})
+        recorded = str(json.loads(file.read_text())["run_id"])
+        store.client.update_run(recorded, status="RUNNING")
+        run = recorded
     return run
 
 

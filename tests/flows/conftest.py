@@ -108,8 +108,8 @@ class Millrace:
             return start([sys.executable, "-m", "flows.cli", *words], environment)
         return forked("flows.cli", words, environment)
 
-    def __call__(self, verb: str, *settings: str) -> Finished:
-        return ended(self.start(verb, *settings))
+    def __call__(self, verb: str, *settings: str, code: int | None = None) -> Finished:
+        return ended(self.start(verb, *settings), code)
 
     def run_dir(self) -> Path:
         """Return the folder of the only run."""
@@ -120,8 +120,10 @@ class Millrace:
         return [record["step"] for record in journal(self.run_dir())]
 
 
-def ended(process: "subprocess.Popen[str]") -> Finished:
+def ended(process: "subprocess.Popen[str]", code: int | None = None) -> Finished:
+    """Wait for the end of a command, and require its exit code."""
     out, err = process.communicate(timeout=WAIT_S)
+    assert code in (None, process.returncode), err
     return Finished(process.returncode, out, err)
 
 
@@ -201,8 +203,7 @@ class Reference:
 @pytest.fixture(scope="package")
 def reference(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     command = under(prefect_server, tmp_path_factory.mktemp("reference"))
-    done = command("run", *SMALL)
-    assert done.code == 0, done.err
+    done = command("run", *SMALL, code=0)
     return Reference(command, done)
 
 

@@ -167,7 +167,7 @@ def test_wrong_names_are_reported(run: SmallRun, suites: list[str], tmp_path: Pa
     with pytest.raises(ConfigError, match=r"must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k"):
         load_config(["validation.suites=[gsm9k]"])
     with pytest.raises(DataError, match=r"neither the folder nor the id of a run.*A model is a folder"):
-        evaluation_settings("nobody", suites, [], tmp_path)
+        evaluation_settings("no-such-run", suites, [], tmp_path)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("data: {task: countdown, trian_size: 3}")
     with pytest.raises(ConfigError, match=r"suites: wrong: data.trian_size: there is no such setting"):

@@ -188,14 +188,12 @@ def test_second_run_repeats_no_finished_work(reference: Reference) -> None:
     logs, before = sorted((run_dir / "logs").iterdir()), (run_dir / "metrics.jsonl").read_bytes()
     files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     nowhere = {"PREFECT_API_URL": "http://127.0.0.1:1/api"}
-    at_once = Millrace(reference.millrace.root, nowhere)("run", *SMALL)
-    assert at_once.code == 0, at_once.err
+    at_once = Millrace(reference.millrace.root, nowhere)("run", *SMALL, code=0)
     assert f"run {run_dir.name} in {run_dir}: finished, there is nothing to do" in at_once.out
     assert str(run_dir / "report" / "report.html") in at_once.out
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
     (run_dir / "recorded.json").unlink()
-    again = reference.millrace("run", *SMALL)
-    assert again.code == 0, again.err
+    again = reference.millrace("run", *SMALL, code=0)
     stages = [line for line in again.out.splitlines() if line.startswith(STAGE_WORDS)]
     assert len(stages) == 10
     assert all("skipped" in line for line in stages), again.out
@@ -206,8 +204,7 @@ def test_second_run_repeats_no_finished_work(reference: Reference) -> None:
 @pytest.mark.lengthy
 def test_hang_without_prefect_is_detected_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
     hangs_once = ("algo.policy_loss=tests.helpers.harmful:hangs", "runtime.deadlines.update_s=20")
-    done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once)
-    assert done.code == 0, done.err
+    done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once, code=0)
     assert "hang in update_actor after step" in done.out
     assert "trying again from the last checkpoint (1 of 2)" in done.out
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
@@ -221,8 +218,7 @@ def test_run_fails_after_last_retry_and_can_resume(millrace: Millrace, reference
     assert failed.code == 1
     assert failed.out.count("trying again from the last checkpoint (1 of 1)") == 1
     assert "signal SIGKILL" in failed.err
-    done = command("train", *settings)
-    assert done.code == 0, done.err
+    command("train", *settings, code=0)
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
     assert [str(failure.kind) for failure in read_failures(millrace.run_dir())] == ["lost worker", "lost worker"]
     assert {record["metrics"].get("fault/num_retries") for record in journal(millrace.run_dir()) if record["step"]} == {
@@ -247,8 +243,7 @@ def test_killed_trainer_restarts_with_equal_numbers(
         assert trainer is not None
         trainer.kill()
         wait_until(lambda: exporting.exists() or process.poll() is not None, "the export")
-    done = ended(process)
-    assert done.code == 0, done.err
+    done = ended(process, 0)
     assert done.out.count("signal SIGKILL") == 2
     assert done.out.count("trying again from the last checkpoint (1 of 2)") == 2
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
@@ -285,8 +280,7 @@ def test_signal_saves_and_same_command_resumes(millrace: Millrace, api: Api, ref
         process = millrace.start("run", *ENDLESS, *more)
         wait_for_step(millrace, step)
         process.send_signal(number)
-        stopped = ended(process)
-        assert stopped.code == 75, (number, stopped.err)
+        stopped = ended(process, 75)
         assert "is saved" in stopped.out
         assert "Traceback" not in stopped.err
         names = [path.name for path in (millrace.run_dir() / "checkpoints").glob("step-*")]
@@ -315,8 +309,7 @@ def test_cancellation_reaches_run_without_worker(millrace: Millrace, api: Api) -
     wait_for_step(millrace, 2)
     (run,) = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["RUNNING"]}}}, flows=PIPELINE)
     api.post(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
-    stopped = ended(process)
-    assert stopped.code == 75, stopped.err
+    stopped = ended(process, 75)
     assert "is saved" in stopped.out
     (run,) = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"]]}})
     assert run["state_type"] == "CANCELLED"
@@ -383,12 +376,10 @@ def test_full_disk_within_chunk_ends_a_resumable_run(millrace: Millrace, referen
         process = millrace.start("run", *UNTRACKED)
         wait_for_step(millrace, 2)
         ballast = fill(runs)
-        stopped = ended(process)
-        assert stopped.code == 75, stopped.err
+        stopped = ended(process, 75)
         assert str(runs) in stopped.err
         ballast.unlink()
-        done = ended(millrace.start("run", *UNTRACKED))
-        assert done.code == 0, done.err
+        ended(millrace.start("run", *UNTRACKED), 0)
         assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
 
 
@@ -410,8 +401,7 @@ def test_full_disk_pauses_the_flow_run(millrace: Millrace, api: Api, reference: 
             assert "B are missing" in run["state"]["message"]
             assert str(runs) in run["state"]["message"]
         ballast.unlink()
-        done = ended(process)
-        assert done.code == 0, done.err
+        done = ended(process, 0)
         assert "there is room again" in done.out
         states = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"] for run in found]}})
         assert {run["state_type"] for run in states} == {"COMPLETED"}

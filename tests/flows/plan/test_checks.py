@@ -57,7 +57,7 @@ def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
 
 def test_device_file_counts_as_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def require(**more: object) -> None:
-        checks.require_device(changed(config, "runtime", device="cuda", **more))
+        checks.require_device(changed(config, "runtime", **{"device": "cuda", **more}))
 
     names = ["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "dxg", "kfd", "sda"]
     seen = [name for name in names if any(fnmatch(name, pattern) for pattern in checks.GPU_FILES)]

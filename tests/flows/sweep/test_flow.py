@@ -126,8 +126,7 @@ def test_best_file_is_the_experiment_of_the_best_run(twice: Twice) -> None:
     config = load_config([f"experiment={file}"])
     assert run_id(config) == best["runs"][0]["run_id"]
     assert config.optim.lr == best["settings"]["optim.lr"]
-    dry = twice.millrace("run", f"experiment={file}", "--dry-run", *UNTRACKED)
-    assert dry.code == 0, dry.err
+    dry = twice.millrace("run", f"experiment={file}", "--dry-run", *UNTRACKED, code=0)
     assert "committed step 1 of 1" in dry.out
 
 
@@ -181,8 +180,7 @@ def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
     named = {"name": {"any_": ["sweep/stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     (run,) = api.filter("flow_runs", flow_runs=named)
     process.send_signal(signal.SIGINT)
-    stopped = ended(process)
-    assert stopped.code == 75, stopped.err
+    stopped = ended(process, 75)
     assert "Traceback" not in stopped.err
     (run,) = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"]]}})
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
@@ -192,8 +190,7 @@ def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
 
     saved = sorted(path.name for path in millrace.root.glob("runs/stopped-*/checkpoints/step-*"))
     assert saved == ["step-000001", "step-000001", "step-000002"]
-    again = millrace("sweep", str(spec), *TRACKED)
-    assert again.code == 0, again.err
+    again = millrace("sweep", str(spec), *TRACKED, code=0)
     assert "2 of 2 points finished, 1 runs worked on, 1 steps" in again.out
     assert [point["state"] for point in sweep_record(millrace.root, "stopped")] == ["finished", "finished"]
     assert mlflow_status(millrace.root) == "FINISHED"

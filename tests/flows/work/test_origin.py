@@ -100,7 +100,7 @@ def test_edited_scorer_is_refused_with_a_patch(config: RunConfig, tmp_path: Path
         assert words in message
     (tmp_path / "mine_helper.py").write_bytes((layout.code / "mine_helper.py").read_bytes())
     with open_run(config):
-        (tmp_path / "mine_helper.py").write_text("an edit while the run goes on is for the next start")
+        (tmp_path / "mine_helper.py").write_text("an edit during the run is for the next start")
         assert committed_step_or_zero(config) == committed_step(config) == 2
     assert "for the next start" in refused(config)
 
