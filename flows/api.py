@@ -175,8 +175,8 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
     checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
     with chain.open_on_console(RunSettings(run.config, ()), "validate") as held:
         chain.make_rows(held, chain.run_quietly)
-        judgement = chain.run_on_console(Validate(name), held)
-    return ValidationResult.read(judgement.file)
+        summary = chain.run_on_console(Validate(name), held)
+    return ValidationResult.read(summary.file)
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:

@@ -95,9 +95,9 @@ def show_summary(run: OpenRun, now: str) -> None:
     _update(run, "summary", f"{run.run_id}: progress", lambda: text)
 
 
-def show_validation(run: OpenRun, judgement: ValidationSummary) -> None:
+def show_validation(run: OpenRun, summary: ValidationSummary) -> None:
     """Show the validations before and after training as a table."""
-    run.prefect_view.final_validations[judgement.name] = judgement
+    run.prefect_view.final_validations[summary.name] = summary
     known = run.prefect_view.final_validations.values()
     rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)

@@ -111,9 +111,9 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None
     recorded = record.finish(report, last, best)
-    judgements = [made.of(Validate(checkpoint)) for checkpoint in ("start", "last")]
+    validations = [made.of(Validate(checkpoint)) for checkpoint in ("start", "last")]
     html = None if report is None else report.html
-    return PipelineResult(run.run_id, run.layout.run_dir, judgements, html, last.directory, recorded)
+    return PipelineResult(run.run_id, run.layout.run_dir, validations, html, last.directory, recorded)
 
 
 def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
@@ -130,14 +130,14 @@ def finished_result(run: OpenRun) -> PipelineResult | None:
     """
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
-    last, best, report = Export().known(run), ExportBest().known(run), Report().known(run)
-    judgements = [Validate(checkpoint).known(run) for checkpoint in ("start", "last")]
-    if last is None or best is None or report is None or None in judgements:
+    last, best, report = Export().find(run), ExportBest().find(run), Report().find(run)
+    validations = [Validate(checkpoint).find(run) for checkpoint in ("start", "last")]
+    if last is None or best is None or report is None or None in validations:
         return None
     recorded = MlflowContents.read(run.layout)
     if run.config.tracking.enabled and not recorded.is_complete(run.config, run.layout, last, best):
         return None
-    known = [one for one in judgements if one is not None]
+    known = [one for one in validations if one is not None]
     return PipelineResult(run.run_id, run.layout.run_dir, known, report.html, last.directory, recorded)
 
 

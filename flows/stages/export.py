@@ -38,7 +38,7 @@ class Export(Stage[ExportedWeights]):
     def status(self, run: OpenRun) -> StageStatus:
         return _status(self.name, run, run.layout.exported_model, run.committed)
 
-    def known(self, run: OpenRun) -> ExportedWeights | None:
+    def find(self, run: OpenRun) -> ExportedWeights | None:
         return find_weights(run.layout.exported_model, committed_step(run.config))
 
     def make(self, run: OpenRun) -> ExportedWeights:
@@ -67,7 +67,7 @@ class ExportBest(Stage[ExportedWeights]):
             return _status(self.name, run, run.layout.exported_model, run.committed)
         return _status(self.name, run, run.layout.exported_best, step)
 
-    def known(self, run: OpenRun) -> ExportedWeights | None:
+    def find(self, run: OpenRun) -> ExportedWeights | None:
         last = committed_step(run.config)
         step = best_step_to_export(run.config, run.layout, last)
         if step is None:

@@ -48,12 +48,12 @@ class PassRates(Stage[PassRateTable]):
         detail = source if known is None else f"kept {known.kept:,} of {known.rows:,} rows"
         return StageStatus(self.name, place.name, place, known is not None, remake_note(damage) or detail)
 
-    def known(self, run: OpenRun) -> PassRateTable | None:
+    def find(self, run: OpenRun) -> PassRateTable | None:
         return read_pass_rates(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> PassRateTable:
         call_trainer(run, "measure_pass_rates")
-        made = self.known(run)
+        made = self.find(run)
         assert made is not None
         return replace(made, cached=False)
 

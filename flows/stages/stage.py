@@ -28,7 +28,7 @@ class Stage(ABC, Generic[R]):
     name: ClassVar[str]
     """Kind of stage, in plans and tasks."""
     in_trainer: ClassVar[bool] = False
-    """Whether the trainer process does the work. The stage is retried after the loss of that process."""
+    """True if the trainer process does the work. The stage is retried after the loss of that process."""
 
     def title(self, run: OpenRun) -> str:
         """Return the name of the task."""
@@ -49,7 +49,7 @@ class Stage(ABC, Generic[R]):
         """
         return []
 
-    def known(self, run: OpenRun) -> R | None:
+    def find(self, run: OpenRun) -> R | None:
         """Return the result on disk, or None where `make` makes or finds it."""
         return None
 
@@ -59,7 +59,7 @@ class Stage(ABC, Generic[R]):
 
     def find_or_make(self, run: OpenRun) -> R:
         """Return the result on disk, or make it."""
-        known = self.known(run)
+        known = self.find(run)
         return self.make(run) if known is None else known
 
     @abstractmethod

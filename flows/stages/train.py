@@ -76,7 +76,7 @@ class Train(Stage[Chunk]):
         suites = (suite_settings(config, suite) for suite in config.validation.suites)
         return [check_parts(config, keep=False), *(check_parts(suite, SPLITS[1:], keep=False) for suite in suites)]
 
-    def known(self, run: OpenRun) -> Chunk | None:
+    def find(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:
             return None
         return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), skipped=True, metrics={})

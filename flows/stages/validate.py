@@ -45,7 +45,7 @@ class Validate(Stage[ValidationSummary]):
         digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
 
-    def known(self, run: OpenRun) -> ValidationSummary | None:
+    def find(self, run: OpenRun) -> ValidationSummary | None:
         return find_validation(run.config, run.layout, self.result_name(run.config), self._step(run))
 
     def make(self, run: OpenRun) -> ValidationSummary:
@@ -71,15 +71,15 @@ class Evaluate(Stage[list[ValidationResult]]):
         return f"eval/{run.title}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_known = self.known(run) is not None
+        is_known = self.find(run) is not None
         return StageStatus(self.name, run.run_id, run.layout.suites, is_known, "on the suites")
 
-    def known(self, run: OpenRun) -> list[ValidationResult] | None:
+    def find(self, run: OpenRun) -> list[ValidationResult] | None:
         return find_suite_results(run.config, run.layout, inputs_of(run), "before", 0)
 
     def make(self, run: OpenRun) -> list[ValidationResult]:
         call_trainer(run, "evaluate")
-        if (known := self.known(run)) is None:
+        if (known := self.find(run)) is None:
             raise DataError(f"{run.layout.suites}: results are missing, or of other suites; evaluate again")
         return known
 

@@ -32,7 +32,7 @@ class WarmStart(Stage[InitialPolicy]):
         detail = remake_note(damage) or (_stop_rule(config.warm_start) if config.warm_start.enabled else "model only")
         return StageStatus(self.name, place.name, place, manifest is not None, detail)
 
-    def known(self, run: OpenRun) -> InitialPolicy | None:
+    def find(self, run: OpenRun) -> InitialPolicy | None:
         return known_initial_policy(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> InitialPolicy:

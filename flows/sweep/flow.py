@@ -284,7 +284,7 @@ def sweep_child(
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
     """Start children until all points have ended or the budget is used up. Lost children are replaced. Raises
     MillraceError if the deployment is missing, or its runs end without working on a point."""
-    at_once = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
+    max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:
         try:
             client.read_deployment_by_name(DEPLOYMENT)
@@ -299,11 +299,11 @@ def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]
             children = _children(client, us)
             num_alive = sum(_is_alive(child) for child in children)
             lost = [child for child in children if _is_lost(child)]
-            if len(lost) - num_lost_before > sweep.num_points - num_left + at_once:
+            if len(lost) - num_lost_before > sweep.num_points - num_left + max_children:
                 raise MillraceError(f"{DEPLOYMENT}: its runs end without working on a point: {lost[0].state!r}")
             if not num_alive and not num_left:
                 return
-            for _ in range(min(at_once, num_left) - num_alive):
+            for _ in range(min(max_children, num_left) - num_alive):
                 run_deployment(DEPLOYMENT, parameters=parameters, timeout=0)
             wait_for_others()
 

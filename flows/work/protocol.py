@@ -12,7 +12,7 @@ import rlcore.errors
 from rlcore.errors import MillraceError
 
 
-def _known(seconds: float | None) -> float | None:
+def _drop_nan(seconds: float | None) -> float | None:
     return None if seconds is None or math.isnan(seconds) else seconds
 
 
@@ -29,7 +29,7 @@ class Progress:
     total_steps: int
     metrics: Mapping[str, float]
     to_step: int | None = None
-    eta_s: Annotated[float | None, AfterValidator(_known)] = None
+    eta_s: Annotated[float | None, AfterValidator(_drop_nan)] = None
     tokens_per_s: float | None = None
     num_devices: int = 1
     may_end_early: bool = False

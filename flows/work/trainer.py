@@ -246,7 +246,7 @@ class TrainerProcess:
         self._child = None
         try:
             child.signal(signal.SIGTERM)
-            self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
+            self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to kill it"))
             self._wait_for_exit(child, self._stop_wait_s)
         finally:
             child.destroy()

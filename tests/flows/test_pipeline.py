@@ -27,9 +27,9 @@ pytestmark = pytest.mark.prefect
 PIPELINE = {"name": {"any_": ["pipeline"]}}
 HELD = Path(__file__).parent / "held"
 OF_RUNS = "select status from runs where name not like 'warm-start-%'"
-"""Without the separate runs of warm starts, which other runs may share."""
+"""Runs except the separate ones of warm starts, which other runs may share."""
 UNTRACKED = (*SMALL, "tracking.enabled=false")
-"""For tests without MLflow, whose import and requests take 10 s of a core."""
+"""Settings of tests without MLflow, whose import and requests take 10 s of a core."""
 ENDLESS = (*(word for word in SMALL if "total_steps" not in word), "trainer.total_steps=100000")
 """A run of the same steps that ends only by a stop, however late on a busy machine."""
 STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "weights:", "report:")
@@ -188,9 +188,9 @@ def test_second_run_repeats_no_finished_work(reference: Reference) -> None:
     logs, before = sorted((run_dir / "logs").iterdir()), (run_dir / "metrics.jsonl").read_bytes()
     files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     nowhere = {"PREFECT_API_URL": "http://127.0.0.1:1/api"}
-    at_once = Millrace(reference.millrace.root, nowhere)("run", *SMALL, code=0)
-    assert f"run {run_dir.name} in {run_dir}: finished, there is nothing to do" in at_once.out
-    assert str(run_dir / "report" / "report.html") in at_once.out
+    unchanged = Millrace(reference.millrace.root, nowhere)("run", *SMALL, code=0)
+    assert f"run {run_dir.name} in {run_dir}: finished, there is nothing to do" in unchanged.out
+    assert str(run_dir / "report" / "report.html") in unchanged.out
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
     (run_dir / "recorded.json").unlink()
     again = reference.millrace("run", *SMALL, code=0)

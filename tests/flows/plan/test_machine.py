@@ -24,7 +24,7 @@ def looked_at(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
 
 @pytest.mark.slow
 def test_doctor_reports_absent_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without vLLM, whose import takes as long as everything else."""
+    """vLLM is hidden: its import takes as long as everything else."""
     import torch
 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")

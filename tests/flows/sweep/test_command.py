@@ -22,9 +22,9 @@ def test_mistake_is_reported_before_anything_is_written(
 
 
 def test_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    in_vain = ("reward.deadline_s=3", "algo.kl.coef=0.001")
+    unused = ("reward.deadline_s=3", "algo.kl.coef=0.001")
     done = in_this_process(
-        capsys, "sweep", "debug_grid", *in_vain, f"paths.root={artifacts_root}", "--dry-run", "--json"
+        capsys, "sweep", "debug_grid", *unused, f"paths.root={artifacts_root}", "--dry-run", "--json"
     )
     assert done.code == 0, done.err
     assert [line.split()[1].partition("=")[0] for line in done.err.splitlines()] == [

@@ -39,7 +39,7 @@ def open_study(load: Callable[..., Sweep]) -> Callable[..., SweepStudy]:
     return lambda text, root="": SweepStudy(load(text, root))
 
 
-def asked(study: SweepStudy) -> Trial:
+def ask(study: SweepStudy) -> Trial:
     trial = study.ask()
     assert trial is not None
     return trial
@@ -67,7 +67,7 @@ def report(trial: Trial, scores: Mapping[str, float], step: int = 1, mean: float
 
 def dropped(study: SweepStudy, table: Table, step: int = 1) -> set[int]:
     """Return the points that the pruner drops once all have reached a step."""
-    trials = {number: asked(study) for number in table}
+    trials = {number: ask(study) for number in table}
     for number, trial in trials.items():
         report(trial, table[number], step)
     return {number for number, trial in trials.items() if trial.should_prune()}
@@ -96,7 +96,7 @@ def test_paired_pruner_drops_beaten_points_of_the_worse_half(open_study, directi
 
 def test_paired_pruner_keeps_the_best_share(open_study):
     study = open_study(GRID_OF_24 + PAIRED)
-    trials = {number: asked(study) for number in range(1, 25)}
+    trials = {number: ask(study) for number in range(1, 25)}
     left = []
     for step in range(1, 7):
         for number, trial in trials.items():
@@ -116,7 +116,7 @@ def test_paired_pruner_drops_no_equal_point(open_study):
 def test_paired_pruner_compares_common_problems(open_study):
     study = open_study(GRID + PAIRED)
     table = {1: {"1": 1.0, "2": 1.0, "9": 0.0}, 2: {"3": 0.0, "4": 0.0}, 3: {"1": 0.0, "2": 0.0}, 4: {"9": 0.0}}
-    trials = {number: asked(study) for number in table}
+    trials = {number: ask(study) for number in table}
     for number, mean in {1: 0.9, 2: 0.1, 3: 0.0, 4: 0.8}.items():
         report(trials[number], table[number], mean=mean)
     # Point 2 shares no problem with the best.
@@ -127,11 +127,11 @@ def test_paired_pruner_ignores_requeued_attempts(open_study):
     table = {number: answers(number, 1.0 * number) for number in range(1, 5)}
     study = open_study(GRID + PAIRED)
     for _ in range(3):
-        trial = asked(study)
+        trial = ask(study)
         report(trial, table[trial.user_attrs[POINT]])
         study.release(trial)
-    dropped_at_once = dropped(open_study(GRID + PAIRED), {1: table[1], 2: table[2], 3: table[3], 4: table[4]})
-    assert dropped_at_once == {1, 2}
+    dropped_directly = dropped(open_study(GRID + PAIRED), {1: table[1], 2: table[2], 3: table[3], 4: table[4]})
+    assert dropped_directly == {1, 2}
 
 
 def test_optuna_pruner_gets_its_options(open_study):
@@ -139,7 +139,7 @@ def test_optuna_pruner_gets_its_options(open_study):
     study = open_study(GRID + pruning)
     kept = []
     for score in (0.1, 0.3, 0.2, 0.4):
-        trial = asked(study)
+        trial = ask(study)
         trial.report(score, 1)
         kept.append(not trial.should_prune())
     assert kept == [True, True, False, True]
@@ -161,7 +161,7 @@ def test_options_that_optuna_rejects(load, pruning, message):
 
 def test_processes_share_points_of_a_list(open_study):
     first, second = open_study(GRID), open_study(GRID)
-    taken = [asked(study) for study in (first, second, second, first)]
+    taken = [ask(study) for study in (first, second, second, first)]
     assert [trial.user_attrs[POINT] for trial in taken] == [1, 2, 3, 4]
     assert first.ask() is None
     assert first.num_left() == 4
@@ -174,10 +174,10 @@ def test_processes_share_points_of_a_list(open_study):
 def test_released_point_is_taken_over_with_its_settings(open_study):
     for text in (GRID, TPE):
         first = open_study(text, text[:4])
-        left, kept = asked(first), asked(first)
+        left, kept = ask(first), ask(first)
         second = open_study(text, text[:4])
         first.release(left)
-        again = asked(second)
+        again = ask(second)
         assert again.user_attrs == left.user_attrs
         assert again.user_attrs[POINT] == 1
         assert (again.params, kept.user_attrs[POINT]) == (left.params, 2)
@@ -187,7 +187,7 @@ def test_released_point_is_taken_over_with_its_settings(open_study):
 def test_failed_point_is_retried_only_by_next_call(open_study):
     study = open_study(GRID)
     for _ in range(4):
-        trial = asked(study)
+        trial = ask(study)
         study.optuna.tell(trial, state=TrialState.FAIL)
         study.release(trial)
     assert study.ask() is None
@@ -195,7 +195,7 @@ def test_failed_point_is_retried_only_by_next_call(open_study):
     again = open_study(GRID)
     again.retry_failed()
     assert again.num_left() == 4
-    assert asked(again).user_attrs[POINT] == 1
+    assert ask(again).user_attrs[POINT] == 1
 
 
 @pytest.mark.parametrize("kind", [TPE, TPE.replace("optuna", "random").replace("startup_points: 3, ", "")])
@@ -203,11 +203,11 @@ def test_interrupted_search_draws_equal_points(open_study, kind):
     def search(root: str, *, is_broken: bool) -> list[Point]:
         study = open_study(kind, root)
         for number in range(1, 7):
-            trial = asked(study)
+            trial = ask(study)
             if is_broken:  # a process per point, killed after `ask`
                 study.release(trial)
                 study = open_study(kind, root)
-                trial = asked(study)
+                trial = ask(study)
             assert trial.user_attrs[POINT] == number
             lr = float(trial.user_attrs[SETTINGS]["optim.lr"])
             assert 1e-5 <= lr <= 1e-2
@@ -225,14 +225,14 @@ def test_incomplete_trial_is_not_a_point(open_study):
     study = open_study(TPE)
     study.optuna.ask()  # its process was killed before storing settings
     assert states_of(open_study(TPE)) == []
-    assert asked(study).user_attrs[POINT] == 1
+    assert ask(study).user_attrs[POINT] == 1
 
 
 def test_values_follow_the_step_of_the_range(open_study):
     decay, size = "{low: 0.2, high: 0.3, step: 0.02}", "{low: 8, high: 32, step: 8}"
     space = f"space: {{optim.weight_decay: {decay}, trainer.batch_size: {size}}}"
     study = open_study(f"random: {{num_points: 12, {space}}}\n")
-    points = [asked(study).user_attrs[SETTINGS] for _ in range(12)]
+    points = [ask(study).user_attrs[SETTINGS] for _ in range(12)]
     assert {point["optim.weight_decay"] for point in points} <= {round(0.2 + 0.02 * i, 2) for i in range(6)}
     assert {point["trainer.batch_size"] for point in points} <= {8, 16, 24, 32}
 

@@ -77,9 +77,9 @@ def refused(config: RunConfig) -> str:
     """Return the error of the plan and of a start; a sweep counts the run as not begun."""
     message = set()
     assert committed_step_or_zero(config) == 0
-    for go_on in (make_plan, lambda config: open_run(config).__enter__()):
+    for resume in (make_plan, lambda config: open_run(config).__enter__()):
         with pytest.raises(CheckpointError) as error:
-            go_on(config)
+            resume(config)
         message.add(str(error.value))
     (text,) = message
     return text

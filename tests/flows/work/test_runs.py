@@ -31,7 +31,7 @@ Made = Callable[..., RunLayout]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def make_run(tmp_path: Path) -> Made:
 
     def make(run_id: str, *overrides: str) -> RunLayout:
         config = load_config([f"paths.root={tmp_path}", f"run_id={run_id}", *overrides], experiment="debug")
@@ -43,8 +43,8 @@ def made(tmp_path: Path) -> Made:
     return make
 
 
-def test_run_is_named_by_folder_id_or_prefix(made: Made, tmp_path: Path) -> None:
-    one, two, long = (made(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
+def test_run_is_named_by_folder_id_or_prefix(make_run: Made, tmp_path: Path) -> None:
+    one, two, long = (make_run(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
     (tmp_path / "runs" / "empty").mkdir()
     assert all_runs(tmp_path) == [one, long, two]
     assert find_named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
@@ -77,8 +77,8 @@ def test_message_names_eight_runs(tmp_path: Path) -> None:
         find_named_runs(["other"], tmp_path)
 
 
-def test_run_is_found_by_name_or_settings(made: Made, tmp_path: Path) -> None:
-    layout = made("sum-1")
+def test_run_is_found_by_name_or_settings(make_run: Made, tmp_path: Path) -> None:
+    layout = make_run("sum-1")
     for words in (["sum-1"], [str(layout.run_dir)], ["experiment=debug", "run_id=sum-1"]):
         config, found = find_run(words, tmp_path)
         assert (config.run_id, found.run_dir, found.root) == ("sum-1", layout.run_dir, tmp_path)
@@ -91,16 +91,16 @@ def test_run_is_found_by_name_or_settings(made: Made, tmp_path: Path) -> None:
     assert find_run([str(odd)], None)[1].run_dir == odd
 
 
-def test_settings_of_another_version_are_reported_with_file(made: Made) -> None:
-    layout = made("sum-1")
+def test_settings_of_another_version_are_reported_with_file(make_run: Made) -> None:
+    layout = make_run("sum-1")
     layout.run_json.write_text('{"settings": {"from_tomorrow": 1}}')
     message = rf"^{layout.run_json}: cannot be read \(.*\); use the version of Millrace that wrote it"
     with pytest.raises(DataError, match=message):
         read_settings(layout.run_dir)
 
 
-def test_pruning_reports_deleted_checkpoints(made: Made) -> None:
-    layout = made("sum-1", "checkpoint.keep_last=2", "checkpoint.keep_best=0")
+def test_pruning_reports_deleted_checkpoints(make_run: Made) -> None:
+    layout = make_run("sum-1", "checkpoint.keep_last=2", "checkpoint.keep_best=0")
     assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "no checkpoints", ok=True)
     config = read_settings(layout.run_dir)
     folders = [commit(config, step, num_bytes=400_000) for step in range(1, 6)]
@@ -119,13 +119,13 @@ def test_pruning_reports_deleted_checkpoints(made: Made) -> None:
     assert (message.ok, message.text.startswith(f"not pruned: {layout.run_json}: cannot be read")) == (False, True)
 
 
-def test_run_that_has_not_begun_is_not_delivered(made: Made) -> None:
-    assert sync(made("sum-1").run_dir, None) == Outcome("sum-1", "has not begun", ok=True)
+def test_run_that_has_not_begun_is_not_delivered(make_run: Made) -> None:
+    assert sync(make_run("sum-1").run_dir, None) == Outcome("sum-1", "has not begun", ok=True)
 
 
-def test_root_without_store(made: Made, tmp_path: Path) -> None:
+def test_root_without_store(make_run: Made, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    made("sum-1")
+    make_run("sum-1")
     (only,) = collect_garbage(tmp_path, TrackingConfig(), dry_run=False)
     assert only == Outcome(str(tmp_path), f"there is no MLflow store ({uri})", ok=True)
     message = f"--search 'x': there is no MLflow store ({uri}) to search; name another --root"
