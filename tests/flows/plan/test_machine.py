@@ -36,7 +36,7 @@ def test_doctor_reports_absent_server(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert names <= lines.keys()
     assert [name for name, line in lines.items() if line["level"] == "error"] == ["Prefect server"]
     assert all(line["remedy"] or line["level"] == "ok" for line in lines.values())
-    assert lines["vLLM"]["found"].startswith("none: rollout=hf alone")
+    assert lines["vLLM"]["found"].startswith("none: only rollout=hf")
     assert lines["torch"]["found"].startswith(f"{torch.__version__}, ")
     gpus = [name for name in lines if re.fullmatch(r"GPU \d+", name)]
     assert (len(gpus), "GPU" in lines) == (torch.cuda.device_count(), not gpus)
