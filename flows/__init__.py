@@ -2,5 +2,4 @@
 
 from pathlib import Path
 
-SOURCE_FOLDER = Path(__file__).resolve().parents[1]
-"""Where this package, `rlcore` and `data` lie."""
+SOURCE_FOLDER = Path(__file__).resolve().parents[1]  # folder of this package, `rlcore` and `data`

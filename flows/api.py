@@ -1,7 +1,7 @@
-"""Millrace from Python: compose settings, run them, evaluate checkpoints, read what a run has left.
+"""Public Python API: compose settings, run them, evaluate checkpoints and read results.
 
-`import millrace` gives these names. A run here is the chain of `millrace train` with its report, without Prefect: the
-training is done by a trainer process of its own, so a notebook stays usable after whatever happens to it.
+A run here is the chain of `millrace train` with its report, without Prefect. A separate trainer process does the
+training, so a notebook survives its failures.
 """
 
 import logging
@@ -13,8 +13,8 @@ from flows import chain
 from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.stages.validate import Validate
-from flows.work.checkpoints import checkpoint_name, checkpoint_store
 from flows.work.mlflow_record import MlflowRecord
+from flows.work.origin import checkpoint_name, checkpoint_store
 from flows.work.runs import all_runs, find_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
@@ -34,35 +34,35 @@ __all__ = ["Run", "compose", "evaluate", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run has left on disk. Each method reads it anew, also while the run goes on; `config` was read once."""
+    """A run on disk. Each method reads the folder again, also while the run is running; `config` is read once."""
 
     config: RunConfig
     layout: RunLayout
 
     def __repr__(self) -> str:
-        """`<Run debug-s1-575d49d3 finished 2/2, held-out 0.293>`."""
+        """Return for example `<Run debug-s1-575d49d3 finished 2/2, held-out 0.293>`."""
         found = self.status()
         score = "" if found.score is None else f", held-out {found.score:.3f}"
         return f"<Run {self.id} {found.state} {found.step}/{found.total_steps or '?'}{score}>"
 
     @property
     def id(self) -> str:
-        """Id of the run: the name of its folder."""
+        """Name of the run's folder."""
         return self.layout.run_dir.name
 
     @property
     def folder(self) -> Path:
-        """Folder that holds everything of the run."""
+        """Folder of the run."""
         return self.layout.run_dir
 
     def status(self) -> RunStatus:
-        """State, step, score and size, as `millrace runs` lists them."""
+        """Return state, step, score and size, as `millrace runs` lists them."""
         return status_of(self.folder)
 
     def metrics(self) -> "pd.DataFrame":
-        """A row for each step, a column for each metric (rlcore/tracking/metrics.md).
+        """Return a row for each step and a column for each metric (rlcore/tracking/metrics.md).
 
-        A value is NaN where it was not measured, and where it was NaN or infinite.
+        A value is NaN where it was not measured, NaN or infinite.
         """
         import pandas as pd
 
@@ -71,27 +71,21 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """A validation with its figures: `before` training, `after` it, or a checkpoint's name.
-
-        Raises:
-            DataError: there is none of that name, or it is damaged.
-        """
+        """Return the validation of this name: `before` or `after` training, or a checkpoint's name. Raises DataError if
+        it does not exist or is damaged."""
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
             raise DataError(
                 f"{file}: run {self.id} has no validation of that name. "
-                + (f"There are {', '.join(there)}" if there else "It has none yet; millrace.evaluate makes one")
+                + (f"It has {', '.join(there)}" if there else "It has none yet; millrace.evaluate makes one")
             )
         return ValidationResult.read(file)
 
     def responses(self, name: str = "after") -> "pd.DataFrame":
-        """A row for each sampled answer of a validation: problem, prompt, ground truth, answer, score, its parts.
+        """Return a row for each sampled response of a validation, with prompt, ground truth and score.
 
-        An answer that its scorer failed on has no score (NaN), and why in `failure`.
-
-        Raises:
-            DataError: as `validation`.
+        A response whose scorer failed has the score NaN and the reason in `failure`.
         """
         import pandas as pd
 
@@ -105,7 +99,7 @@ class Run:
         return pd.DataFrame(rows)
 
     def checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """The run's checkpoints by step: `step`, `path`, `metrics`, `score`, `size_bytes`."""
+        """Return the run's checkpoints by step."""
         return scan(self.layout.checkpoints).checkpoints
 
 
@@ -119,7 +113,7 @@ def compose(
     batch_size: int | None = None,
     samples_per_prompt: int | None = None,
 ) -> RunSettings:
-    """Settings, typed and checked; `.config` of them holds every value.
+    """Return typed and checked settings; `.config` holds every value.
 
     Args:
         overrides: as on the command line: `"optim.lr=1e-4"`, `"algo=dapo"`.
@@ -128,35 +122,28 @@ def compose(
         seed: `seed`.
         total_steps: `trainer.total_steps`.
         learning_rate: `optim.lr`.
-        batch_size: `trainer.batch_size`, prompts a step.
+        batch_size: `trainer.batch_size`, prompts per step.
         samples_per_prompt: `rollout.samples_per_prompt`.
 
     Raises:
-        ConfigError: one message with every mistake.
+        ConfigError: one message lists every mistake.
     """
     if wrong := [word for word in overrides if not isinstance(word, str)]:
         raise ConfigError(
-            f"overrides: each must be a text KEY=VALUE, and an argument of its own; got {wrong[0]!r}. Write "
-            "compose(*overrides) for a list"
+            f"overrides: each must be a string KEY=VALUE and a separate argument; got {wrong[0]!r}. For a list write "
+            "compose(*overrides)"
         )
     return compose_settings(
-        overrides,
-        experiment,
-        root=root,
-        seed=seed,
-        total_steps=total_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-    )
+        overrides, experiment, root=root, seed=seed, total_steps=total_steps, learning_rate=learning_rate,
+        batch_size=batch_size, samples_per_prompt=samples_per_prompt,
+    )  # fmt: skip
 
 
 def run(settings: RunSettings) -> Run:
-    """Run everything from the dataset to the report; what is finished is not done again.
+    """Run all stages from the dataset to the report; finished stages are skipped.
 
     Raises:
-        MillraceError: a mistake, told before anything begins, or a fault: the next call goes on from the last
-            checkpoint.
+        MillraceError: a mistake found before the start, or a failure. The next call resumes from the last checkpoint.
     """
     for line in settings.unused_settings():
         log.warning("%s", line)
@@ -167,46 +154,43 @@ def run(settings: RunSettings) -> Run:
 
 
 def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
-    """Judge a checkpoint on the held-out problems. A known result of a checkpoint that is there is not made again.
+    """Evaluate a checkpoint on the held-out problems, unless its result exists.
 
     Args:
-        run: a run that lies where its settings say.
+        run: a run whose folder is where its settings say.
         checkpoint: `start` (the model of step 0), `last`, `best`, or a step from 1 on.
 
     Raises:
-        CheckpointError: the run has no such checkpoint, or its code, data or models are others now.
+        CheckpointError: the run has no such checkpoint, or its code, data or models have changed.
         DataError: its folder was moved or copied, or a file of it cannot be read.
         RunInUseError: another process works on it.
     """
     if (named := RunLayout.of(run.config).run_dir) != run.folder.resolve():
         raise DataError(
-            f"{run.folder}: was moved or copied; its settings name {named}, which would be judged in its place. Move "
-            f"it back, or judge it by its settings here: millrace validate SETTINGS paths.root={run.folder.parents[1]} "
+            f"{run.folder}: was moved or copied; its settings name {named}, which would be evaluated instead. Move it "
+            f"back, or evaluate it by its settings: millrace validate SETTINGS paths.root={run.folder.parents[1]} "
             f"run_id={run.id}"
         )
     name = checkpoint_name(str(checkpoint))
     checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
     with chain.open_on_console(RunSettings(run.config, ()), "validate") as held:
         chain.make_rows(held, chain.run_quietly)
-        judgement = chain.run_on_console(Validate(name), held)
-    return ValidationResult.read(judgement.file)
+        summary = chain.run_on_console(Validate(name), held)
+    return ValidationResult.read(summary.file)
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """A run by its folder, or by its id or the beginning of that under a root.
-
-    Raises:
-        DataError: there is no such run.
-    """
+    """Return a run by its folder, its id, or a unique prefix of the id under a root. Raises DataError if there is no
+    such run."""
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 
 def runs(root: str | Path = "artifacts") -> list[Run]:
-    """All runs of a root, by name. One that this version cannot read is left out, with a warning."""
+    """Return all runs of a root by name. A run that cannot be read is skipped with a warning."""
     found = []
     for folder in all_runs(Path(root)):
         try:
             found.append(open(folder))
         except DataError as error:
-            log.warning("left out: %s", error)
+            log.warning("skipped: %s", error)
     return found

@@ -1,4 +1,4 @@
-"""What the Prefect UI shows of a run while it goes on, and after. None of it may stop the run."""
+"""Prefect artifacts of a run. A failure here never stops the run."""
 
 import json
 import re
@@ -13,24 +13,19 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
+from flows.progress import CI_SUFFIXES, ValidationSummary, with_interval
 from flows.work.open_run import OpenRun
 from flows.work.runs import BYTES_PER_MB
 from flows.work.status import failure_of
-from flows.work.validation_summary import CI_SUFFIXES, ValidationSummary, with_interval
 from rlcore.checkpoint.catalog import scan
 
-NUM_VALIDATIONS = 4
-"""Columns of the table of a run's latest validations; the first one is of step 0."""
-RETRY_AFTER_S = 30.0
-"""Seconds before a server that was away is asked again."""
-Content = Callable[[], object]
-"""What an artifact shows: Markdown, rows as JSON, or per cent."""
+NUM_VALIDATIONS = 4  # columns of the table of latest validations; the first one is the first validation seen
+RETRY_AFTER_S = 30.0  # seconds without requests after a failed one
+Content = Callable[[], object]  # content of an artifact: Markdown, rows as JSON, or per cent
 
 
 def artifact_key(subject: str, content: str) -> str:
-    """The key of an artifact of a run, a sweep or a comparison, by its id: Prefect shows the history of each key.
-
-    Its letters are lower-case letters, digits and dashes.
+    """Return the key of an artifact: lower-case letters, digits and dashes.
 
     >>> artifact_key("countdown_demo-s1-1bb2114f", "report")
     'countdown-demo-s1-1bb2114f-report'
@@ -39,7 +34,7 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Make an artifact: Markdown, or a `table` of rows as JSON."""
+    """Create an artifact: Markdown, or a `table` of rows as JSON."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
@@ -58,10 +53,10 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 
 
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it.
+    """Create an artifact of the run at the first call and change it afterwards: the server keeps no history of it.
 
-    A server that is away is left alone for a while: while it is asked nobody hears the trainer, which stops once the
-    pipe to us is full.
+    After a failure the server is skipped for a while: during a request no one reads the pipe of the trainer, which
+    blocks once the pipe is full.
     """
     shown = run.prefect_view
     if time.monotonic() < shown.retry_at:
@@ -80,12 +75,12 @@ def _update(run: OpenRun, what: str, description: str, data: Content, kind: str 
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
-    """A bar for each stage, one for all its chunks."""
+    """Show one progress bar for all chunks of a stage."""
     _update(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
-    """A table of the validations in training: the first one that this process saw, and the last few."""
+    """Show the validations in training as a table: the first one seen and the last few."""
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
@@ -94,15 +89,15 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 
 def show_summary(run: OpenRun, now: str) -> None:
-    """Show the run's progress and the link to its curves in MLflow."""
+    """Show the run's progress and the link to its MLflow page."""
     page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})" if run.prefect_view.mlflow_page else ""
     text = "\n\n".join(part for part in (f"## {run.run_id}", now, page) if part)
-    _update(run, "summary", f"{run.run_id}: its progress", lambda: text)
+    _update(run, "summary", f"{run.run_id}: progress", lambda: text)
 
 
-def show_validation(run: OpenRun, judgement: ValidationSummary) -> None:
-    """A table of the run's validations."""
-    run.prefect_view.final_validations[judgement.name] = judgement
+def show_validation(run: OpenRun, summary: ValidationSummary) -> None:
+    """Show the validations before and after training as a table."""
+    run.prefect_view.final_validations[summary.name] = summary
     known = run.prefect_view.final_validations.values()
     rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
@@ -112,15 +107,15 @@ def show_validation(run: OpenRun, judgement: ValidationSummary) -> None:
 
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
-    """A row for each figure, a column for each validation."""
-    figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_SUFFIXES)})
+    """Return a row for each metric with a column for each validation."""
+    metrics = sorted({metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)})
     return [
-        {"figure": figure} | {name: with_interval(one, figure) for name, one in summaries.items()} for figure in figures
+        {"figure": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
     ]
 
 
 def show_checkpoints(run: OpenRun) -> None:
-    """A table of the checkpoints on disk."""
+    """Show the checkpoints on disk as a table."""
     rows = [
         {"step": info.step, "MB": round(info.size_bytes / BYTES_PER_MB, 1), "score": info.score, "path": str(info.path)}
         for info in scan(run.layout.checkpoints).checkpoints
@@ -129,26 +124,26 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """Link the run's page in MLflow, once its address is known."""
+    """Show the link to the run's MLflow page once it is known."""
     if run.prefect_view.mlflow_page and "mlflow" not in run.prefect_view.artifacts:
         page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})"
-        _update(run, "mlflow", f"{run.run_id}: its page in MLflow", lambda: page)
+        _update(run, "mlflow", f"{run.run_id}: MLflow page", lambda: page)
 
 
 def show_report(run_dir: Path, html: Path) -> None:
-    """The report's summary as the flow run shows it."""
+    """Show the report's summary."""
 
     def text() -> str:
         from rlcore.report.build import summary_markdown
 
         return f"{summary_markdown(run_dir, failure_of(run_dir))}\n\nFull report: `{html}`\n"
 
-    show_artifact(run_dir.name, "report", f"{run_dir.name}: figures and conclusions", text)
+    show_artifact(run_dir.name, "report", f"{run_dir.name}: metrics and conclusions", text)
 
 
 def log_failure(action: Callable[[], object]) -> None:
-    """Whatever Prefect says to it, the run goes on."""
+    """Call an action and log its failure: the run continues."""
     try:
         action()
     except Exception as error:
-        get_run_logger().warning("Prefect did not take an artifact or event: %s", error)
+        get_run_logger().warning("Prefect did not accept an artifact or event: %s", error)

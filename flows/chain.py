@@ -1,7 +1,6 @@
 """The chain of a run: the list of its stages, and ways to run them.
 
-`millrace train` and the Python API run each stage by `run_on_console`, flows run each as a Prefect task (`flows.tasks`), and
-a plan asks each for its status (`flows.plan`).
+`millrace train` and the Python API run a stage by `run_on_console`, flows as a Prefect task (`flows.tasks`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,23 +10,21 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flows.parameters import RunSettings
-from flows.progress import display, display_for_console, use_display
+from flows.progress import ValidationSummary, display, display_for_console, use_display
 from flows.stages.dataset import Dataset
 from flows.stages.demonstrations import Demonstrations
 from flows.stages.export import Export, ExportBest
 from flows.stages.filter import Filter
+from flows.stages.inputs import inputs_of
 from flows.stages.pass_rates import PassRates
-from flows.stages.report import Report, preload_modules
-from flows.stages.rows import inputs_of
+from flows.stages.report import Report
 from flows.stages.stage import Stage
 from flows.stages.suite import Suite
 from flows.stages.train import Train
 from flows.stages.validate import Evaluate, Validate
 from flows.stages.warm_start import WarmStart
-from flows.work.mlflow_record import MlflowRecord
+from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
-from flows.work.recorded import MlflowContents
-from flows.work.validation_summary import ValidationSummary
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
@@ -37,7 +34,7 @@ R = TypeVar("R")
 
 
 def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]:
-    """The stages of a run in their order; `to_step`: training ends with that step."""
+    """Return the stages of a run in order, with training up to `to_step`."""
     warm = config.warm_start
     return [
         Dataset(),
@@ -56,15 +53,15 @@ def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]
 
 
 class StageRunner(Protocol):
-    """A way to run a stage: it returns the result, and shows it in a line."""
+    """A function that runs a stage, prints its result in a line and returns it."""
 
     def __call__(self, stage: Stage[R], run: OpenRun, /) -> R:
-        """Run one stage; its result."""
+        """Run a stage and return its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """What a run has come to, and where to look. `report` None: none was asked for."""
+    """Result of a run. `report` is None where no report was requested."""
 
     run_id: str
     run_dir: Path
@@ -78,31 +75,30 @@ class StageResults(list[tuple[Stage[Any], Any]]):
     """Stages with their results."""
 
     def of(self, stage: Stage[R]) -> R:
-        """The result of a stage."""
+        """Return the result of a stage."""
         result: R = next(result for each, result in self if each == stage)
         return result
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
-    """The stages up to the last one of this name; see `stages_of`."""
+    """Return the stages up to the last one of this name."""
     stages = stages_of(config, to_step)
-    names = [stage.name for stage in stages]
-    return stages[: len(names) - names[::-1].index(last)]
+    return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 
 
 def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
-    """Run the stages up to those of this name; those that are done give their results."""
+    """Run the stages up to the last one of this name and return their results."""
     return StageResults((stage, run_stage(stage, run)) for stage in stages_until(run.config, last, to_step))
 
 
 def make_rows(run: OpenRun, run_stage: StageRunner) -> RunInputs:
-    """Run the stages of the rows, which need no trainer. The run may be one that is not open."""
+    """Run the stages of the rows, which need no trainer and no open run."""
     run_stages(run, run_stage, Filter.name)
     return inputs_of(run)
 
 
 def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
-    """Run all stages. What the run's page in MLflow has besides metrics goes there with them."""
+    """Run all stages and write the run's MLflow page."""
     made = StageResults()
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
     for stage in stages:
@@ -111,15 +107,13 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
         made.append((stage, run_stage(stage, run)))
         if stage == Filter():
             record.start(made.of(Dataset()), made.of(Filter()))
-            if with_report and Report().known(run) is None:
-                preload_modules()
     run.trainer.close()
     last, best = made.of(Export()), made.of(ExportBest())
     report = made.of(Report()) if with_report else None
     recorded = record.finish(report, last, best)
-    judgements = [made.of(Validate(checkpoint)) for checkpoint in ("start", "last")]
+    validations = [made.of(Validate(checkpoint)) for checkpoint in ("start", "last")]
     html = None if report is None else report.html
-    return PipelineResult(run.run_id, run.layout.run_dir, judgements, html, last.directory, recorded)
+    return PipelineResult(run.run_id, run.layout.run_dir, validations, html, last.directory, recorded)
 
 
 def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
@@ -130,25 +124,26 @@ def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResul
 
 
 def finished_result(run: OpenRun) -> PipelineResult | None:
-    """The result of a run in which no stage has anything to do or to write; None where one has, or may have. The run's
-    settings name the stack's store."""
+    """Return the result of a run whose stages are all done and recorded, else None.
+
+    The run's settings name the stack's store.
+    """
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
-    last, best, report = Export().known(run), ExportBest().known(run), Report().known(run)
-    judgements = [Validate(checkpoint).known(run) for checkpoint in ("start", "last")]
-    if last is None or best is None or report is None or None in judgements:
+    last, best, report = Export().find(run), ExportBest().find(run), Report().find(run)
+    validations = [Validate(checkpoint).find(run) for checkpoint in ("start", "last")]
+    if last is None or best is None or report is None or None in validations:
         return None
     recorded = MlflowContents.read(run.layout)
     if run.config.tracking.enabled and not recorded.is_complete(run.config, run.layout, last, best):
         return None
-    known = [one for one in judgements if one is not None]
+    known = [one for one in validations if one is not None]
     return PipelineResult(run.run_id, run.layout.run_dir, known, report.html, last.directory, recorded)
 
 
 @contextmanager
 def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) -> Iterator[OpenRun]:
-    """A run opened by this process (`open_run`), shown on the console with its trainer's events; if `verbose`, its log
-    lines too."""
+    """Open a run and print the events of its trainer, with `verbose` its log lines too."""
 
     def line(text: str) -> None:
         if verbose:
@@ -163,12 +158,12 @@ def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) 
 
 
 def run_quietly(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without output or retries: for what is on disk already."""
+    """Run a stage without output and retries."""
     return stage.find_or_make(run)
 
 
 def run_on_console(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without Prefect, and show its result in a line."""
+    """Run a stage without Prefect and print its result in a line."""
     result = run_with_retries(stage, run, display().line)
     if line := stage.describe(result):
         display().line(line)
@@ -176,7 +171,7 @@ def run_on_console(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
-    """The result of a stage. One that has lost its trainer is run again, at most `runtime.max_chunk_retries` times."""
+    """Run a stage, again after each loss of the trainer, at most `runtime.max_chunk_retries` times."""
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:

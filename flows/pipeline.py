@@ -20,6 +20,7 @@ from flows.parameters import (
     split_experiment,
 )
 from flows.plan.checks import check_run
+from flows.progress import ValidationSummary
 from flows.stages.report import Report, ReportPage
 from flows.stages.validate import Validate
 from flows.tasks import (
@@ -33,22 +34,21 @@ from flows.tasks import (
     open_flow_run,
     run_as_task,
 )
-from flows.work.checkpoints import checkpoint_name
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.validation_summary import ValidationSummary
+from flows.work.origin import checkpoint_name
 from rlcore.errors import ConfigError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The command that runs the stages up to this one; `train` for the others."""
+"""Command that runs the stages up to this one; `train` for the others."""
 
 
 def run_checked(settings: RunSettings) -> chain.PipelineResult:
-    """Run the pipeline with settings that were checked already; in Prefect it has the parameters that give them."""
+    """Run the pipeline with checked settings; Prefect records the parameters that give them."""
     result = call_flow(settings, lambda: pipeline(*split_experiment(settings.overrides)))
-    assert result is not None, "a whole run has one"
+    assert result is not None
     return result
 
 
@@ -64,42 +64,36 @@ def pipeline(
     root: Root = None,
     until: Until = LAST_STAGE,
 ) -> chain.PipelineResult | None:
-    """Run an experiment from its dataset to its report. What is finished already is not done again.
+    """Run an experiment from its dataset to its report. Finished stages are skipped.
 
     Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; default: no experiment.
         overrides: Settings as on the command line, such as algo.clip_high=0.28.
         seed: Fixes initial weights, order of prompts and every sampled token; data.seed fixes the rows.
-        total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
+        total_steps: Steps of the run; in a step one batch of prompts is sampled, scored and trained on.
         learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
-        batch_size: Prompts of a step.
-        samples_per_prompt: Answers to each prompt; a group for GRPO.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
-        until: The last stage; the stages up to it are run.
+        batch_size: Prompts per step.
+        samples_per_prompt: Responses to each prompt; a group for GRPO.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        until: Last stage to run.
     """
     settings: RunSettings = CHECKED_SETTINGS.get() or compose_settings(
-        overrides,
-        experiment,
-        seed=seed,
-        total_steps=total_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-        root=flow_root(root),
-    )
+        overrides, experiment, seed=seed, total_steps=total_steps, learning_rate=learning_rate, batch_size=batch_size,
+        samples_per_prompt=samples_per_prompt, root=flow_root(root),
+    )  # fmt: skip
     log_settings(settings, COMMANDS.get(until, "train"))
     return keep_outcome(lambda: _run_until(settings, until))
 
 
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:
-    """Run the stages; the result of a whole run, None of a part of one."""
+    """Run the stages and return the result of a whole run, None for a part of one."""
     last = [stage for stage in chain.stages_of(settings.config) if stage.name == until]
     if not last:
         raise ConfigError(WITHOUT_PASS_RATES)
     if until != LAST_STAGE and not last[0].in_trainer:
         chain.run_stages(OpenRun(settings.config), run_as_task, until)
         return None
-    if CHECKED_SETTINGS.get() is None:  # a deployment's run has no command that has checked the settings
+    if CHECKED_SETTINGS.get() is None:  # a deployment: no command has checked the settings
         check_run(settings)
     with open_flow_run(settings, "run") as run:
         if until != LAST_STAGE:
@@ -121,13 +115,13 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
 def report(
     experiment: Experiment = None, overrides: list[str] = NO_STRINGS, seed: Seed = None, root: Root = None
 ) -> ReportPage:
-    """Write the report of a run, finished or not, as one HTML file, and as JSON.
+    """Write the report of a run, finished or not, as one HTML file and as JSON.
 
     Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; default: no experiment.
         overrides: Settings as on the command line.
-        seed: Of the run.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
+        seed: Seed of the run.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
     log_settings(settings, "report")
@@ -145,14 +139,14 @@ def validate(
     checkpoint: str = "last",
     root: Root = None,
 ) -> list[ValidationSummary]:
-    """Judge the model before training, and a checkpoint of the run.
+    """Evaluate the model before training, and a checkpoint of the run.
 
     Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; default: no experiment.
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
-        seed: Of the run that is judged.
+        seed: Seed of the run.
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
     log_settings(settings, "validate")

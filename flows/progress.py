@@ -1,12 +1,13 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines in a log."""
+"""Progress of a run for users: a live line on a terminal, plain lines in a log."""
 
 import logging
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unicodedata import category
 
@@ -15,51 +16,45 @@ from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN_EVERY_S = 10.0
-"""Seconds between two progress lines in a log."""
-REWARD_NAMES = ("critic/score/mean", "sft/reward")
-"""The reward of a training step, and of a measurement in the warm start."""
-LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}
-"""Losses of supervised steps, as a line says them."""
-
-
+PLAIN_EVERY_S = 10.0  # seconds between two progress lines in a log
+REWARD_NAMES = ("critic/score/mean", "sft/reward")  # reward of a training step, and of a measurement in the warm start
+LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}  # losses of supervised steps by metric name
 HEADLINE_METRIC = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
-"""Of a validation's figures, those that stand in a line."""
+"""Pattern of the metrics of a validation that are printed."""
 
 
 def skipped_suffix(cached: bool) -> str:
-    """End of the line of a result that was there already."""
+    """Return the suffix of the line of an existing result."""
     return ", skipped: done before" if cached else ""
 
 
 class Display:
-    """Where stages and events are shown. This one shows nothing: the log of a flow run under a worker has it all."""
+    """Receiver of stages and events. The base class shows nothing: under a worker the flow run's log has everything."""
 
     def line(self, text: str) -> None:
-        """Print a line that stays on the screen."""
+        """Print a permanent line."""
 
     def event(self, event: Event) -> None:
         """Show an event of the trainer."""
 
     def close(self) -> None:
-        """Erase what is not to stay on the screen."""
+        """Erase the live line."""
 
 
 class PlainDisplay(Display):
-    """Lines for a log: each stage, each checkpoint, and a step now and then."""
+    """Lines for a log: stages, checkpoints, and a step every few seconds."""
 
     def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
         self._every_s = every_s
         self._last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print it at once: a log is read while it is written. Where its disk is full, or its reader gone, the run goes
-        on without it."""
+        """Print and flush a line. A full disk or a closed reader does not stop the run."""
         with suppress(OSError):
             print(printable(text), flush=True)
 
     def event(self, event: Event) -> None:
-        """Print an event that needs a line of its own."""
+        """Print an event, progress at most every few seconds."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
             if not is_end and time.monotonic() - self._last < self._every_s:
@@ -69,17 +64,17 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """Another one, each line of which says what it is of: several runs are shown one after the other."""
+    """A display that prefixes each line with a label, for several runs in sequence."""
 
     def __init__(self, shown: Display, label: str) -> None:
         self._shown, self._label = shown, label
 
     def line(self, text: str) -> None:
-        """Show a line of what the label names."""
+        """Print a line with the label."""
         self._shown.line(f"{self._label}  {text}")
 
     def event(self, event: Event) -> None:
-        """Show an event of what the label names."""
+        """Show an event with the label."""
         if isinstance(event, Progress):
             self._shown.event(replace(event, stage=f"{self._label}  {event.stage}"))
         else:
@@ -87,24 +82,20 @@ class LabelledDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """One line at the bottom that moves, and above it the lines that stay."""
+    """A live line at the bottom, with permanent lines above it."""
 
     def __init__(self, console: "Console") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        columns = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-        )
+        name, metrics = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[metrics]}")
+        columns = (name, BarColumn(bar_width=24), MofNCompleteColumn(), metrics)
         self._bars = Bars(*columns, console=console, transient=True)
         self._bars.start()
-        self._task = self._bars.add_task("", visible=False, figures="")
+        self._task = self._bars.add_task("", visible=False, metrics="")
         if "prefect" in sys.modules:
             for handler in logging.getLogger("prefect").handlers + logging.getLogger().handlers:
-                if hasattr(handler, "console"):  # Prefect's warnings are printed above the live line, not into it
+                if hasattr(handler, "console"):  # print Prefect's warnings above the live line
                     handler.console = console
 
     def line(self, text: str) -> None:
@@ -112,18 +103,12 @@ class LiveDisplay(Display):
         self._bars.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
-        """Move the live line, or print above it."""
+        """Update the live line, or print a line above it."""
         if not isinstance(event, Progress):
             self.line(describe(event))
             return
-        self._bars.update(
-            self._task,
-            visible=True,
-            description=event.stage,
-            completed=event.step,
-            total=event.total_steps,
-            figures=metrics_text(event),
-        )
+        step, total, text = event.step, event.total_steps, metrics_text(event)
+        self._bars.update(self._task, visible=True, description=event.stage, completed=step, total=total, metrics=text)
 
     def close(self) -> None:
         """Erase the live line."""
@@ -131,7 +116,7 @@ class LiveDisplay(Display):
 
 
 def describe(event: Event) -> str:
-    """An event as a line of text."""
+    """Return an event as a line of text."""
     match event:
         case Progress():
             return f"{event.stage}: step {event.step}/{event.total_steps}  {metrics_text(event)}".rstrip()
@@ -141,7 +126,7 @@ def describe(event: Event) -> str:
             return f"checkpoint after step {step}: {path}"
         case Validated(name, step, summary):
             found = {key.rpartition("/")[2]: value for key, value in summary.items() if HEADLINE_METRIC.search(key)}
-            # With weights a reward may be above 1, while pass@k is a share of problems.
+            # A weighted reward may exceed 1; pass@k is a share of problems.
             rewards = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if not key.startswith("pass@"))
             shares = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@"))
             return f"validation {name} (step {step}): reward {rewards}; share solved {shares}"
@@ -152,7 +137,7 @@ def describe(event: Event) -> str:
 
 
 def metrics_text(progress: Progress) -> str:
-    """Reward, speed and time left, as far as they are known."""
+    """Return reward, speed and time left, as far as they are known."""
     parts = [f"{word} {progress.metrics[name]:.3f}" for name, word in LOSS_NAMES.items() if name in progress.metrics]
     reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
     if reward is not None:
@@ -165,18 +150,18 @@ def metrics_text(progress: Progress) -> str:
 
 
 def format_speed(tokens_per_s: float, num_devices: int) -> str:
-    """Tokens a second of each device, and of all of them where there are several.
+    """Return tokens per second of each device, and of all of them if there are several.
 
     >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
-    ('9,000 tokens/s', '9,000 tokens/s a GPU, 18,001 in all')
+    ('9,000 tokens/s', '9,000 tokens/s per GPU, 18,001 in total')
     """
     if num_devices == 1:
         return f"{tokens_per_s:,.0f} tokens/s"
-    return f"{tokens_per_s:,.0f} tokens/s a GPU, {num_devices * tokens_per_s:,.0f} in all"
+    return f"{tokens_per_s:,.0f} tokens/s per GPU, {num_devices * tokens_per_s:,.0f} in total"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Return seconds as text.
 
     >>> format_duration(7.4), format_duration(95), format_duration(7_380)
     ('7 s', '1:35', '2:03:00')
@@ -193,13 +178,13 @@ _display = Display()
 
 
 def display() -> Display:
-    """Where this process shows its progress."""
+    """Return the current display of this process."""
     return _display
 
 
 @contextmanager
 def use_display(new: Display) -> Iterator[None]:
-    """Show progress there inside the block."""
+    """Use a display inside the block."""
     global _display
     old, _display = _display, new
     try:
@@ -210,19 +195,18 @@ def use_display(new: Display) -> Iterator[None]:
 
 
 def display_for_console() -> Display:
-    """The live line on a terminal, plain lines elsewhere."""
+    """Return a live line for a terminal, plain lines for other outputs."""
     from rich.console import Console
 
     console = Console()
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay()
 
 
-PIPED_WIDTH = 250
-"""Columns of a table that goes to a file or a pipe."""
+PIPED_WIDTH = 250  # columns of a table that is written to a file or a pipe
 
 
 def console_for_tables() -> "Console":
-    """The terminal in its width; elsewhere one in which no row of a table is cut. A line of text stays one line."""
+    """Return a console that wraps no line of text and, outside a terminal, cuts no row of a table."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else PIPED_WIDTH
@@ -230,9 +214,56 @@ def console_for_tables() -> "Console":
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would act on, or show in another order.
+    """Escape control characters and characters that change the direction of text.
 
     >>> printable("a\\x1b[2Jb\\nc\\td")
     'a\\\\x1b[2Jb\\nc\\td'
     """
     return "".join(c if c.isprintable() or c in "\n\t\u200d" or category(c) == "Zs" else repr(c)[1:-1] for c in text)
+
+
+CI_SUFFIXES = ("/ci_low", "/ci_high")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationSummary:
+    """Metrics of one validation, and the file with every response."""
+
+    name: str
+    step: int
+    file: Path
+    cached: bool
+    summary: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.headline()}{skipped_suffix(self.cached)}"
+
+    def headline(self) -> str:
+        """Return the main metrics with their intervals."""
+        shown = [name for name in self.summary if HEADLINE_METRIC.search(name) and f"{name}/ci_low" in self.summary]
+        several = len({_source_of(name) for name in shown}) > 1
+        labels = {name: f"{_source_of(name)} " if several else "" for name in shown}
+        parts = (f"{labels[name]}{name.rpartition('/')[2]} {with_interval(self.summary, name)}" for name in shown)
+        return f"{self.name} (step {self.step}): {', '.join(parts)}"
+
+
+def with_interval(summary: Mapping[str, float], metric: str) -> str:
+    """Return a metric with its confidence interval, if it has one; '' for an absent metric.
+
+    >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
+    '0.500 [0.410, 0.590]'
+    """
+    if metric not in summary:
+        return ""
+    low, high = (summary.get(f"{metric}{end}") for end in CI_SUFFIXES)
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{summary[metric]:.3f}{interval}"
+
+
+def _source_of(name: str) -> str:
+    """Return the data source in a held-out metric's name.
+
+    >>> _source_of("val-core/openai/gsm8k/reward/mean@4")
+    'openai/gsm8k'
+    """
+    return name.partition("/")[2].rpartition("/reward/")[0]

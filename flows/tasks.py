@@ -1,4 +1,4 @@
-"""Stages of the chain as Prefect tasks of the flow run that we are in."""
+"""Stages of a run as Prefect tasks of the current flow run."""
 
 import logging
 import time
@@ -19,46 +19,40 @@ from prefect.tasks import Task
 
 from flows import artifacts, chain
 from flows.parameters import RunSettings, experiment_name
-from flows.progress import describe, display
+from flows.progress import ValidationSummary, describe, display
 from flows.server import watch
 from flows.stages.stage import Stage
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
 from flows.work.status import is_stop_requested, worker_of
 from flows.work.trainer import WAITS_FOR_SLOTS
-from flows.work.validation_summary import ValidationSummary
 from rlcore.run.disk import PAUSED
 from rlcore.run.initial_policy import InitialPolicy
 
 R = TypeVar("R")
 
-LAST_STAGE: Final = "report"
-"""The last stage of a whole run."""
+LAST_STAGE: Final = "report"  # last stage of a whole run
 
 
 def flow_run_name() -> str:
-    """`train/countdown_demo seed=2`: flow or last stage, the experiment, and the seed where one was given."""
+    """Return for example `train/countdown_demo seed=2`: flow or last stage, experiment and a given seed."""
     given = flow_run.parameters
     until = given.get("until", LAST_STAGE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
-    return " ".join(
-        [
-            f"{flow_run.flow_name if until == LAST_STAGE else until}/{experiment_name(given.get('experiment'))}",
-            *seed[:1],
-        ]
-    )
+    stage = flow_run.flow_name if until == LAST_STAGE else until
+    return " ".join([f"{stage}/{experiment_name(given.get('experiment'))}", *seed[:1]])
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
-"""What a command has composed and checked before its flow run began: a run's settings, or a sweep."""
+"""Settings of a run, or a sweep, that a command has checked before its flow run."""
 _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow, which finds in `CHECKED_SETTINGS` what it need not compose and check again.
+    """Call a flow that takes `CHECKED_SETTINGS` and does not compose and check again.
 
-    Where Prefect fails after the flow's work, as it does when its server is gone by then, the work's outcome counts.
+    If Prefect fails after the flow's work, for example because its server has ended, the outcome of the work counts.
     """
     outcome: Future[R] = Future()
 
@@ -76,7 +70,7 @@ def call_flow(checked: object, call: Callable[[], R]) -> R:
 
 
 def keep_outcome(work: Callable[[], R]) -> R:
-    """Do the work of a flow, and keep its outcome for `call_flow`."""
+    """Do the work of a flow and store its outcome for `call_flow`."""
     outcome = _OUTCOME.get(Future())
     try:
         outcome.set_result(work())
@@ -88,26 +82,22 @@ def keep_outcome(work: Callable[[], R]) -> R:
 
 @contextmanager
 def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
-    """The run of these settings inside the block; the flow run is watched for cancellation."""
+    """Open the run of these settings and watch the flow run for cancellation."""
     with watch.watch_flow_run(), open_run(settings.config, settings.command(verb), report=log_and_print) as run:
         yield run
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Log to the flow run the command that does the same, and settings that have no effect."""
+    """Log the equivalent command and settings without effect."""
     log_command(join(settings.command(verb)))
     log_unused_settings(settings.unused_settings())
 
 
 def run_as_task(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage of a run as a task.
-
-    Raises:
-        Pause: the flow run was suspended before it.
-    """
+    """Run a stage of a run as a task. Raises Pause if the flow run was suspended before it."""
     if not stage.in_trainer:
         return run_task(stage.name, stage.title(run), lambda: stage.find_or_make(run), stage.describe)
-    run.trainer.on_event = display().event  # also after this task, where a signal may end the run too
+    run.trainer.on_event = display().event  # also between tasks, where a signal may end the run
 
     def work() -> R:
         with report_to_task(run):
@@ -116,19 +106,16 @@ def run_as_task(stage: Stage[R], run: OpenRun) -> R:
     def describe(result: R) -> str:
         if isinstance(result, ValidationSummary):
             artifacts.show_validation(run, result)
-        if isinstance(result, InitialPolicy):
-            show_initial_policy(run, result)
+        if isinstance(result, InitialPolicy) and f"progress-{WARM_START}" in run.prefect_view.artifacts:
+            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end before its last step
         return stage.describe(result)
 
     return run_task(stage.name, stage.title(run), work, describe)
 
 
 def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
-    """Do work as a task. `describe` gives its result as a line, '' for none.
-
-    Raises:
-        Pause: the flow run was suspended before it.
-    """
+    """Run a function as a task and print its result as described, unless that is ''. Raises Pause if the flow run was
+    suspended before it."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
@@ -143,25 +130,15 @@ def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R
         return Task(do, name=name, task_run_name=lambda: title, cache_policy=NO_CACHE)()
 
 
-WARM_START = "warm-start"
-"""The stage in progress events."""
-UPDATE_EVERY_S = 5.0
-"""Seconds between two updates of the progress artifact; one costs 15 ms."""
-SUMMARY_EVERY_S = 20.0
-"""Seconds between two looks at all of a run: its journal, its answers, its checkpoints."""
-LOG_EVERY_S = 30.0
-"""Seconds between two progress lines in the flow run's log."""
+WARM_START = "warm-start"  # name of the stage in progress events
+UPDATE_EVERY_S = 5.0  # seconds between two updates of the progress artifact, each of which takes 15 ms
+SUMMARY_EVERY_S = 20.0  # seconds between two updates of the checkpoints and the summary
+LOG_EVERY_S = 30.0  # seconds between two progress lines in the flow run's log
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
 
 
-def show_initial_policy(run: OpenRun, model: InitialPolicy) -> None:
-    """The bar of a warm start is full at its end, which may come before its last step."""
-    if f"progress-{WARM_START}" in run.prefect_view.artifacts:
-        artifacts.show_progress(run, WARM_START, 100.0, f"{model}  done")
-
-
 class RunReporter:
-    """Passes on what one task's trainer says."""
+    """Receiver of the trainer's events and log lines for one task."""
 
     def __init__(self, run: OpenRun) -> None:
         self._run = run
@@ -171,14 +148,14 @@ class RunReporter:
         self._is_paused = False
 
     def event(self, event: Event) -> None:
-        """Called for each event, in the flow's thread."""
+        """Report an event, in the flow's thread."""
         self._show_pause(event)
         match event:
             case Progress():
                 self._progress(event)
             case CheckpointSaved(step, path):
                 self._log.info("%s", describe(event))
-                if Path(path).is_relative_to(self._run.layout.run_dir):  # the warm start's are not the run's
+                if Path(path).is_relative_to(self._run.layout.run_dir):  # not those of the warm start
                     emit("checkpoint.saved", "run", self._run.run_id, {"step": step, "path": path})
                     self._show_summary()
             case Validated(name, step, summary):
@@ -192,7 +169,7 @@ class RunReporter:
                 emit(name, "run", self._run.run_id, dict(data))
 
     def _show_pause(self, event: Event) -> None:
-        """The flow run is Paused while it waits for room or for slots, until the trainer says anything else."""
+        """Set the flow run to Paused while it waits for disk space or slots, until the next other event."""
         if isinstance(event, RunEvent) and event.name in (PAUSED, WAITS_FOR_SLOTS):
             self._is_paused = True
             artifacts.log_failure(lambda: watch.set_flow_run_state(Paused(message=str(event.data.get("text")))))
@@ -200,18 +177,18 @@ class RunReporter:
             self.resume()
 
     def resume(self) -> None:
-        """The flow run is Running again, if it was Paused."""
+        """Set a paused flow run to Running again."""
         if self._is_paused:
             self._is_paused = False
-            artifacts.log_failure(lambda: watch.set_flow_run_state(Running(message="going on")))
+            artifacts.log_failure(lambda: watch.set_flow_run_state(Running(message="resumed")))
 
     def line(self, line: str) -> None:
-        """Show a line of the trainer's log."""
+        """Log a line of the trainer's log."""
         level = next((level for word, level in _LEVELS if f" {word} " in line[:80]), logging.INFO)
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """Bring what is shown up to date after the last step."""
+        """Update everything after the last step."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
             self._show_summary(now=True)
@@ -228,7 +205,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Checkpoints, summary and the way to MLflow, but not after each of many steps or checkpoints."""
+        """Update checkpoints, summary and MLflow link, at most every `SUMMARY_EVERY_S` unless `now`."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return
@@ -241,7 +218,7 @@ class RunReporter:
 
 @contextmanager
 def report_to_task(run: OpenRun) -> Iterator[None]:
-    """Inside the block the trainer's events and log go to the current task's log and the display."""
+    """Report the trainer's events and log lines to the current task and the display."""
     reporter = RunReporter(run)
 
     def event(event: Event) -> None:
@@ -256,12 +233,12 @@ def report_to_task(run: OpenRun) -> Iterator[None]:
         with watch.stop_as_cancellation(is_stopped), watch.limit_retries(1), heard:
             yield
     finally:
-        reporter.resume()  # a flow run that stays Paused starts no further task, nor this one again
+        reporter.resume()  # a Paused flow run starts no task
     reporter.end()
 
 
 def emit(event: str, kind: str, name: str, payload: dict[str, object]) -> None:
-    """Send an event `millrace.<event>` of the resource `millrace.<kind>.<name>`; Prefect's automations act on it."""
+    """Emit the event `millrace.<event>` of the resource `millrace.<kind>.<name>`, for Prefect's automations."""
     resource = {"prefect.resource.id": f"millrace.{kind}.{name}", "prefect.resource.name": name}
     artifacts.log_failure(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
 
@@ -273,12 +250,12 @@ def log_and_print(text: str) -> None:
 
 
 def log_unused_settings(lines: Iterable[str]) -> None:
-    """Settings without effect; in the log of the outermost flow run alone. A command has shown them before."""
+    """Log settings without effect, once in the outermost flow run; a command has printed them already."""
     if flow_run.parent_flow_run_id is None:
         for line in lines:
             get_run_logger().warning("%s", line)
 
 
 def log_command(command: str) -> None:
-    """How to do the same without Prefect; in the log alone."""
-    get_run_logger().info("The same without Prefect: %s", command)
+    """Log the equivalent command without Prefect."""
+    get_run_logger().info("Equivalent command without Prefect: %s", command)

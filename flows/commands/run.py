@@ -52,7 +52,7 @@ def run(
         return
     from flows import chain
     from flows.plan.checks import check_before_start
-    from flows.plan.table import show_memory
+    from flows.plan.plan import show_memory
     from flows.server.api import start_prefect
     from flows.work.open_run import OpenRun
 
@@ -121,7 +121,7 @@ def _compose_and_plan(
         show_settings(composed, cfg)
         return None
     from flows.plan.checks import check_dry_run, plan_run
-    from flows.plan.table import show_plan
+    from flows.plan.plan import show_plan
 
     plan = plan_run(composed)
     if not dry_run:
@@ -148,7 +148,7 @@ def validate(
     from flows.plan.checks import check_before_plan
     from flows.progress import display
     from flows.stages.validate import Validate
-    from flows.work.checkpoints import checkpoint_name, checkpoint_store
+    from flows.work.origin import checkpoint_name, checkpoint_store
 
     check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)

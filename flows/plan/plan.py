@@ -1,12 +1,16 @@
-"""What a run would do: its stages, what of them is done, its chunks, its room on disk, its tokens. Writes nothing."""
+"""The plan of a run: stages with their status, chunks, tokens, disk space and memory. Writes nothing."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from flows.chain import stages_of
+from flows.progress import console_for_tables
 from flows.stages.stage import StageStatus
 from flows.stages.warm_start import WarmStart
 from flows.work.open_run import OpenRun
@@ -14,7 +18,7 @@ from flows.work.origin import require_same_inputs
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.config.model import PUBLISHED, SMOLLM2, smollm2_file
+from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2, smollm2_file
 from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
 from rlcore.run.initial_policy import stage_settings
@@ -26,6 +30,8 @@ from rlcore.storage.disk import (
     free_bytes,
     num_checkpoints_at_once,
     reserve_bytes,
+    size,
+    unit_for,
 )
 from rlcore.user_code import code_for_run
 from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
@@ -33,7 +39,7 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Most tokens that one step, and the steps that are left, can have."""
+    """Largest numbers of tokens in one step and in the remaining steps."""
 
     prompts_per_step: int
     sequences_per_step: int
@@ -44,8 +50,11 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """Bytes. `checkpoint_bytes` None: not known before the first one. `needed_bytes`: of checkpoints beyond those there
-    are, and the reserve. `file_systems`: all that the run writes, by file system."""
+    """Disk space in bytes.
+
+    `checkpoint_bytes` is None where unknown before the first one. `needed_bytes` has the missing checkpoints and the
+    reserve, `file_systems` everything that the run writes by file system.
+    """
 
     checkpoint_bytes: int | None
     num_checkpoints: int
@@ -57,7 +66,11 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run will do, stage by stage, and what it needs."""
+    """Stages of a run with their status, and its requirements.
+
+    `memory` of one rank's GPU is None where the model's shape is unknown, `warm_start_memory` also without supervised
+    steps. `published_model`: `model.path` of a model not on this machine, whose published shape gives the sizes.
+    """
 
     run_id: str
     run_dir: Path
@@ -69,39 +82,35 @@ class RunPlan:
     tokens: TokenBudget
     disk: DiskBudget
     memory: MemoryPlan | None
-    """Of one rank's GPU; None where the model's shape is not known here."""
     warm_start_memory: MemoryPlan | None
-    """The same of the supervised steps, where there will be some."""
     published_model: str | None
-    """`model.path` of a model that is not on this machine, whose published shape the sizes are planned by."""
     warning: str = ""
-    """What does not hinder the run and should be known."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """True once all stages are done."""
         return all(stage.cached for stage in self.stages)
 
     def stage(self, name: str) -> StageStatus:
-        """The first stage of that name."""
+        """Return the first stage of that name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         plain: dict[str, Any] = TypeAdapter(RunPlan).dump_python(self, mode="json")
         return plain
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """`trained`: what a checkpoint holds; each comes with two moments of the optimizer. `policy`: all of the policy."""
+    """Parameters: `trained`, which a checkpoint holds with two moments each, and all of the `policy`."""
 
     trained: int
     policy: int
 
 
 def count_parameters(config: RunConfig) -> ParameterCount | None:
-    """Parameters of policy and critic; None where the model's shape is not known."""
+    """Return the parameters of policy and critic; None where the model's shape is unknown."""
     lora, shape = config.model.lora, shape_of(config.model)
     if shape is None:
         return None
@@ -112,22 +121,21 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 
 
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
-    """The plan of a run as things stand on disk.
+    """Return the plan of a run from the current state on disk.
 
-    Args:
-        config: of the run.
-        seen: the same with a model of the same shape and tokenizer, to look at while that of `config` is not there yet.
-
-    Raises:
-        DataError: source files of the dataset are missing.
-        CheckpointError: the run's checkpoints are broken, of other settings, code, data or models, or past its last
-            step.
+    `planning_config` has an existing model of the same shape and tokenizer in place of a missing one. Raises DataError
+    if
+    source files of the dataset are missing, CheckpointError if the run cannot resume with these settings.
     """
-    run = OpenRun(config, seen=planning_config)
+    run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config
     require_same_inputs(config, run.layout)
+    prompts, longest = config.trainer.batch_size, config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+    sequences = prompts * config.rollout.samples_per_prompt
+    left = sequences * longest * max(0, config.trainer.total_steps - committed)
     stages = tuple(stage.status(run) for stage in stages_of(config))
-    has_start_model = next(stage.cached for stage in stages if stage.name == WarmStart.name)
+    has_initial_policy = next(stage.cached for stage in stages if stage.name == WarmStart.name)
+    has_warm_start = planning_config.warm_start.enabled and not has_initial_policy
     return RunPlan(
         run_id=run.run_id,
         run_dir=run.layout.run_dir,
@@ -136,24 +144,22 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
         stages=stages,
         committed_step=committed,
         total_steps=config.trainer.total_steps,
-        tokens=_tokens(config, committed),
-        disk=_disk(config, run.layout, count_parameters(planning_config), has_start_model=has_start_model),
+        tokens=TokenBudget(prompts, sequences, longest, sequences * longest, left),
+        disk=_disk(config, run.layout, count_parameters(planning_config), has_initial_policy=has_initial_policy),
         memory=plan_memory_here(planning_config),
-        warm_start_memory=None
-        if has_start_model or not planning_config.warm_start.enabled
-        else plan_memory_here(stage_settings(planning_config)),
+        warm_start_memory=plan_memory_here(stage_settings(planning_config)) if has_warm_start else None,
         published_model=published_model_path(planning_config),
     )
 
 
 def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
-    """What a rank will hold on this host's GPU; on one of unknown size where there is none."""
+    """Return the memory plan of a rank for this host's GPU, or for one of unknown size."""
     shape = shape_of(config.model)
     return None if shape is None else fit_settings(config, shape, detect_device(config))[1]
 
 
 def published_model_path(config: RunConfig) -> str | None:
-    """`model.path` of a model with a known published shape that is not on this machine."""
+    """Return the `model.path` of a model that has a published shape and is not on this machine."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None
@@ -161,36 +167,122 @@ def published_model_path(config: RunConfig) -> str | None:
     return path if file is None else None
 
 
-def _tokens(config: RunConfig, committed: int) -> TokenBudget:
-    prompts = config.trainer.batch_size
-    sequences = prompts * config.rollout.samples_per_prompt
-    longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-    left = max(0, config.trainer.total_steps - committed)
-    return TokenBudget(prompts, sequences, longest, sequences * longest, sequences * longest * left)
-
-
-def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None, *, has_start_model: bool) -> DiskBudget:
-    known = scan(layout.checkpoints).checkpoints
-    size: int | None = None
-    if known:
-        size = known[-1].size_bytes
-    elif count is not None:
-        size = checkpoint_bytes(count.trained)
-    trainer = config.trainer
+def _disk(
+    config: RunConfig, layout: RunLayout, count: ParameterCount | None, *, has_initial_policy: bool
+) -> DiskBudget:
+    known, trainer = scan(layout.checkpoints).checkpoints, config.trainer
+    expected = None if count is None else checkpoint_bytes(count.trained)
+    one = known[-1].size_bytes if known else expected
     number = num_checkpoints_at_once(
         config.checkpoint, total_steps=trainer.total_steps, steps_per_chunk=trainer.steps_per_chunk
     )
     reserve = reserve_bytes(config.checkpoint)
     committed = known[-1].step if known else 0
-    is_done = committed >= trainer.total_steps
-    more = 0 if is_done else max(0, number * (size or 0) - sum(info.size_bytes for info in known))
+    more = (
+        0 if committed >= trainer.total_steps else max(0, number * (one or 0) - sum(info.size_bytes for info in known))
+    )
     needs = disk_needs(
         config,
         layout,
         checkpoints_bytes=more,
         num_weights=0 if count is None else count.policy,
         steps_left=max(0, trainer.total_steps - committed),
-        has_initial_policy=has_start_model,
+        has_initial_policy=has_initial_policy,
     )
     reports = check_needs(needs, reserve)
-    return DiskBudget(size, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
+    return DiskBudget(one, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
+
+
+MAX_DETAIL_CHARACTERS = 57  # length of the list of stages to do
+
+
+def show_plan(plan: RunPlan, *, as_json: bool) -> None:
+    """Print the plan as tables or as JSON."""
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return
+    from rich.table import Table
+
+    console = console_for_tables()
+    console.print(
+        f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, code {plan.code_fingerprint}"
+    )
+    table = Table("stage", "fingerprint", "state", "what", box=None, pad_edge=False, header_style="bold")
+    for name, group in groupby(plan.stages, lambda stage: stage.name):
+        table.add_row(name, *_cells(list(group)))
+    console.print(table, soft_wrap=False)
+    if plan.published_model is not None:
+        text = f"model: {plan.published_model} is not on this machine; sizes are planned from its published config.json"
+        if plan.published_model == SMOLLM2:
+            text += f". {INSTALL_SMOLLM2}"
+        console.print(text)
+    console.print(f"training: committed step {plan.committed_step} of {plan.total_steps}")
+    tokens, disk = plan.tokens, plan.disk
+    console.print(
+        f"tokens: {tokens.prompts_per_step:,} prompts and {tokens.sequences_per_step:,} responses per step, at most "
+        f"{tokens.max_tokens_per_sequence:,} tokens each: at most {tokens.max_tokens_per_step:,} per step, "
+        f"{tokens.max_tokens_left:,} in the remaining steps"
+    )
+    one = "unknown before the first" if disk.checkpoint_bytes is None else size(disk.checkpoint_bytes)
+    console.print(
+        f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {size(disk.reserve_bytes)} in "
+        f"reserve: {size(disk.needed_bytes)} still needed, {size(disk.free_bytes)} free"
+    )
+    for report in disk.file_systems:
+        short = f"; MISSING {size(report.missing_bytes)}" if report.missing_bytes else ""
+        to_write, free = size(report.needed_bytes), size(report.free_bytes)
+        console.print(f"  {report.path}: {to_write} to write on this file system, {free} free{short}")
+    if plan.warning:
+        console.print(plan.warning)
+    if plan.memory is None:
+        print("memory: no plan: the model's config.json is not on this machine, or of an unknown kind")
+    else:
+        show_memory(plan.memory)
+    if plan.warm_start_memory is not None and (note := memory_note(plan.warm_start_memory)):
+        console.print(f"warm start: {note}")
+
+
+def show_memory(plan: MemoryPlan) -> None:
+    """Print the memory of one rank's GPU in each phase of a step."""
+    from rich.table import Table
+
+    room = "" if plan.usable_bytes is None else f", {size(plan.usable_bytes)} of it for tensors"
+    sums = [sum(parts.values()) for parts in plan.phases.values()]
+    scale, unit = unit_for(max(sums))
+    table = Table(title=f"Memory of {plan.device.name}{room}, {unit} by phase", box=None, pad_edge=False,
+                  title_justify="left", header_style="bold")  # fmt: skip
+    table.add_column("part")
+    for phase in plan.phases:
+        table.add_column(phase, justify="right")
+    for part in dict.fromkeys(part for parts in plan.phases.values() for part in parts):
+        sizes = (parts.get(part) for parts in plan.phases.values())
+        table.add_row(part, *("" if held is None else f"{held / scale:.3f}" for held in sizes))
+    table.add_row("sum", *(f"{held / scale:.3f}" for held in sums), style="bold")
+    console = console_for_tables()
+    console.print(table, soft_wrap=False)
+    if note := memory_note(plan):
+        console.print(note)
+
+
+def memory_note(plan: MemoryPlan) -> str:
+    """Return whether the plan fits; '' where the device is unknown."""
+    if plan.usable_bytes is None:
+        return ""
+    peak = f"{plan.peak_phase} needs {size(plan.peak_bytes)}"
+    if plan.cannot_fit:
+        return f"memory: CANNOT FIT: {size(plan.floor_bytes)} even with one longest response per micro-batch"
+    if not plan.fits:
+        return f"memory: {peak} as planned; passes that run out of memory are split (runtime.fit_memory=auto plans it)"
+    return f"memory: fits, {peak}"
+
+
+def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
+    """Return fingerprint, state and details of stages of one name."""
+    done = sum(stage.cached for stage in stages)
+    fingerprint = stages[0].fingerprint or "not known yet"
+    if len(stages) == 1:
+        return fingerprint, "done" if done else "to do", stages[0].detail
+    left = ", ".join(stage.detail for stage in stages if not stage.cached)
+    shown = left if len(left) <= MAX_DETAIL_CHARACTERS else f"{left[:MAX_DETAIL_CHARACTERS]}..."
+    detail = f"{done} of {len(stages)} done"
+    return (fingerprint, "to do", f"{detail}; to do: {shown}") if left else (fingerprint, "done", detail)

@@ -1,1 +1,1 @@
-"""The stages of a run, one file each. `flows.chain` lists them in their order."""
+"""Stages of a run, one file each; `flows.chain` lists them in order."""

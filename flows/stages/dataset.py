@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from data.stage import StageResult
-from flows.stages.rows import describe_rows, make_dataset, planned_dataset, status_of_rows, warn_of_few_rows
+from flows.stages.inputs import describe_rows, make_dataset, planned_dataset, status_of_rows, warn_of_few_rows
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial, count_rows, is_user_build
 from flows.work.open_run import OpenRun
@@ -12,7 +12,7 @@ from rlcore.config import CountdownData
 
 @dataclass(frozen=True)
 class Dataset(Stage[StageResult]):
-    """Make the dataset, or find it."""
+    """Build the dataset, or find it."""
 
     name = "dataset"
 
@@ -20,11 +20,11 @@ class Dataset(Stage[StageResult]):
         return f"dataset {run.config.data.task}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        return status_of_rows(self.name, planned_dataset(run.planning_config), run.config.data.task)
+        return status_of_rows(self.name, run.planning_config, planned_dataset, run.config.data.task)
 
     def check(self, trial: Trial) -> list[str]:
         config = trial.config
-        where = "that data.train_size asks for" if any(map(is_user_build, trial.tasks)) else "of the dataset"
+        where = "requested by data.train_size" if any(map(is_user_build, trial.tasks)) else "of the dataset"
         few = warn_of_few_rows(config, count_rows(config), where)
         for task in trial.tasks:
             if isinstance(task, CountdownData):

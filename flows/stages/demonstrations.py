@@ -3,21 +3,18 @@
 from dataclasses import dataclass
 
 from data.stage import StageResult
-from flows.stages.rows import (
+from flows.stages.inputs import (
     describe_rows,
-    has_tokenizer,
     planned_demonstrations,
     root_of,
     status_of_rows,
-    status_without_tokenizer,
 )
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from rlcore.run.inputs import ensure_tokenizer
 
-NUM_TRIED = 256
-"""Demonstrations that are tokenized before a start."""
+NUM_TRIED = 256  # demonstrations that are tokenized before a start
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,7 @@ class Demonstrations(Stage[StageResult]):
     name = "demonstrations"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_there, damage = has_tokenizer(run.planning_config)
-        place = planned_demonstrations(run.planning_config) if is_there else None
-        return status_without_tokenizer(self.name, damage) if place is None else status_of_rows(self.name, place)
+        return status_of_rows(self.name, run.planning_config, planned_demonstrations)
 
     def check(self, trial: Trial) -> list[str]:
         from data.demonstrations import preview_demonstrations
@@ -41,12 +36,10 @@ class Demonstrations(Stage[StageResult]):
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations
 
+        config, tokenizer = run.config, ensure_tokenizer(run.config)
+        seed, kwargs = config.data.seed, config.data.chat_template_kwargs
         return tokenize_demonstrations(
-            run.config.warm_start,
-            ensure_tokenizer(run.config),
-            seed=run.config.data.seed,
-            root=root_of(run.config),
-            chat_template_kwargs=run.config.data.chat_template_kwargs,
+            config.warm_start, tokenizer, seed=seed, root=root_of(config), chat_template_kwargs=kwargs
         )
 
     def describe(self, result: StageResult) -> str:

@@ -1,13 +1,13 @@
-"""The weights of a checkpoint as a transformers directory."""
+"""Weights of a checkpoint as a transformers directory."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.progress import skipped_suffix
+from flows.stages.inputs import call_trainer
 from flows.stages.stage import Stage, StageStatus, remake_note
-from flows.stages.trainer import call_trainer
-from flows.work.checkpoints import committed_step
 from flows.work.open_run import OpenRun
+from flows.work.origin import committed_step
 from rlcore.checkpoint.catalog import by_score, is_exported, scan
 from rlcore.config import RunConfig
 from rlcore.errors import CheckpointError
@@ -17,7 +17,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeights:
-    """The weights of a step in a transformers directory. `is_best`: of the best held-out score, and not the last."""
+    """Weights of a step in a transformers directory. `is_best`: of the best held-out score, and not the last."""
 
     directory: Path
     step: int
@@ -30,7 +30,7 @@ class ExportedWeights:
 
 @dataclass(frozen=True)
 class Export(Stage[ExportedWeights]):
-    """Write the newest checkpoint's weights for others, or find them."""
+    """Export the newest checkpoint's weights, or find them."""
 
     name = "export"
     in_trainer = True
@@ -38,7 +38,7 @@ class Export(Stage[ExportedWeights]):
     def status(self, run: OpenRun) -> StageStatus:
         return _status(self.name, run, run.layout.exported_model, run.committed)
 
-    def known(self, run: OpenRun) -> ExportedWeights | None:
+    def find(self, run: OpenRun) -> ExportedWeights | None:
         return find_weights(run.layout.exported_model, committed_step(run.config))
 
     def make(self, run: OpenRun) -> ExportedWeights:
@@ -50,8 +50,10 @@ class Export(Stage[ExportedWeights]):
 
 @dataclass(frozen=True)
 class ExportBest(Stage[ExportedWeights]):
-    """Write the weights of the best held-out score, or find them; those of the last checkpoint where that has it, or
-    where they are not wanted (`tracking.log_best`)."""
+    """Export the weights of the best held-out score, or find them.
+
+    The result is that of the last checkpoint where it is the best one or `tracking.log_best` is off.
+    """
 
     name = "export-best"
     in_trainer = True
@@ -65,7 +67,7 @@ class ExportBest(Stage[ExportedWeights]):
             return _status(self.name, run, run.layout.exported_model, run.committed)
         return _status(self.name, run, run.layout.exported_best, step)
 
-    def known(self, run: OpenRun) -> ExportedWeights | None:
+    def find(self, run: OpenRun) -> ExportedWeights | None:
         last = committed_step(run.config)
         step = best_step_to_export(run.config, run.layout, last)
         if step is None:
@@ -92,12 +94,12 @@ def _status(name: str, run: OpenRun, place: Path, step: int) -> StageStatus:
 
 
 def find_weights(directory: Path, step: int) -> ExportedWeights | None:
-    """The weights of a step, if they are there; damaged ones are set aside."""
+    """Return the exported weights of a step, if they exist; damaged ones are set aside."""
     return ExportedWeights(directory, step, cached=True) if is_exported(directory, step) else None
 
 
 def best_step_to_export(config: RunConfig, layout: RunLayout, last_step: int) -> int | None:
-    """Step of the checkpoint with the highest held-out score, if its weights are wanted and not those of the last."""
+    """Return the step of the best held-out score, None if it is the last one or `tracking.log_best` is off."""
     if not (config.tracking.enabled and config.tracking.log_best):
         return None
     scored = by_score(scan(layout.checkpoints).checkpoints)

@@ -1,16 +1,14 @@
-"""The tokenized and filtered rows of a run."""
+"""Tokenized and filtered rows of a run."""
 
 from dataclasses import dataclass, replace
 
 from data.stage import StageResult
-from flows.stages.rows import (
+from flows.stages.inputs import (
     describe_rows,
     filter_rows,
-    has_tokenizer,
     planned_dataset,
     planned_rows,
     status_of_rows,
-    status_without_tokenizer,
     suite_datasets,
     warn_of_few_rows,
 )
@@ -29,10 +27,7 @@ class Filter(Stage[StageResult]):
         return f"filter to {run.config.filter.max_prompt_tokens} tokens"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_there, damage = has_tokenizer(run.planning_config)
-        if not is_there:
-            return status_without_tokenizer(self.name, damage)
-        return status_of_rows(self.name, planned_rows(run.planning_config))
+        return status_of_rows(self.name, run.planning_config, planned_rows)
 
     def check(self, trial: Trial) -> list[str]:
         trial.try_tokenizer()

@@ -1,12 +1,11 @@
-"""The pass rates of the training rows under the model of step 0."""
+"""Pass rates of the training rows under the initial policy."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.progress import skipped_suffix
-from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
+from flows.stages.inputs import call_trainer, has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, remake_note
-from flows.stages.trainer import call_trainer
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.run.inputs import RunInputs, planned_tokenizer
@@ -16,7 +15,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True, slots=True)
 class PassRateTable:
-    """The table of pass rates, and how many of the training rows it leaves. `spread`: the pass rates, in words."""
+    """Table of pass rates, with the number of training rows that it keeps."""
 
     directory: Path
     rows: int
@@ -32,30 +31,30 @@ class PassRateTable:
 
 @dataclass(frozen=True)
 class PassRates(Stage[PassRateTable]):
-    """Measure how often the model of step 0 solves each training row, or find that."""
+    """Measure how often the initial policy solves each training row, or find the result."""
 
     name = "pass-rates"
     in_trainer = True
 
     def status(self, run: OpenRun) -> StageStatus:
         config, wanted = run.config, run.config.pass_rates
-        answers = f"{wanted.samples} answers to each training row" if wanted.table is None else f"from {wanted.table}"
-        rows = planned_rows(run.planning_config) if has_tokenizer(run.planning_config)[0] else None
+        source = f"{wanted.samples} responses to each training row" if wanted.table is None else f"from {wanted.table}"
+        rows = planned_rows(run.planning_config) if has_tokenizer(run.planning_config) else None
         if rows is None or read_finished_or_reason(rows)[0] is None:
-            return StageStatus(self.name, None, None, False, f"{answers}, after the filter")
+            return StageStatus(self.name, None, None, False, f"{source}, after the filter")
         place = planned_pass_rates(config, rows)
         damage = "" if wanted.table is not None else read_finished_or_reason(place)[1]
         known = None if damage else read_pass_rates(config, RunInputs(rows, planned_tokenizer(config)))
-        detail = answers if known is None else f"kept {known.kept:,} of {known.rows:,} rows"
+        detail = source if known is None else f"kept {known.kept:,} of {known.rows:,} rows"
         return StageStatus(self.name, place.name, place, known is not None, remake_note(damage) or detail)
 
-    def known(self, run: OpenRun) -> PassRateTable | None:
+    def find(self, run: OpenRun) -> PassRateTable | None:
         return read_pass_rates(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> PassRateTable:
         call_trainer(run, "measure_pass_rates")
-        made = self.known(run)
-        assert made is not None, "the trainer has published it"
+        made = self.find(run)
+        assert made is not None
         return replace(made, cached=False)
 
     def describe(self, result: PassRateTable) -> str:
@@ -63,11 +62,8 @@ class PassRates(Stage[PassRateTable]):
 
 
 def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
-    """The run's table of pass rates, if it is there.
-
-    Raises:
-        DataError: it keeps too few rows, or a given one is damaged or lacks rows.
-    """
+    """Return the run's table of pass rates, if it exists. Raises DataError if it keeps too few rows, or the table of
+    the settings is damaged or incomplete."""
     found = find_pass_rates(config, inputs)
     if found is None:
         return None

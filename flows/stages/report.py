@@ -1,9 +1,7 @@
-"""The report of a run."""
+"""Report of a run."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 
 from flows.stages.stage import Stage, StageStatus
 from flows.work.open_run import OpenRun
@@ -14,17 +12,14 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
 
-SOURCE_FILE = "source.json"
-"""Beside the report: the fingerprint of what it was written from."""
+SOURCE_FILE = "source.json"  # file next to the report: the fingerprint of its inputs
 SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
 REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
-REPORT_MODULES = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
-"""Modules that a report needs; `preload_modules` imports them in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPage:
-    """The report's page, and whether it was current already."""
+    """Page of the report."""
 
     html: Path
     cached: bool
@@ -35,7 +30,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class Report(Stage[ReportPage]):
-    """Write the report with its sample browser, unless the one on disk is current."""
+    """Write the report with its sample browser, unless the existing one is current."""
 
     name = "report"
 
@@ -47,68 +42,51 @@ class Report(Stage[ReportPage]):
         digest = report_fingerprint(run.layout) if is_current else None
         return StageStatus(self.name, digest, run.layout.run_dir / "report", is_current, "HTML, JSON and pictures")
 
-    def known(self, run: OpenRun) -> ReportPage | None:
+    def find(self, run: OpenRun) -> ReportPage | None:
         return find_report(run.layout, failure_of(run.layout.run_dir))
 
     def make(self, run: OpenRun) -> ReportPage:
-        return _write(run.layout, failure_of(run.layout.run_dir))
+        return write_report(run.layout)
 
     def describe(self, result: ReportPage) -> str:
         return f"report: {result}"
 
 
 def write_report(layout: RunLayout) -> ReportPage:
-    """Write the report with its sample browser, unless the one on disk is current."""
-    failure = failure_of(layout.run_dir)
-    known = find_report(layout, failure)
-    return _write(layout, failure) if known is None else known
-
-
-def _write(layout: RunLayout, failure: str) -> ReportPage:
+    """Write the report with its sample browser, unless the existing one is current."""
     from rlcore.report.build import build_report
     from rlcore.report.page import build_sample_browser
 
-    digest, folder = report_fingerprint(layout, failure), layout.run_dir / "report"
+    failure, folder = failure_of(layout.run_dir), layout.run_dir / "report"
+    if (known := find_report(layout, failure)) is not None:
+        return known
+    digest = report_fingerprint(layout, failure)
     files = build_report(layout.run_dir, failure=failure)
     try:
         build_sample_browser(layout.run_dir)
-    except DataError:  # no validation yet, which the report says too
+    except DataError:  # no validation yet
         (folder / "samples.html").unlink(missing_ok=True)
     write_json_atomically(folder / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
     return ReportPage(files.html, cached=False)
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
-    """What a report depends on: the run's journal, settings and validations, how it failed, and the report's own
-    source."""
-    files = [
-        layout.journal,
-        layout.run_json,
-        layout.run_dir / "memory_plan.json",
-        *sorted(layout.validation.glob("*.json")),
-    ]
-    files += sorted(layout.suites.glob("*/*.json"))
+    """Return the fingerprint of a report's inputs: the run's files, its failure, and the source of the report."""
+    files = [layout.journal, layout.run_json, layout.run_dir / "memory_plan.json"]
+    files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
     return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
 
 
 def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
-    """The report on disk, if it says what the run's files say."""
+    """Return the existing report, if it is current."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
-        found = ReportPage(layout.run_dir / "report" / Path(known["html"]).name, cached=True)  # it may be a copy
+        found = ReportPage(
+            layout.run_dir / "report" / Path(known["html"]).name, cached=True
+        )  # the folder may be a copy
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_current = found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout, failure)
     return found if is_current else None
-
-
-def preload_modules() -> None:
-    """Import what a report is drawn with, in a thread, while the trainer works: it takes a second."""
-
-    def load() -> None:
-        for module in REPORT_MODULES:
-            import_module(module)
-
-    Thread(target=load, name="report-import").start()

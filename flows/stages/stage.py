@@ -1,4 +1,4 @@
-"""A stage of a run: its name, how far it is, how its result is made, and what is said of it."""
+"""Interface of a stage: name, status, result and description."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """How far a stage is. `fingerprint` None: it depends on a stage that has not run yet. `cached`: it is done."""
+    """Status of a stage. `fingerprint` is None where it depends on a stage that has not run; `cached`: it is done."""
 
     name: str
     fingerprint: str | None
@@ -23,34 +23,34 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """One stage of a run. A subclass is a frozen dataclass of what tells it from others of its kind."""
+    """One stage of a run. A subclass is a frozen dataclass whose fields distinguish stages of a kind."""
 
     name: ClassVar[str]
-    """Of the kind of stage, in plans and tasks."""
+    """Kind of stage, in plans and tasks."""
     in_trainer: ClassVar[bool] = False
-    """Whether the trainer process does the work. After the loss of that process the stage is tried again."""
+    """True if the trainer process does the work. The stage is retried after the loss of that process."""
 
     def title(self, run: OpenRun) -> str:
-        """Name of the task."""
+        """Return the name of the task."""
         return f"{self.name} {run.title}"
 
     @abstractmethod
     def status(self, run: OpenRun) -> StageStatus:
-        """How far the stage is. Writes nothing."""
+        """Return the status; writes nothing."""
 
     def check(self, trial: Trial) -> list[str]:
-        """Try what the stage will need, before anything expensive; not called for a stage that is done.
+        """Check the requirements of a stage that is not done, before anything expensive.
 
         Returns:
             Warnings, "" for none.
 
         Raises:
-            ConfigError, DataError: key, rule, value got, what to do.
+            ConfigError, DataError: key, rule, value got and remedy.
         """
         return []
 
-    def known(self, run: OpenRun) -> R | None:
-        """The result on disk; None where it is to be made, or where `make` looks for it."""
+    def find(self, run: OpenRun) -> R | None:
+        """Return the result on disk, or None where `make` makes or finds it."""
         return None
 
     @abstractmethod
@@ -58,15 +58,15 @@ class Stage(ABC, Generic[R]):
         """Make the result. The stages before this one are done."""
 
     def find_or_make(self, run: OpenRun) -> R:
-        """The result, made unless it is known."""
-        known = self.known(run)
+        """Return the result on disk, or make it."""
+        known = self.find(run)
         return self.make(run) if known is None else known
 
     @abstractmethod
     def describe(self, result: R) -> str:
-        """The result as a line for people; '' for none."""
+        """Return the result as a line, '' for none."""
 
 
 def remake_note(damage: str) -> str:
-    """Detail of a stage whose result is damaged; '' for one that is not."""
+    """Return the detail of a stage with a damaged result, '' without damage."""
     return damage and f"made again: {damage}"

@@ -1,17 +1,15 @@
-"""The rows of a suite."""
+"""Rows of a suite."""
 
 from dataclasses import dataclass, replace
 
 from data.stage import SPLITS, StageResult
-from flows.stages.rows import (
+from flows.stages.inputs import (
     describe_rows,
     filter_rows,
-    has_tokenizer,
     make_dataset,
     planned_suite,
     root_of,
     status_of_rows,
-    status_without_tokenizer,
 )
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial
@@ -23,7 +21,7 @@ from rlcore.config.data import parts_of
 
 @dataclass(frozen=True)
 class Suite(Stage[StageResult]):
-    """Make, tokenize and filter the rows of a suite, or find them."""
+    """Build, tokenize and filter the rows of a suite, or find them."""
 
     name = "suite"
     suite: SuiteConfig
@@ -32,19 +30,16 @@ class Suite(Stage[StageResult]):
         return f"suite {self.suite.name}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        seen = suite_settings(run.planning_config, self.suite)
-        is_there, damage = has_tokenizer(seen)
-        if not is_there:
-            return status_without_tokenizer(self.name, damage)
-        return status_of_rows(self.name, planned_suite(seen), self.suite.name)
+        config = suite_settings(run.planning_config, self.suite)
+        return status_of_rows(self.name, config, planned_suite, self.suite.name)
 
     def check(self, trial: Trial) -> list[str]:
         from data.trial import validate_rows
 
-        seen, suite = trial.config, suite_settings(trial.config, self.suite)
+        suite = suite_settings(trial.config, self.suite)
         once = suite.filter.duplicates == "error"
         for part in parts_of(suite.data):
-            validate_rows(part.data, suite.seed, root_of(seen), SPLITS[1:], each_once=once)
+            validate_rows(part.data, suite.seed, root_of(trial.config), SPLITS[1:], each_once=once)
         return []
 
     def make(self, run: OpenRun) -> StageResult:
@@ -55,7 +50,7 @@ class Suite(Stage[StageResult]):
 
 
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
-    """Make, tokenize and filter the rows of a suite, or find them."""
-    seen = suite_settings(config, suite)
-    dataset = make_dataset(seen, SPLITS[1:])
-    return replace(filter_rows(seen, dataset.directory), warning=dataset.warning)
+    """Build, tokenize and filter the rows of a suite, or find them."""
+    config = suite_settings(config, suite)
+    dataset = make_dataset(config, SPLITS[1:])
+    return replace(filter_rows(config, dataset.directory), warning=dataset.warning)

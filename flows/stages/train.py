@@ -8,11 +8,11 @@ from pathlib import Path
 from data.references import check_parts
 from data.stage import SPLITS
 from flows.progress import skipped_suffix
+from flows.stages.inputs import call_trainer
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.trainer import call_trainer
 from flows.stages.trials import Trial
-from flows.work.checkpoints import checkpoint_store, committed_step
 from flows.work.open_run import OpenRun
+from flows.work.origin import checkpoint_store, committed_step
 from rlcore.config import RunConfig
 from rlcore.config.check import suite_settings
 from rlcore.storage.publish import write_text_atomically
@@ -20,14 +20,13 @@ from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 
 log = logging.getLogger(__name__)
 
-DIFF_FILE = "code.diff"
-"""What the source had changed since its commit when the run was last started."""
+DIFF_FILE = "code.diff"  # changes of the source since its commit at the last start of the run
 MAX_DIFF_CHARACTERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Training from the checkpoint at `start` to the one at `stop`; `skipped`: it was committed already."""
+    """Training from the checkpoint at `start` to the one at `stop`; `skipped`: it was already committed."""
 
     start: int
     stop: int
@@ -45,7 +44,7 @@ class Chunk:
 class Train(Stage[Chunk]):
     """Train from the newest checkpoint to `stop`, unless that is committed.
 
-    The checkpoint is written while the next chunk is trained; the last one is waited for (`is_last`).
+    The checkpoint is written during the next chunk; the call waits for the last one (`is_last`).
     """
 
     name = "train"
@@ -56,7 +55,7 @@ class Train(Stage[Chunk]):
 
     @classmethod
     def chunks(cls, config: RunConfig, to_step: int | None = None) -> "list[Train]":
-        """The chunks: their ends are multiples of `trainer.steps_per_chunk`, and the run's end (or `to_step`)."""
+        """Return the chunks: they end at multiples of `trainer.steps_per_chunk` and at the run's end or `to_step`."""
         size, total = config.trainer.steps_per_chunk, to_step or config.trainer.total_steps
         return [cls(start, min(start + size, total), start + size >= total) for start in range(0, total, size)]
 
@@ -69,7 +68,7 @@ class Train(Stage[Chunk]):
         return StageStatus(self.name, run.settings_fingerprint, place, is_done, f"step {self.start}-{self.stop}")
 
     def check(self, trial: Trial) -> list[str]:
-        if self.start > trial.run.committed:  # the first chunk that is not done has checked the same
+        if self.start > trial.run.committed:  # checked with the first chunk that is not done
             return []
         trial.try_scorers()
         trial.try_functions()
@@ -77,7 +76,7 @@ class Train(Stage[Chunk]):
         suites = (suite_settings(config, suite) for suite in config.validation.suites)
         return [check_parts(config, keep=False), *(check_parts(suite, SPLITS[1:], keep=False) for suite in suites)]
 
-    def known(self, run: OpenRun) -> Chunk | None:
+    def find(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:
             return None
         return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), skipped=True, metrics={})
@@ -92,8 +91,7 @@ class Train(Stage[Chunk]):
 
 
 def record_start(run: OpenRun) -> None:
-    """Record command, source and machine in `run.json` and `code.diff`, once for each start; a lack of room ends no
-    run."""
+    """Record command, source and machine in `run.json` and `code.diff` once per start; a full disk is only logged."""
     if run.is_origin_complete:
         return
     run.is_origin_complete = True

@@ -1,7 +1,4 @@
-"""Trials of code and files of the user's own, before anything expensive: scorer, environment, tokenizer, loss, rows.
-
-Code runs in processes with a deadline.
-"""
+"""Trials of user code and files before anything expensive, in processes with a deadline."""
 
 import os
 import subprocess
@@ -28,18 +25,15 @@ from rlcore.start import python_path
 if TYPE_CHECKING:
     from data.trial import FirstRow
 
-LOSS_DEADLINE_S = 120.0
-"""Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
-FIRST_CALL_S = 60.0
-"""Seconds beyond `reward.deadline_s` for a scoring process to start, and the scorer to import what it needs."""
-JUDGE_FAILURE = "JudgeError: "
-"""Beginning of a scorer's failure where its judge has given no verdict (`data.judge`)."""
+LOSS_DEADLINE_S = 120.0  # seconds for a trial of loss and advantage, most of them for the import of torch
+FIRST_CALL_S = 60.0  # seconds beyond `reward.deadline_s` for the start of a scoring process and the scorer's imports
+JUDGE_FAILURE = "JudgeError: "  # prefix of a scorer's failure where its judge gave no verdict (`data.judge`)
 WRONG_RESPONSE = "0"
-"""An answer that is wrong for most tasks. A scorer is tried on the solution, this one and an empty one."""
+"""Response that is wrong for most tasks; a scorer is tried on the solution, this one and an empty one."""
 
 
 class Trial:
-    """A run whose stages are checked, and the first row of each of its tasks, which several checks take."""
+    """A run whose stages are checked, with the first row of each of its tasks."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -48,17 +42,17 @@ class Trial:
 
     @cached_property
     def tasks(self) -> list[TaskData]:
-        """The task, or those of a mixture."""
+        """The task, or the tasks of a mixture."""
         return [part.data for part in parts_of(self.config.data)]
 
     @property
     def model(self) -> Path | None:
-        """The folder at `model.path`; None where there is none."""
+        """The folder at `model.path`, if it exists."""
         path = self.config.model.path
         return None if path is None or not Path(path).is_dir() else Path(path)
 
     def first_row(self, task: TaskData) -> "FirstRow | None":
-        """The first row of one of `tasks`; None where it is not known before the dataset is made."""
+        """Return the first row of one of `tasks`; None where it is unknown before the dataset is built."""
         from data.trial import first_row
 
         if id(task) not in self._rows:
@@ -70,7 +64,7 @@ class Trial:
         """Try the scorer of each task, or the environment, on first rows.
 
         Raises:
-            TrialError: it fails; says on which answer.
+            TrialError: it fails; names the response.
         """
         config = self.config
         if config.data.environment:
@@ -83,13 +77,13 @@ class Trial:
                 _try_scorer(task.scorer, row, config)
 
     def try_functions(self) -> None:
-        """Try loss and advantage of the user's own, or with options, on a few tokens."""
+        """Try custom or configured loss and advantage functions on a few tokens."""
         algo = self.config.algo
         if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
             _try_functions(algo)
 
     def try_tokenizer(self) -> None:
-        """Load the model's tokenizer and render first rows with it, if its folder is here."""
+        """Load the model's tokenizer and render first rows with it, if its folder exists."""
         if self.model is not None:
             rows = [row for task in self.tasks if (row := self.first_row(task)) is not None]
             try_tokenizer(self.model, rows, self.config)
@@ -99,11 +93,10 @@ def count_rows(config: RunConfig) -> int | None:
     """Check the rows of local files.
 
     Returns:
-        The most training rows that there can be, of a build of the user's own those that it is asked for; None where
-        neither files here nor `data.train_size` say it.
+        Largest possible number of training rows, for a custom build the requested number; None where it is unknown.
 
     Raises:
-        DataError: file and line of a row that cannot be used.
+        DataError: file and line of an invalid row.
     """
     from data.trial import validate_rows
 
@@ -117,16 +110,12 @@ def count_rows(config: RunConfig) -> int | None:
 
 
 def is_user_build(data: TaskData) -> bool:
-    """Whether the rows are made by a function of the user's own."""
+    """Return whether a user's function builds the rows."""
     return isinstance(data, CustomData) and not data.build.startswith("data.")
 
 
 def check_continued_prompts(config: RunConfig) -> list[str]:
-    """Check prompts that end with the assistant's words, as the filter will. Only files in the row schema have them.
-
-    Returns:
-        Warnings, "" for none.
-    """
+    """Check prompts that end with the assistant's words, in files in the row schema, and return warnings."""
     from data.filter import check_continued
 
     suites = (suite_settings(config, suite).data for suite in config.validation.suites)
@@ -137,30 +126,30 @@ def check_continued_prompts(config: RunConfig) -> list[str]:
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
-    # A wrong answer and an empty one too: many a scorer returns nothing for what is not right.
+    # Wrong and empty responses too: a common mistake is to return None for them.
     sandbox.set_limits(config.sandbox)
-    answers = list(dict.fromkeys((row.solution or WRONG_RESPONSE, WRONG_RESPONSE, "")))
+    responses = list(dict.fromkeys((row.solution or WRONG_RESPONSE, WRONG_RESPONSE, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})
-    scores = _score_once(scorer, answers, row.ground_truth_json, settings, "reward")
-    for answer, score in zip(answers, scores, strict=True):
+    scores = _score_once(scorer, responses, row.ground_truth_json, settings, "reward")
+    for response, score in zip(responses, scores, strict=True):
         if score.failure:
             if problem := weights_problem(score.failure):
                 raise ConfigError(problem)
             raise TrialError(
                 judge_failure_message(score.failure)
-                or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
+                or f"data.scorer: must score any text; got {scorer}, which failed on response {response[:80]!r} to the "
                 f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
-                "says what it returns"
+                "describes its return value"
             )
 
 
 def judge_failure_message(failure: str) -> str:
-    """What to say where a scorer failed because its judge gave no verdict; '' where it failed by itself."""
+    """Return a message for a scorer failure caused by its judge, else ''."""
     if not failure.startswith(JUDGE_FAILURE):
         return ""
     return (
-        f"reward.judge: must give a verdict on any answer; got {failure.removeprefix(JUDGE_FAILURE)}. Look whether the "
-        "endpoint answers, and serves reward.judge.model"
+        f"reward.judge: must give a verdict on any response; got {failure.removeprefix(JUDGE_FAILURE)}. Check that the "
+        "endpoint is reachable and serves reward.judge.model"
     )
 
 
@@ -176,17 +165,17 @@ def _try_environment(row: "FirstRow", config: RunConfig) -> None:
         raise TrialError(
             f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
             f"failed in {'step' if episode.texts else 'reset'} on the task's first row, {row.ground_truth_json[:200]}: "
-            f"{score.failure}. docs/environments.md says what they return"
+            f"{score.failure}. docs/environments.md describes their return values"
         )
 
 
 def _score_once(
-    scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str
+    scorer: str, responses: Sequence[str], truth_json: str, settings: RewardConfig, section: str
 ) -> list[Score]:
     with ScoringPool(scorer, settings, section=section, num_logged=0) as pool:
-        job = pool.submit(answers, [truth_json] * len(answers))
-        if not job.done.wait(len(answers) * settings.deadline_s + FIRST_CALL_S):
-            return [Score(0.0, {}, failure="it did not come back")] * len(answers)
+        job = pool.submit(responses, [truth_json] * len(responses))
+        if not job.done.wait(len(responses) * settings.deadline_s + FIRST_CALL_S):
+            return [Score(0.0, {}, failure="timed out")] * len(responses)
         try:
             return pool.collect(job)
         except EngineError as error:
@@ -194,18 +183,18 @@ def _score_once(
 
 
 def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
-    """Load a tokenizer and render rows with it. Without rows it is only loaded."""
+    """Load a tokenizer and render rows with it, if there are any."""
     from data.tokenizer import PromptTokenizer, load_tokenizer
 
     tools = tool_schemas(config.episode.tools) if config.episode.tools else []
     forms = dict.fromkeys(row.prompt_form for row in rows)
-    if not forms:  # no row is known yet; what the folder holds is
+    if not forms:  # no row is known yet
         load_tokenizer(directory)
     template_kwargs = config.data.chat_template_kwargs
     if template_kwargs and forms and "chat" not in forms:
         raise ConfigError(
-            f"data.chat_template_kwargs={template_kwargs}: no prompt is a chat, so no chat template is applied. Leave "
-            "it out, or choose data.template=chat"
+            f"data.chat_template_kwargs={template_kwargs}: no prompt is a chat, so no chat template is applied. Remove "
+            "it, or choose data.template=chat"
         )
     for form in forms:
         tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools, chat_template_kwargs=template_kwargs)
@@ -214,26 +203,26 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
             from rlcore.rollout.turns import TurnTokens
 
             role = "tool" if tools else "user"
-            TurnTokens(
-                load_tokenizer(directory),
-                chat=form == "chat",
-                max_reply_tokens=1,
-                role=role,
-                chat_template_kwargs=template_kwargs,
-            )
+            loaded, chat = load_tokenizer(directory), form == "chat"
+            TurnTokens(loaded, chat=chat, max_reply_tokens=1, role=role, chat_template_kwargs=template_kwargs)
 
 
 def _try_functions(algo: AlgoConfig) -> None:
-    """Loss and advantage in a process of its own: it needs torch, and this one does not."""
     named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
     try:
+        command = [sys.executable, "-P", "-m", "rlcore.algos.loss_call"]
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
-            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": python_path()},
-        )  # fmt: skip
+            command,
+            input=algo.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=LOSS_DEADLINE_S,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         raise TrialError(
-            f"{named}: no end in {LOSS_DEADLINE_S:g} s on a few tokens; does a function wait for something?"
+            f"{named}: not finished after {LOSS_DEADLINE_S:g} s on a few tokens. Check what a function waits for"
         ) from None
     if done.returncode:
         kind = ConfigError if done.returncode == 2 else TrialError

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.stages.rows import inputs_of
+from flows.progress import ValidationSummary
+from flows.stages.inputs import call_trainer, inputs_of
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.trainer import call_trainer
-from flows.work.checkpoints import checkpoint_store
 from flows.work.open_run import OpenRun
-from flows.work.validation_summary import ValidationSummary
+from flows.work.origin import checkpoint_store
 from rlcore.config import EvaluationConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -17,7 +16,7 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 
 RESULT_NAMES = {"start": "before", "last": "after"}
-"""Names of the results of some checkpoints; those of others have the checkpoint's."""
+"""Names of the results of these checkpoints; other results have the checkpoint's name."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Validate(Stage[ValidationSummary]):
         return f"validate/{run.title} {self.result_name(run.config)}"
 
     def result_name(self, config: RunConfig) -> str:
-        """Name of the result."""
+        """Return the name of the result."""
         name = RESULT_NAMES.get(self.checkpoint, self.checkpoint)
         validation = config.validation
         if name.startswith("step-") and any(one.max_problems for one in (validation, *validation.suites)):
-            return f"all-{name}"  # that name is of the validation in training, on some of the problems
+            return f"all-{name}"  # `step-...` is the validation in training, on a part of the problems
         return name
 
     def status(self, run: OpenRun) -> StageStatus:
@@ -46,7 +45,7 @@ class Validate(Stage[ValidationSummary]):
         digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
 
-    def known(self, run: OpenRun) -> ValidationSummary | None:
+    def find(self, run: OpenRun) -> ValidationSummary | None:
         return find_validation(run.config, run.layout, self.result_name(run.config), self._step(run))
 
     def make(self, run: OpenRun) -> ValidationSummary:
@@ -63,7 +62,7 @@ class Validate(Stage[ValidationSummary]):
 
 @dataclass(frozen=True)
 class Evaluate(Stage[list[ValidationResult]]):
-    """Validate the model of step 0 on the suites, or find the results: one for each suite, in their order."""
+    """Validate the initial policy on the suites, or find the results, one for each suite."""
 
     name = "evaluate"
     in_trainer = True
@@ -72,18 +71,16 @@ class Evaluate(Stage[list[ValidationResult]]):
         return f"eval/{run.title}"
 
     def status(self, run: OpenRun) -> StageStatus:
-        is_known = self.known(run) is not None
+        is_known = self.find(run) is not None
         return StageStatus(self.name, run.run_id, run.layout.suites, is_known, "on the suites")
 
-    def known(self, run: OpenRun) -> list[ValidationResult] | None:
+    def find(self, run: OpenRun) -> list[ValidationResult] | None:
         return find_suite_results(run.config, run.layout, inputs_of(run), "before", 0)
 
     def make(self, run: OpenRun) -> list[ValidationResult]:
         call_trainer(run, "evaluate")
-        if (known := self.known(run)) is None:
-            raise DataError(
-                f"{run.layout.suites}: the results are not there, or not those of these suites; evaluate again"
-            )
+        if (known := self.find(run)) is None:
+            raise DataError(f"{run.layout.suites}: results are missing, or of other suites; evaluate again")
         return known
 
     def describe(self, result: list[ValidationResult]) -> str:
@@ -91,7 +88,7 @@ class Evaluate(Stage[list[ValidationResult]]):
 
 
 def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
-    """A validation of this step that was made with these settings."""
+    """Return a validation of this step that was made with these settings."""
     file = layout.validation / f"{name}.json"
     if (known := _find_result(file, step, config.validation)) is None:
         return None
@@ -111,7 +108,7 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """The results of all suites of this name, where each was made of this step with these settings."""
+    """Return the results of all suites of this name, if all are of this step and these settings."""
     found = []
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:

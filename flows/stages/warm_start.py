@@ -1,11 +1,10 @@
-"""The model of step 0: made from nothing, given, or taught by supervised steps."""
+"""Model of step 0: randomly initialized, given, or trained by supervised steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.stages.rows import has_tokenizer, inputs_of, planned_rows
+from flows.stages.inputs import call_trainer, has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, remake_note
-from flows.stages.trainer import call_trainer
 from flows.work.open_run import OpenRun
 from rlcore.config import WarmStartConfig
 from rlcore.run.initial_policy import InitialPolicy, known_initial_policy
@@ -15,7 +14,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True)
 class WarmStart(Stage[InitialPolicy]):
-    """Make the model of step 0, or find it."""
+    """Make the initial policy, or find it."""
 
     name = "warm-start"
     in_trainer = True
@@ -25,7 +24,7 @@ class WarmStart(Stage[InitialPolicy]):
         if has_configured_model(config):
             detail = f"off: starts from {config.model.path}"
             return StageStatus(self.name, None, configured_model(config), True, detail)
-        if not has_tokenizer(run.planning_config)[0]:
+        if not has_tokenizer(run.planning_config):
             return StageStatus(self.name, None, None, False, "after the filter")
         rows = planned_rows(run.planning_config)
         place = planned_initial_policy(config, rows)
@@ -33,7 +32,7 @@ class WarmStart(Stage[InitialPolicy]):
         detail = remake_note(damage) or (_stop_rule(config.warm_start) if config.warm_start.enabled else "model only")
         return StageStatus(self.name, place.name, place, manifest is not None, detail)
 
-    def known(self, run: OpenRun) -> InitialPolicy | None:
+    def find(self, run: OpenRun) -> InitialPolicy | None:
         return known_initial_policy(run.config, inputs_of(run))
 
     def make(self, run: OpenRun) -> InitialPolicy:

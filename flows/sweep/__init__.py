@@ -1,1 +1,1 @@
-"""Sweeps: many runs as one: which points, in which order, how far, and what came of them."""
+"""Sweeps: points of settings, their order, progress and results."""

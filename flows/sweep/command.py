@@ -23,10 +23,10 @@ def sweep(
         ),
     ],
     overrides: Settings = None,
-    max_runs: Annotated[int | None, typer.Option(min=1, help="Runs to work on at most.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Training steps to spend at most.")] = None,
+    max_runs: Annotated[int | None, typer.Option(min=1, help="Largest number of runs.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Largest number of training steps.")] = None,
     max_hours: Annotated[
-        float | None, typer.Option(min=0.001, max=100_000, help="Begin no run after so many hours.")
+        float | None, typer.Option(min=0.001, max=100_000, help="Hours after which no run begins.")
     ] = None,
     root: OptionalRoot = None,
     on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
@@ -34,7 +34,7 @@ def sweep(
     as_json: PlanAsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run many points of settings, several seeds each. They are compared; what is finished is not done again.
+    """Run many points of settings, several seeds each, and compare them. Finished runs are skipped.
 
     Examples:
       millrace sweep debug_grid --dry-run
@@ -55,7 +55,7 @@ def sweep(
         show(checked, as_json=as_json)
         return
     api = start_prefect(Path(checked.base.paths.root), verbose=verbose)
-    from flows.sweep.flow import run_checked  # imports Prefect, while the server comes up
+    from flows.sweep.flow import run_checked  # imports Prefect while the server starts
 
     with command_flow(api, verbose=verbose):
         result = run_checked(checked, spec, settings, on_workers=on_workers)
@@ -64,7 +64,7 @@ def sweep(
 
 
 def show(sweep: "Sweep", *, as_json: bool) -> None:
-    """What would be run, and how far each run is."""
+    """Print the runs of a sweep and their progress."""
     from flows.sweep.points import members_of
     from rlcore.config.sweep import format_point
 

@@ -1,14 +1,16 @@
-"""A sweep as a flow: it works on its points in this process, or has workers of the work pool do so."""
+"""Sweeps as flows: points are trained in this process, or by workers of the work pool."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from shlex import join
+from statistics import fmean
 from typing import Annotated, Any
 from uuid import UUID, uuid4
 
+from optuna.trial import Trial, TrialState
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
@@ -28,8 +30,7 @@ from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
-from flows.sweep.drive import POLL_S, SweepWorker, wait_for_others
-from flows.sweep.points import Member, load_checked_sweep
+from flows.sweep.points import Member, load_checked_sweep, members_of, problem_scores_of
 from flows.sweep.result import (
     SweepResult,
     describe_sweep,
@@ -37,9 +38,10 @@ from flows.sweep.result import (
     finish_mlflow_run,
     start_mlflow_run,
     summary_lines,
+    write_record,
     write_result,
 )
-from flows.sweep.study import sweep_lock
+from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, problem_scores_key, sweep_lock
 from flows.tasks import (
     CHECKED_SETTINGS,
     call_flow,
@@ -52,31 +54,137 @@ from flows.tasks import (
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import group_members
-from rlcore.config.sweep import Budget, Sweep
-from rlcore.errors import MillraceError
+from rlcore.config.sweep import Budget, format_point
+from rlcore.config.sweep import Sweep
+from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
+
+POLL_S = 1.0
+TrainFunction = Callable[[Member, int, str, str], object]
+"""Function that trains a run to a step; the strings are its name in the sweep and its settings."""
+
+
+def wait_for_others() -> None:
+    """Wait between two checks of other processes. Raises if the flow run is cancelled or suspended."""
+    end_if_cancelled()
+    end_if_suspended()
+    time.sleep(POLL_S)
+
+
+class SweepWorker:
+    """Work of one process on a sweep: train a point to each comparison, report, prune or finish.
+
+    Several processes share the study and the budget of a call; each point belongs to one process.
+    """
+
+    def __init__(self, sweep: Sweep, train: TrainFunction, call: str) -> None:
+        self.study = SweepStudy(sweep)
+        self.spending = BudgetTracker(self.study, sweep, call)
+        self._sweep = sweep
+        self._train = train
+
+    def run(self, *, whole: bool = True) -> str:
+        """Train points until all have ended or the budget is used up, or a single one, and return its last error.
+
+        Points of other processes are waited for, and taken over if such a process is killed.
+        """
+        error = ""
+        while not self.spending.read()["ended_by"] and self.study.num_left():
+            trial = self.study.ask()
+            if trial is None:
+                wait_for_others()
+                continue
+            try:
+                error = self._train_point(trial)
+            finally:
+                self.study.release(trial)
+            with sweep_lock(self._sweep):
+                write_record(self._sweep, self.study.points())
+            if not whole:
+                break
+        return error
+
+    def _train_point(self, trial: Trial) -> str:
+        """Train a point to its end or that of the budget, and return its error."""
+        number, settings = trial.user_attrs[POINT], trial.user_attrs[SETTINGS]
+        members, problems = members_of(self._sweep, settings)
+        metric, rungs = self._sweep.metric_of(members[0].config), self._sweep.rungs(members[0].config)
+        label, study = format_point(settings), self.study.optuna
+        error = "; ".join(map(str, problems))  # of a search; a list was checked before
+        for step in () if error else rungs:
+            has_room = all([self._train_to(member, step, metric, number, label) for member in members])
+            trial.set_user_attr(RUNS, [member.to_json() for member in members])
+            error = next((member.error for member in members if member.error), "")
+            if error or not has_room:
+                break
+            score = fmean(member.score for member in members if member.score is not None)
+            trial.set_user_attr(problem_scores_key(step), self._problem_scores(members, metric, step))
+            trial.report(score, step)
+            if step == rungs[-1]:
+                study.tell(trial, score)
+            elif trial.should_prune():
+                study.tell(trial, state=TrialState.PRUNED)
+                log_and_print(f"point {number} stops at step {step}: {label}")
+                break
+        if error:
+            trial.set_user_attr(ERROR, error)
+            study.tell(trial, state=TrialState.FAIL)
+        return error
+
+    def _train_to(self, member: Member, step: int, metric: str, number: int, label: str) -> bool:
+        """Train a run to a step, unless it is there; False if the budget is used up."""
+        if member.refresh(metric, step):
+            return True
+        if not self.spending.reserve(member.run_id, max(0, step - member.step)):
+            return False
+        name, member.error = f"point {number} seed {member.seed}", ""
+        try:
+            self._train(member, step, name, f"{label} seed={member.seed}")
+        except StopRequestedError:
+            raise
+        except Exception as error:
+            member.error = str(error) or type(error).__name__
+        has_score = member.refresh(metric, step)
+        self.spending.refund(max(0, step - member.step))
+        if not has_score and not member.error:
+            member.error = (
+                f"has no {metric} at step {step}, since it was trained before with other validation steps; give "
+                "the sweep's runs another name: name=..."
+            )
+        outcome = member.error.splitlines()[0] if member.error else f"{metric} {member.score:.4g}"
+        left = f"{self.study.num_left()} of {self._sweep.num_points} points left"
+        log_and_print(f"{name} step {member.step}: {outcome}; {left}")
+        return True
+
+    def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
+        """Return means over seeds of each held-out problem that all runs have answered, for the paired pruner."""
+        pruning = self._sweep.spec.pruning
+        if pruning is None or pruning.pruner != "paired":
+            return {}
+        found = [problem_scores_of(member.config, metric, step) for member in members]
+        shared = set.intersection(*(set(one) for one in found))
+        return {str(problem): fmean(one[problem] for one in found) for problem in shared}
+
 
 SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
 DEPLOYMENT = "sweep-child/local"
-MAX_CHILDREN = 8
-"""Children that wait or run at a time; how many of them run is the work queue's concurrency limit."""
-STOP_WAIT_S = 20.0
-"""For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
+MAX_CHILDREN = 8  # largest number of waiting and running children; the work queue's limit is that of running ones
+STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops; Prefect's worker kills the sweep after 30 s
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
-    """Run a sweep that was checked already; in Prefect it has the parameters that give it."""
+    """Run a checked sweep; Prefect records the parameters that give it."""
     most = checked.spec.budget
     return call_flow(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
 
 
 def sweep_run_name() -> str:
-    """Name of the flow run: `sweep/debug_grid`."""
+    """Return the name of the flow run, `sweep/debug_grid`."""
     return f"{flow_run.flow_name}/{Path(flow_run.parameters['spec']).stem}"
 
 
 def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """A hook for `on_cancellation`: Prefect's worker calls it once the sweep's process is gone."""
+    """Cancel the children after the end of the sweep's process (`on_cancellation`)."""
     with get_client(sync_client=True) as client:
         _cancel_children(client, flow_run.id)
 
@@ -91,16 +199,16 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> SweepResult:
-    """Run a sweep: points of settings, several seeds each, compared in the end. What is finished is not done again.
+    """Run a sweep: points of settings, several seeds each, compared at the end. Finished runs are skipped.
 
     Args:
         spec: A name in conf/sweep, or the path of a file.
-        overrides: Settings that all points share, such as trainer.total_steps=40.
-        max_runs: Runs that this call works on at most; none: as the sweep says.
-        max_steps: Training steps that this call spends at most; none: as the sweep says.
-        max_hours: Hours after which this call begins no further run; none: as the sweep says.
-        on_workers: Points go to the work pool as runs of the deployment sweep-child/local, not one by one in here.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
+        overrides: Settings of all points, such as trainer.total_steps=40.
+        max_runs: Largest number of runs of this call; default: as in the sweep.
+        max_steps: Largest number of training steps of this call; default: as in the sweep.
+        max_hours: Hours after which this call begins no run; default: as in the sweep.
+        on_workers: Send points to the work pool as runs of the deployment sweep-child/local.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     given = all_overrides(overrides, root=flow_root(root))
@@ -140,7 +248,7 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
 
 
 def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
-    """Train one run of a sweep to a step, from its last checkpoint, as tasks of the flow run that we are in."""
+    """Train one run of a sweep from its last checkpoint to a step, as tasks of the current flow run."""
     end_if_cancelled()
     end_if_suspended()
     settings = member.settings
@@ -154,21 +262,18 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: 
         chain.run_stages(run, run_as_task, Train.name, to_step)
 
 
-# ---------------------------------------------------------------------- on workers
-
-
 @flow(name="sweep-child", flow_run_name=sweep_run_name)
 def sweep_child(
     spec: SpecName, call: str, overrides: list[str] = NO_STRINGS, mlflow_parent: str | None = None, root: Root = None
 ) -> None:
-    """Bring one point of a sweep to its end, on behalf of the sweep's flow run.
+    """Train one point of a sweep for the sweep's flow run.
 
     Args:
-        spec: As the sweep's; a file must be one that the worker can read.
-        call: Name of the call of the sweep, whose budget this is spent from.
-        overrides: As the sweep's.
-        mlflow_parent: MLflow run of the sweep, to nest the runs below.
-        root: Folder of datasets, models, runs and the MLflow store; none: that of the worker.
+        spec: That of the sweep; a file must be readable by the worker.
+        call: Name of the call of the sweep, whose budget is used.
+        overrides: Those of the sweep.
+        mlflow_parent: MLflow run of the sweep, the parent of its runs.
+        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
     """
     checked = load_checked_sweep(spec, all_overrides(overrides, root=flow_root(root)), Budget())
     with watch_flow_run():
@@ -177,48 +282,39 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Have children work on the points until all have ended, or the budget has. One that is lost is replaced.
-
-    Raises:
-        MillraceError: there is no such deployment, or its runs end without working on a point.
-    """
-    at_once = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
+    """Start children until all points have ended or the budget is used up. Lost children are replaced. Raises
+    MillraceError if the deployment is missing, or its runs end without working on a point."""
+    max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:
-        _require_deployment(client)
+        try:
+            client.read_deployment_by_name(DEPLOYMENT)
+        except ObjectNotFound:
+            raise MillraceError(
+                f"on_workers: the Prefect server at {client.api_url} has no deployment {DEPLOYMENT}. `millrace up` "
+                "applies the deployments and starts a worker; without on_workers this process trains the runs."
+            ) from None
         num_lost_before = sum(_is_lost(child) for child in _children(client, us))
         while True:
             num_left = 0 if drive.spending.read()["ended_by"] else drive.study.num_left()
             children = _children(client, us)
             num_alive = sum(_is_alive(child) for child in children)
             lost = [child for child in children if _is_lost(child)]
-            if len(lost) - num_lost_before > sweep.num_points - num_left + at_once:
+            if len(lost) - num_lost_before > sweep.num_points - num_left + max_children:
                 raise MillraceError(f"{DEPLOYMENT}: its runs end without working on a point: {lost[0].state!r}")
             if not num_alive and not num_left:
                 return
-            for _ in range(min(at_once, num_left) - num_alive):
+            for _ in range(min(max_children, num_left) - num_alive):
                 run_deployment(DEPLOYMENT, parameters=parameters, timeout=0)
             wait_for_others()
 
 
-def _require_deployment(client: SyncPrefectClient) -> None:
-    try:
-        client.read_deployment_by_name(DEPLOYMENT)
-    except ObjectNotFound:
-        raise MillraceError(
-            f"on_workers: the Prefect server at {client.api_url} has no deployment {DEPLOYMENT}. `millrace up` "
-            "applies the deployments and starts a worker; without on_workers the runs go on in this process."
-        ) from None
-
-
 @contextmanager
 def cancel_children_on_error() -> Iterator[UUID]:
-    """Gives the id of our flow run. Where the block fails, its children are cancelled: those that run save, and those
-    that wait do not begin."""
+    """Yield the id of the current flow run, and cancel its children if the block fails: running ones save."""
     us = UUID(str(flow_run.id))
     try:
         yield us
     except BaseException:
-        # The server may be gone: we end all the same, and soon.
         with suppress(Exception), limit_retries(1), get_client(sync_client=True) as client:
             _cancel_children(client, us)
             deadline = time.monotonic() + STOP_WAIT_S
@@ -229,11 +325,11 @@ def cancel_children_on_error() -> Iterator[UUID]:
 
 def _cancel_children(client: SyncPrefectClient, flow_run_id: UUID) -> None:
     for child in filter(_is_alive, _children(client, flow_run_id)):
-        client.set_flow_run_state(child.id, Cancelling(message="The flow run around it was stopped."))
+        client.set_flow_run_state(child.id, Cancelling(message="The parent flow run was stopped."))
 
 
 def _children(client: SyncPrefectClient, flow_run_id: UUID) -> list[FlowRun]:
-    """The newest children: the server gives 200 at most, and older ones have ended."""
+    """Return the newest children, at most 200; older ones have ended."""
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]))
     return client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.EXPECTED_START_TIME_DESC)
 

@@ -1,4 +1,4 @@
-"""A sweep's checks, and the runs of its points as their folders have them."""
+"""Checks of a sweep, and the runs of its points as recorded in their folders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +8,7 @@ from typing import Any
 from flows.parameters import RunSettings
 from flows.plan.checks import check_before_plan
 from flows.stack.state import with_stack_tracking
-from flows.work.checkpoints import committed_step
-from flows.work.origin import require_same_inputs
+from flows.work.origin import committed_step, require_same_inputs
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import compose_many
@@ -23,16 +22,12 @@ from rlcore.tracking.journal import read_journal
 
 
 def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
-    """Compose and check a sweep: every point's settings, and what all points need.
-
-    Raises:
-        ConfigError, DataError: one message with every mistake.
-    """
+    """Compose and check a sweep: settings of every point, and their common requirements."""
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
     if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
-        from flows.sweep.study import make_pruner  # Optuna, only where its own pruners are asked for
+        from flows.sweep.study import make_pruner  # Optuna, only for its own pruners
 
         make_pruner(checked.spec.pruning)
     return checked
@@ -40,7 +35,7 @@ def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep
 
 @dataclass(slots=True)
 class Member:
-    """One run of a point: its seed. `step`: how far it has come; `score`: at the point's last comparison."""
+    """Run of a point with one seed. `step`: its last one; `score`: at the point's last comparison."""
 
     seed: int
     settings: RunSettings
@@ -50,40 +45,40 @@ class Member:
 
     @property
     def config(self) -> RunConfig:
-        """The run's settings, typed."""
+        """Settings of the run."""
         return self.settings.config
 
     @property
     def run_id(self) -> str:
-        """Id of the run: the name of its folder."""
+        """Name of the run's folder."""
         return run_id(self.config)
 
     def refresh(self, metric: str, step: int) -> bool:
-        """Read from its folder whether it has come to a step, and with which score."""
+        """Read step and score from the run's folder and return whether it has a score at this step."""
         self.step = committed_step_or_zero(self.config)
         self.score = score_at(self.config, metric, step) if self.step >= step else None
         return self.score is not None
 
     def to_json(self) -> dict[str, Any]:
-        """The run as `sweep.json` has it."""
+        """Return the run as in `sweep.json`."""
         run_dir = str(RunLayout.of(self.config).run_dir)
         return {"seed": self.seed, "run_id": self.run_id, "run_dir": run_dir, "step": self.step, "score": self.score,
                 "error": self.error}  # fmt: skip
 
 
 def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
-    """The runs of a point, one a seed, and what is wrong in its settings."""
+    """Return the runs of a point, one per seed, and the problems in its settings."""
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
-    judged = compose_many(overrides, experiment=sweep.spec.experiment)
+    composed = compose_many(overrides, experiment=sweep.spec.experiment)
     members = [
         Member(seed, RunSettings(with_stack_tracking(config), tuple(texts), sweep.spec.experiment))
-        for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, judged, strict=True)
+        for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, composed, strict=True)
     ]
-    return members, judged[0][1]
+    return members, composed[0][1]
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """How far a run has come; 0 where its checkpoints cannot be read: the run itself says why when it is begun."""
+    """Return the last step of a run; 0 if it cannot resume, which its start reports."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)
@@ -92,7 +87,7 @@ def committed_step_or_zero(config: RunConfig) -> int:
 
 
 def score_at(config: RunConfig, metric: str, step: int) -> float | None:
-    """A held-out figure of a run at a step, from its journal."""
+    """Return a held-out metric of a run at a step, from its journal."""
     try:
         records = read_journal(RunLayout.of(config).journal)
     except (MillraceError, OSError):
@@ -104,13 +99,13 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
         for name, value in record.metrics.items()
         if name.startswith("val-core/") and name.endswith(f"/{metric}") and not config.validation.is_of_suite(name)
     }
-    over_all = f"val-core/all/{metric}"  # there where held-out problems come from several sources
+    over_all = f"val-core/all/{metric}"  # for held-out problems of several sources
     value = found[over_all] if over_all in found else next(iter(found.values()), None)
     return None if value is None else float(value)
 
 
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
-    """The same figure of each held-out problem that has a score, by its id; empty where the answers are not kept."""
+    """Return the metric of each held-out problem by id; empty if the responses are not stored."""
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
         result = ValidationResult.read(file).scored_only

@@ -1,6 +1,6 @@
-"""What a sweep leaves: `sweep.json`, comparison, best point as an experiment, a description, and a run in MLflow.
+"""Results of a sweep: `sweep.json`, comparison, best point as an experiment, description, MLflow run.
 
-MLflow may be away: a sweep does not need it.
+A sweep does not need MLflow: its failures are only logged.
 """
 
 import json
@@ -33,26 +33,20 @@ from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, MlflowStore
 FORMAT_VERSION = 2
 SWEEP_FILE = "sweep.json"
 BEST_FILE = "best.yaml"
-PARENT_FILE = "mlflow.json"
-"""In the sweep's folder: the id of its run in MLflow."""
+PARENT_FILE = "mlflow.json"  # file in the sweep's folder with the id of its MLflow run
 MIN_RUNS_TO_COMPARE = 2
-MAX_ROWS_SHOWN = 20
-"""Points in the description of a sweep in Prefect and MLflow: the best ones."""
+MAX_ROWS_SHOWN = 20  # largest number of points, the best ones, in the description of a sweep
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed"}
-"""States of points that have ended; the others are `to do`."""
-Points = Mapping[int, FrozenTrial]
-"""The points of a sweep by their numbers, see `flows.sweep.study.points_of`."""
+"""States of points that have ended; others are `to do`."""
+Points = Mapping[int, FrozenTrial]  # points of a sweep by number, see `flows.sweep.study.points_of`
 Row = dict[str, Any]
-"""A point as `sweep.json` has it: `point` (its number), `settings`, `label`, `state`, `score`, `scores` by step,
-`error`, `runs` (`Member.to_json`)."""
+"""Point in `sweep.json`: `point` (its number), `settings`, `label`, `state`, `score`, `scores` by step, `error`,
+`runs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a call has come to. `num_runs` and `num_steps`: what it has worked on; the rest is of the whole sweep.
-
-    `points`: best first, see `rows_of`.
-    """
+    """Result of a call: `num_runs` and `num_steps` are of this call, the rest of the whole sweep, best points first."""
 
     sweep_id: str
     folder: Path
@@ -67,17 +61,17 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score; of equal ones the first."""
+        """The finished point with the best score, the first of equal ones."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property
     def failed(self) -> list[str]:
-        """The points that have failed, with their errors."""
+        """The failed points with their errors."""
         return [f"point {one['point']}, {one['label']}: {one['error']}" for one in self.points if one["error"]]
 
 
 def rows_of(sweep: Sweep, points: Points) -> list[Row]:
-    """A row for each point: finished ones first, then by the score, then by the number."""
+    """Return a row for each point: finished ones first, then by score, then by number."""
     rows = [
         {"point": number, "settings": trial.user_attrs[SETTINGS], "label": format_point(trial.user_attrs[SETTINGS]),
          "state": STATES.get(trial.state, "to do"), "score": trial.value,
@@ -89,23 +83,24 @@ def rows_of(sweep: Sweep, points: Points) -> list[Row]:
     return sorted(rows, key=lambda row: (row["state"] != "finished", row["score"] is None, sign * (row["score"] or 0)))
 
 
-def write_record(sweep: Sweep, points: Points) -> None:
-    """Replace `sweep.json`, whole or not at all."""
+def write_record(sweep: Sweep, points: Points) -> list[Row]:
+    """Replace `sweep.json` atomically, and return its points."""
+    rows = rows_of(sweep, points)
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sweep_id": sweep.sweep_id,
         "metric": sweep.metric_of(sweep.base),
-        "points": rows_of(sweep, points),
+        "points": rows,
         "spec": sweep.spec.model_dump(mode="json", exclude_none=True),
         "overrides": list(sweep.overrides),
     }
     write_json_atomically(sweep.folder / SWEEP_FILE, document)
+    return rows
 
 
 def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
-    """Write what a sweep leaves on disk. `spending`: of this call, see `flows.sweep.study.Spending`."""
-    write_record(sweep, points)
-    rows = rows_of(sweep, points)
+    """Write the results of a sweep to disk. `spending` is that of this call."""
+    rows = write_record(sweep, points)
     return SweepResult(
         sweep_id=sweep.sweep_id,
         folder=sweep.folder,
@@ -121,7 +116,7 @@ def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlfl
 
 
 def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """The best point with its first seed as an experiment's file; None where no point is finished."""
+    """Write the best point with its first seed as an experiment, unless no point is finished."""
     if not rows or rows[0]["state"] != "finished":
         return None
     best, file = rows[0], sweep.folder / BEST_FILE
@@ -137,7 +132,7 @@ def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """The report that compares all runs with a score that are on disk; None where fewer than two are."""
+    """Write the comparison of all runs with a score on disk, unless there are fewer than two."""
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
     if len(there) < MIN_RUNS_TO_COMPARE:
@@ -148,22 +143,18 @@ def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def summary_lines(result: SweepResult) -> list[str]:
-    """The last lines of `millrace sweep`."""
+    """Return the last lines of `millrace sweep`."""
     states = [row["state"] for row in result.points]
     left = result.num_points - sum(state != "to do" for state in states)
-    others = [
-        (states.count("stopped early"), "stopped early"),
-        (states.count("failed"), "failed"),
-        (left, "not finished"),
-    ]
+    others = {state: states.count(state) for state in ("stopped early", "failed")} | {"not finished": left}
     counts = [
         f"{states.count('finished')} of {result.num_points} points finished",
-        *(f"{number} {state}" for number, state in others if number),
+        *(f"{number} {state}" for state, number in others.items() if number),
         f"{result.num_runs} runs worked on, {result.num_steps} steps",
     ]
     lines = [", ".join(counts), *(f"failed: {text}" for text in result.failed)]
     if result.ended_by:
-        lines.append(f"the budget is used up: {result.ended_by}; the same command goes on")
+        lines.append(f"the budget is used up: {result.ended_by}; the same command resumes the sweep")
     if result.best is not None:
         lines.append(f"best: point {result.best['point']}, {result.best['label']}: {result.best['score']:.4g}")
         lines.append(f"best settings: {result.best_experiment}")
@@ -173,7 +164,7 @@ def summary_lines(result: SweepResult) -> list[str]:
 
 
 def describe_sweep(sweep: Sweep, result: SweepResult) -> str:
-    """Purpose, outcome and the best points of a sweep, as Markdown."""
+    """Return purpose, outcome and best points of a sweep in Markdown."""
     spec, rows = sweep.spec, result.points[:MAX_ROWS_SHOWN]
     keys = ", ".join(f"`{key}`" for key in dict.fromkeys(key for row in rows for key in row["settings"]))
     seeds = "".join(f" seed {seed} |" for seed in spec.seeds)
@@ -200,37 +191,34 @@ def _format_score(score: float | None) -> str:
     return "" if score is None else f"{score:.4g}"
 
 
-# ---------------------------------------------------------------------- MLflow
-
-
 @contextmanager
 def _log_mlflow_failure(what: str) -> Iterator[None]:
-    """MLflow may be away: an error inside the block is a line in the log."""
+    """Log an exception inside the block."""
     try:
         yield
     except Exception as error:
-        get_run_logger().warning("MLflow did not take %s: %s", what, error)
+        get_run_logger().warning("MLflow has not received %s: %s", what, error)
 
 
 def start_mlflow_run(sweep: Sweep) -> str | None:
-    """The sweep's run, now RUNNING; None where tracking is off or MLflow does not answer."""
-    run = None
-    if sweep.base.tracking.enabled:
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
-        file, store = sweep.folder / PARENT_FILE, _store(sweep)
-        with _log_mlflow_failure("the sweep, so its runs will stand there side by side"):
-            if not file.is_file():
-                tags = {"millrace.sweep_id": sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
-                write_json_atomically(file, {"run_id": store.create_run(sweep.sweep_id, tags)})
-            its_run = str(json.loads(file.read_text())["run_id"])
-            store.client.update_run(its_run, status="RUNNING")
-            run = its_run
+    """Create or reopen the sweep's MLflow run; None without tracking or after a failure."""
+    if not sweep.base.tracking.enabled:
+        return None
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    run, file, store = None, sweep.folder / PARENT_FILE, _store(sweep)
+    with _log_mlflow_failure("the sweep, so its runs will not be grouped there"):
+        if not file.is_file():
+            tags = {"millrace.sweep_id": sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
+            write_json_atomically(file, {"run_id": store.create_run(sweep.sweep_id, tags)})
+        recorded = str(json.loads(file.read_text())["run_id"])
+        store.client.update_run(recorded, status="RUNNING")
+        run = recorded
     return run
 
 
 @contextmanager
 def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
-    """Where the block is left by an error or a stop, the sweep's run ends with it."""
+    """End the sweep's MLflow run where the block raises."""
     try:
         yield
     except BaseException as error:
@@ -241,10 +229,10 @@ def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
 
 
 def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
-    """Parameters, scores by point, the files, a description, and the end."""
+    """Log parameters, scores by point, files and description, and end the run."""
     if (run := result.mlflow_run_id) is None:
         return
-    with _log_mlflow_failure("all of the sweep"):
+    with _log_mlflow_failure("the results of the sweep"):
         store, metric = _store(sweep), sweep.metric_of(sweep.base)
         store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
         for row in result.points:

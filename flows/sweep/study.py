@@ -1,7 +1,7 @@
-"""A sweep's points as Optuna's study: which come next, how far they are, which are dropped.
+"""Points of a sweep as an Optuna study: their order, scores and pruning.
 
-The study is a journal in the sweep's folder that several processes may share. A point is a trial; one that has failed,
-or whose process was stopped or killed, is a failed trial, and queued again with the same settings.
+Several processes may share the study, a journal in the sweep's folder. A point is a trial; a failed or interrupted one
+is a failed trial, and queued again with the same settings.
 """
 
 import json
@@ -26,27 +26,29 @@ from rlcore.storage.locks import FileLock, HeldLock
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""Attributes of a trial: the point's number from 1 on, its settings, its runs (`Member.to_json`), why it has failed. A
-trial without settings is no point: its process was killed while it was being made."""
+"""Attributes of a trial: number of the point from 1 on, its settings, its runs (`Member.to_json`), its error.
+
+A trial without settings is not a point: its process was killed while creating it.
+"""
 SEED_STRIDE = 100_003
-"""Between two seeds of a search: each point has a sampler of its own, so an interrupted sweep draws the same points."""
-LOCK_WAIT_S = 600.0
-"""Seconds to wait for another process of the same sweep: it decides in milliseconds, and compares in seconds."""
+"""Distance of the seeds of two searches. Each point has a separate sampler, so a resumed sweep draws equal points."""
+LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
 
 class PairedPruner(BasePruner):
-    """Drops a trial that the best one of the same step beats on the same held-out problems, unless few are left.
+    """Pruner of trials that the best one beats on the same held-out problems, while enough are left.
 
-    It is beaten where the interval of the paired difference (`paired_difference`) excludes 0. Of n trials that have
-    begun, the best n / (k + 1) of the k-th comparison go on, beaten or not: a lead early in training, however sure, is
-    none at the end. Trials that share no problem are not compared.
+    A trial is beaten where the interval of the paired difference (`paired_difference`) excludes 0. Of n trials that
+    have
+    begun, the best n / (k + 1) of the k-th comparison continue in any case, since an early lead may be lost. Trials
+    without common problems are not compared.
     """
 
     def __init__(self, confidence: float) -> None:
         self._confidence = confidence
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Whether the trial is to end at its last step."""
+        """Return whether the trial ends at its last step."""
         step = trial.last_step
         if step is None:
             return False
@@ -66,16 +68,12 @@ class PairedPruner(BasePruner):
 
 
 def problem_scores_key(step: int) -> str:
-    """Attribute of a trial: its score of each held-out problem at a step, by the problem's id."""
+    """Return the attribute of a trial for its scores at a step by problem id."""
     return f"problems at {step}"
 
 
 def make_pruner(pruning: Pruning | None) -> BasePruner:
-    """The pruner that a sweep names.
-
-    Raises:
-        ConfigError: Optuna does not take its options.
-    """
+    """Return the pruner of a sweep. Raises ConfigError if Optuna rejects its options."""
     if pruning is None:
         return optuna.pruners.NopPruner()
     if pruning.pruner == "paired":
@@ -85,13 +83,13 @@ def make_pruner(pruning: Pruning | None) -> BasePruner:
         pruner: BasePruner = made(**pruning.options)
     except (TypeError, ValueError) as error:
         remedy = f"docs/sweeps.md; Optuna's documentation of {made.__name__} lists them"
-        rule = f"are not what Optuna's {made.__name__} takes ({' '.join(str(error).split())})"
+        rule = f"are not accepted by Optuna's {made.__name__} ({' '.join(str(error).split())})"
         raise settings_error([Problem("pruning.options", rule, format_value(pruning.options), remedy)]) from error
     return pruner
 
 
 def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
-    """The sampler of the point with this number."""
+    """Return the sampler of the point with this number."""
     seed = search.seed * SEED_STRIDE + number - 1
     if isinstance(search, OptunaSearch):
         return TPESampler(n_startup_trials=search.startup_points, seed=seed)
@@ -99,14 +97,14 @@ def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
 
 
 def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """The points in order, by their numbers; of one that was tried several times the last trial."""
+    """Return the points by number, each with its last trial."""
     trials = [one for one in study.get_trials(deepcopy=False) if SETTINGS in one.user_attrs]
     found = {one.user_attrs[POINT]: one for one in trials}
     return dict(sorted(found.items()))
 
 
 class SweepStudy:
-    """Optuna's study of a sweep, and the points of it that this process works on."""
+    """Optuna study of a sweep, with the claims of this process."""
 
     def __init__(self, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -123,23 +121,23 @@ class SweepStudy:
             )
 
     def points(self) -> dict[int, FrozenTrial]:
-        """See `points_of`."""
+        """Return the points, see `points_of`."""
         return points_of(self.optuna)
 
     def num_left(self) -> int:
-        """Points that have not ended, those that are not drawn yet among them."""
+        """Return the number of points that have not ended, drawn or not."""
         ended = [one for one in self.points().values() if one.state.is_finished()]
         return max(0, self._sweep.num_points - len(ended))
 
     def retry_failed(self) -> None:
-        """Queue the points again that have failed."""
+        """Queue the failed points again."""
         with sweep_lock(self._sweep):
             for trial in self.points().values():
                 if trial.state == TrialState.FAIL:
                     self._requeue(trial)
 
     def ask(self) -> Trial | None:
-        """The next point, which this process then works on; None: there is none, or others work on those left."""
+        """Claim and return the next point; None if none is left or other processes work on the rest."""
         search = self._sweep.spec.search
         with sweep_lock(self._sweep):
             self._requeue_lost()
@@ -156,7 +154,7 @@ class SweepStudy:
             trial = self.optuna.ask()
             self._claims[trial.number] = self._claim(trial.number)
             self._claims[trial.number].try_acquire()
-            if search is not None:  # the values of a queued trial are fixed
+            if search is not None:  # a queued trial returns its values
                 settings = {key: _suggest(trial, key, values) for key, values in search.space.items()}
                 trial.set_user_attr(POINT, trial.user_attrs.get(POINT, len(points) + 1))
                 trial.set_user_attr(SETTINGS, settings)
@@ -167,11 +165,11 @@ class SweepStudy:
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """The lock of the process that works on a trial; the kernel frees it where that is killed."""
+        """Return the lock of the process that works on a trial; the kernel frees it when that is killed."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
-        """Queue again what was left by a process that was stopped or killed."""
+        """Queue the points of stopped or killed processes again."""
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             claim = self._claim(trial.number)
             if claim.try_acquire():
@@ -185,7 +183,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """Runs, steps and hours of one call of a sweep against its budget, kept in the study for all its processes."""
+    """Runs, steps and hours of one call of a sweep, stored in the study for all its processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -197,12 +195,12 @@ class BudgetTracker:
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:
-        """`runs`: ids; `steps`: their number; `ended_by`: what was used up first, '' while there is room."""
+        """Return `runs` (ids), `steps` (number) and `ended_by`: the exhausted budget, '' while there is some."""
         found: dict[str, Any] = self._study.user_attrs[self._name]
         return found
 
     def reserve(self, run_id: str, steps: int) -> bool:
-        """Whether a run may be trained for so many steps more; if so, they are spent."""
+        """Reserve steps of a run, and return whether the budget allows them."""
         with sweep_lock(self._sweep):
             known = self.read()
             new = known | {"runs": sorted({*known["runs"], run_id}), "steps": known["steps"] + steps}
@@ -215,7 +213,7 @@ class BudgetTracker:
             return not over
 
     def refund(self, steps: int) -> None:
-        """Steps that a run was begun for and has not done."""
+        """Return reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
@@ -225,18 +223,18 @@ class BudgetTracker:
 
 
 def sweep_lock(sweep: Sweep) -> HeldLock:
-    """Held by the process that takes a point from the sweep's study, or writes its results."""
+    """Return the lock for claiming a point or writing results."""
     return HeldLock(sweep.folder / "sweep.lock", what=f"sweep {sweep.sweep_id}", wait_s=LOCK_WAIT_S)
 
 
 def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
     if not isinstance(values, Range):
-        # As text, since Optuna takes no lists and mappings as choices.
+        # As JSON, since Optuna accepts no lists and mappings as choices.
         chosen: JsonValue = json.loads(trial.suggest_categorical(key, [json.dumps(value) for value in values]))
         return chosen
     if values.is_whole:
         step = 1 if values.step is None else int(values.step)
         return trial.suggest_int(key, int(values.low), int(values.high), step=step, log=values.log)
     drawn = trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
-    # Four digits: what is run is what is shown.
+    # Four digits, as shown.
     return min(max(float(f"{drawn:.4g}"), values.low), values.high)

@@ -1,1 +1,1 @@
-"""The work of the flows, without Prefect."""
+"""Work of the flows without Prefect."""

@@ -1,4 +1,4 @@
-"""A run that this process works on: its lock, its folder, its settings and code on disk, its trainer process."""
+"""A run that this process works on: its lock, folder, settings, code and trainer process."""
 
 import logging
 import time
@@ -12,13 +12,12 @@ from uuid import UUID
 
 import psutil
 
+from flows.progress import ValidationSummary
 from flows.stack.state import FLOW_RUN_ID, set_mlflow_login
-from flows.work.checkpoints import committed_step
-from flows.work.origin import require_same_inputs
+from flows.work.origin import committed_step, require_same_inputs
 from flows.work.protocol import Event
 from flows.work.slots import SlotRequest, Slots
 from flows.work.trainer import TrainerProcess
-from flows.work.validation_summary import ValidationSummary
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import DataError, MillraceError, is_stop
@@ -35,21 +34,20 @@ from rlcore.user_code import code_for_run, read_code, run_code
 
 log = logging.getLogger(__name__)
 
-EVALUATION = "eval"
-"""`name` of an evaluation, which is a run without steps."""
+EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
-"""Which process was told to stop last, and when: a second signal would end it without a save."""
+"""Record of the last stop request, with its process: a second signal would end that without saving."""
 END_WAIT_S = 60.0
-"""Beyond `runtime.stop_deadline_s`: by then a trainer that was told to stop has ended by itself, and its last metrics
-are delivered."""
+"""Seconds beyond `runtime.stop_deadline_s` within which a stopping trainer ends and delivers its last metrics."""
 
 
 @dataclass(slots=True)
 class PrefectView:
-    """What Prefect shows of the run: artifacts by their names, validations, its page in MLflow once known.
+    """State of the run's artifacts in Prefect.
 
-    `validations`: in training, by step. `judgements`: by name. `summary_at`: when the summary was last written.
-    `retry_at`: when a server that was away is asked again.
+    `validations` are those in training by step; `summary_at` is the time of the last summary, `retry_at` that of the
+    next
+    request after a failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -63,26 +61,29 @@ class PrefectView:
 class OpenRun:
     """A run: settings, folders, and the trainer process once it is open.
 
-    `command`: the line that works on it, noted with it. `title`: the run in the names of tasks. `seen`: see
-    `RunSettings`.
+    `command` is recorded with the run; `title` is its name in tasks; `planning_config`: see `RunSettings`.
     """
 
     def __init__(
-        self, config: RunConfig, command: Sequence[str] = (), title: str = "", *, seen: RunConfig | None = None
+        self,
+        config: RunConfig,
+        command: Sequence[str] = (),
+        title: str = "",
+        *,
+        planning_config: RunConfig | None = None,
     ) -> None:
         self.config = config
-        self.planning_config = config if seen is None else seen
+        self.planning_config = config if planning_config is None else planning_config
         self.command = tuple(command)
         self.title = title or config.name
         self.layout = RunLayout.of(config)
         self.prefect_view = PrefectView()
         self.inputs: RunInputs | None = None
-        """What the training takes from the stages of the rows, once these are done (`flows.stages.rows.inputs_of`)."""
+        """Inputs of the training, set by `flows.stages.inputs.inputs_of`."""
         self.is_origin_complete = False
-        """Whether this process has recorded how the training was started."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
-        slots, wish = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, wish=wish)
+        slots, request = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, request=request)
 
     @property
     def run_id(self) -> str:
@@ -91,21 +92,18 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """Step of the newest whole checkpoint when this was first asked; 0 without one.
-
-        Raises:
-            CheckpointError: all are broken, or it is of other settings.
-        """
+        """Step of the newest complete checkpoint at the first call, 0 without one. Raises CheckpointError if all are
+        broken, or it is of other settings."""
         return committed_step(self.config)
 
     @cached_property
     def settings_fingerprint(self) -> str:
-        """Fingerprint of the settings, which each stage of the training names."""
+        """Fingerprint of the settings."""
         return settings_fingerprint(self.config)
 
     @cached_property
     def origin(self) -> Origin:
-        """The record in the run's folder; in a new run, its settings alone."""
+        """Record in the run's folder; the settings alone in a new run."""
         return read_origin(self.layout.run_dir) or Origin(self.config)
 
     def note(self, **changes: Any) -> None:
@@ -117,12 +115,12 @@ class OpenRun:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the run had come to its last step when this was first asked."""
+        """True if the run had reached its last step at the first call."""
         return self.committed >= self.config.trainer.total_steps
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it is an evaluation: it has no rows but those of suites, and no steps."""
+        """True for an evaluation, which has rows of suites only and no steps."""
         return self.config.name == EVALUATION
 
     @contextmanager
@@ -132,7 +130,7 @@ class OpenRun:
         on_line: Callable[[str], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Pass the trainer's events and log lines there inside the block; `on_wait` may end the wait for it."""
+        """Route the trainer's events and log lines inside the block; `on_wait` may end a call by raising."""
         trainer = self.trainer
         before = trainer.on_event, trainer.on_line, trainer.on_wait
         trainer.on_event, trainer.on_line, trainer.on_wait = on_event, on_line, on_wait
@@ -143,7 +141,7 @@ class OpenRun:
 
 
 def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """The settings with an absolute root and MLflow store: they may be read from another working directory."""
+    """Return the settings with an absolute root and MLflow store, for readers in other folders."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
@@ -155,13 +153,10 @@ def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
 def open_run(
     config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run for the block. See `OpenRun`. A trainer whose command has ended is waited for, which `report` prints.
-
-    Raises:
-        RunInUseError: another command works on it, or such a trainer has not ended in time.
-        CheckpointError: it has begun with other code, data or models, or has more steps than it is to have.
-        DataError: its folder cannot be written, or its record cannot be read.
-    """
+    """Open a run for the block. `report` is called while a trainer of an ended command is waited for. Raises
+    RunInUseError if another command works on it, or such a trainer has not ended in time, CheckpointError if it has
+    begun with other code, data or models, or has more steps than requested, DataError if its folder cannot be written,
+    or its record cannot be read."""
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
         set_mlflow_login(config.tracking.uri, layout.root)
@@ -195,17 +190,17 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Remember that a process was told to stop, and the flow run that Prefect's worker started it for, if one did."""
-    told: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
+    """Record a stop request for a process, with the flow run that Prefect's worker started it for."""
+    request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
-            told["flow_run"] = flow_run
-    write_json_atomically(run_dir / STOP_FILE, told)
+            request["flow_run"] = flow_run
+    write_json_atomically(run_dir / STOP_FILE, request)
 
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Note why the block ends early, where no trainer has begun that would note it."""
+    """Record the failure or stop of a run whose trainer has not begun."""
     began = time.time()
     try:
         yield
@@ -214,6 +209,8 @@ def _record_early_end(run_dir: Path) -> Iterator[None]:
             with suppress(MillraceError, OSError):  # what ends the block matters more
                 if is_stop(error):
                     record_stop_request(run_dir, Holder.me())
-                elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_failures(run_dir)):
+                elif isinstance(error, Exception) and not any(
+                    failure.time >= began for failure in read_failures(run_dir)
+                ):
                     append_failure(run_dir, failure_from(error, "", 0))
         raise

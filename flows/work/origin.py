@@ -1,10 +1,11 @@
-"""Comparison of a run that has begun with the settings, code, data and models that are there now."""
+"""Checkpoints of a run, and the comparison of its record with the current settings, code, data and models."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from data.tasks import input_digests, inputs_of
-from rlcore.checkpoint.catalog import scan
+from rlcore.checkpoint.catalog import name_of, scan
+from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError
@@ -14,19 +15,41 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run, code_patch, read_code
 
+
+def checkpoint_store(config: RunConfig) -> CheckpointStore:
+    """Return the run's checkpoint store."""
+    layout = RunLayout.of(config)
+    return CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
+
+
+def committed_step(config: RunConfig) -> int:
+    """Return the step of the newest complete checkpoint, 0 without one. Raises CheckpointError if all are broken, or it
+    is of other settings."""
+    found = checkpoint_store(config).latest(verify=False)
+    return 0 if found is None else found.step
+
+
+def checkpoint_name(checkpoint: str) -> str:
+    """Return a step as the name of its folder; other names are unchanged.
+
+    >>> checkpoint_name("40"), checkpoint_name("best")
+    ('step-000040', 'best')
+    """
+    return name_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
+
+
 ABSENT = "absent"
-SHOWN_DIGITS = 16
-"""Hex digits of a digest in a message."""
+SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
-    """Require that a run that has begun resumes with the code, data and models of its record, and that it has no more
-    steps than `trainer.total_steps`. A run without checkpoints and validations has not begun.
+    """Require that a run resumes with the code, data and models of its record, and within `trainer.total_steps`.
 
-    `inputs`: compared as well once the stages of the rows are done; a later Millrace may filter otherwise.
+    A run without checkpoints and validations has not begun. `inputs` are compared once the rows are made, since another
+    version of Millrace may filter differently.
 
     Raises:
-        CheckpointError: lists what has changed, and the remedy.
+        CheckpointError: lists the changes and the remedy.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):
@@ -35,8 +58,8 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
     if steps and steps[-1] > total:
         start = max((step for step in steps if step <= total), default=steps[-1])
         raise CheckpointError(
-            f"trainer.total_steps: must be at least {steps[-1]}, the steps that run {this} has already; got "
-            f"{total}. Set it to {steps[-1]} or more; or for fewer start another run, from these weights "
+            f"trainer.total_steps: must be at least {steps[-1]}, the steps that run {this} already has; got "
+            f"{total}. Set it to {steps[-1]} or more; for fewer steps start another run, from these weights "
             f"(--fork {this}@{start}) or from step 0, with another name or run_id."
         )
     origin = read_origin(layout.run_dir)
@@ -49,15 +72,15 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
     if changes:
         fork = f"from these weights (--fork {this}@{steps[-1]}) or from step 0" if steps else "from step 0"
         raise CheckpointError(
-            f"{layout.run_dir}: has begun with other code, data or models, so going on would be another run:\n"
+            f"{layout.run_dir}: has begun with other code, data or models, and cannot resume with these:\n"
             + "\n".join(changes)
-            + f"\nPut back what has changed (the run's code is in {layout.code}; data.revision names the commit of a "
-            f"hub dataset); or start another run by what is there now, {fork}, with a run_id of its own."
+            + f"\nRestore what has changed (the run's code is in {layout.code}; data.revision names the commit of a "
+            f"hub dataset), or start another run with the current inputs, {fork}, with a separate run_id."
         )
 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
-    """A patch. A suite that has come or gone since brings or takes its scorer, which changes no number of the run."""
+    """Return a patch of code that both starts use; an added or removed suite changes no number of the run."""
     now, then = code_for_run(config), read_code(layout.code)
     if then is None:
         return []
@@ -66,7 +89,6 @@ def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
 
 
 def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
-    """Files that the run's dataset and its demonstrations were made of."""
     then = {} if inputs.dataset_directory is None else inputs_of(inputs.dataset_directory)
     now = input_digests(config.data) if then else {}
     shown, file = inputs.demonstrations_directory, config.warm_start.demonstrations
@@ -79,7 +101,7 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
-    """Files of the models. One that is not on this machine, or was not when the run began, is not compared."""
+    """Compare model files, except those that are or were not on this machine."""
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()
@@ -93,14 +115,13 @@ def _changed_rows(then: RunInputs, now: RunInputs) -> list[str]:
     if then.filtered_directory.name == now.filtered_directory.name:
         return []
     files = [[*inputs.train_parquets, *inputs.validation_parquets] for inputs in (then, now)]
-    if not all(file.is_file() for file in files[0]):  # they were deleted: nothing to compare with
+    if not all(file.is_file() for file in files[0]):  # deleted
         return []
     before, after = ([row_digests(file) for file in each] for each in files)
     return [] if before == after else [f"  rows: {then.filtered_directory} then, {now.filtered_directory} now"]
 
 
 def _digest_changes(where: str, then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """A line for each name whose digest is another one."""
     return [
         f"  {where}{name}: {then.get(name, ABSENT)[:SHOWN_DIGITS]} then, {now.get(name, ABSENT)[:SHOWN_DIGITS]} now"
         for name in sorted(then.keys() | now.keys())

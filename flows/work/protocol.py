@@ -1,4 +1,4 @@
-"""What a flow and its trainer process say to each other: one JSON object a line, see `rlcore.run.process`."""
+"""Messages between a flow and its trainer process: one JSON object per line, see `rlcore.run.process`."""
 
 import json
 import math
@@ -12,21 +12,24 @@ import rlcore.errors
 from rlcore.errors import MillraceError
 
 
-def _known(seconds: float | None) -> float | None:
+def _drop_nan(seconds: float | None) -> float | None:
     return None if seconds is None or math.isnan(seconds) else seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a stage stands. `to_step`: end of the chunk; `eta_s`: seconds to its last step, before which it may end by
-    itself (`may_end_early`); `tokens_per_s`: of each of `num_devices`; None: not known."""
+    """Progress of a stage.
+
+    `to_step`: end of the chunk. `eta_s`: seconds to the last step; the stage may end earlier (`may_end_early`).
+    `tokens_per_s`: of each of `num_devices`. None: not known.
+    """
 
     stage: str
     step: int
     total_steps: int
     metrics: Mapping[str, float]
     to_step: int | None = None
-    eta_s: Annotated[float | None, AfterValidator(_known)] = None
+    eta_s: Annotated[float | None, AfterValidator(_drop_nan)] = None
     tokens_per_s: float | None = None
     num_devices: int = 1
     may_end_early: bool = False
@@ -34,14 +37,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A message for people."""
+    """A message for users."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A checkpoint has been published."""
+    """A published checkpoint."""
 
     step: int
     path: str
@@ -49,7 +52,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The model of a step was judged on held-out problems."""
+    """Metrics of the model of a step on held-out problems."""
 
     name: str
     step: int
@@ -58,7 +61,7 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """Any other event, by its name: paused_for_disk, disk_room, resumed, an alarm. `text` in it is for people."""
+    """Any other event by name: paused_for_disk, disk_room, resumed, an alarm. `text` in it is for users."""
 
     name: str
     data: Mapping[str, Any]
@@ -74,14 +77,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The command failed with this error."""
+    """Failure of a command."""
 
     command: str
     type: str
     message: str
 
     def error(self) -> MillraceError:
-        """The exception that the trainer raised; one that is none of ours becomes the base class."""
+        """Return the trainer's exception; `MillraceError` stands for a foreign one."""
         found = getattr(rlcore.errors, self.type, None)
         if isinstance(found, type) and issubclass(found, MillraceError):
             return found(self.message)
@@ -102,11 +105,7 @@ _KINDS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def parse_reply(line: bytes) -> Reply:
-    """A reply from its line.
-
-    Raises:
-        ValueError: the line is no reply.
-    """
+    """Parse a reply. Raises ValueError if the line is not a reply."""
     values = json.loads(line)
     if not isinstance(values, dict) or not isinstance(name := values.pop("event", None), str):
         raise ValueError("not a reply")
@@ -116,5 +115,5 @@ def parse_reply(line: bytes) -> Reply:
 
 
 def command_line(command: str, **arguments: str | int) -> bytes:
-    """A command, encoded as one line."""
+    """Encode a command as one line."""
     return json.dumps({"command": command, **arguments}).encode() + b"\n"

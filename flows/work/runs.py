@@ -1,4 +1,4 @@
-"""The work over several runs of a root: find them, compare them, prune, deliver and tidy; without Prefect."""
+"""Operations on several runs of a root: find, compare, prune, deliver and collect garbage."""
 
 import logging
 from collections.abc import Sequence
@@ -28,23 +28,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLDER = "comparisons"
-"""Folder of comparisons among a run's artifacts in MLflow."""
-MAX_NAMES = 8
-"""Run ids in a message at most."""
+FOLDER = "comparisons"  # folder of comparisons among a run's artifacts in MLflow
+MAX_NAMES = 8  # largest number of run ids in a message
 
 
 def all_runs(root: Path) -> list[Path]:
-    """Folders of all runs under a root, by name."""
+    """Return the folders of all runs under a root, by name."""
     return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """The folders of runs named by a path, a run id, or the beginning of one that is no other's.
-
-    Raises:
-        DataError: a name that is no run's, or several runs'.
-    """
+    """Return the folders of runs named by path, id, or a unique prefix of the id. Raises DataError if a name matches no
+    run, or several."""
     return [_find_folder(name, root) for name in names]
 
 
@@ -56,55 +51,45 @@ def _find_folder(name: str, root: Path) -> Path:
     found = [folder for folder in known if name and folder.name.startswith(name)]
     if len(found) == 1:
         return found[0].resolve()
-    name = name or "''"  # an empty name, perhaps of an unset variable, is no beginning
+    name = name or "''"  # perhaps an unset variable
     meant = found or known
     names = ", ".join(folder.name for folder in meant[:MAX_NAMES]) or "none"
     if len(meant) > MAX_NAMES:
         names += f" and {len(meant) - MAX_NAMES} more (millrace runs lists them)"
-    problem = "is the beginning of several runs" if found else "is neither the folder nor the id of a run"
+    problem = "is a prefix of several run ids" if found else "is neither the folder nor the id of a run"
     raise DataError(
-        f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "
-        "paths.root)."
+        f"{name}: {problem}; {root / 'runs'} has: {names}. Name one of them, or another root (--root or paths.root)."
     )
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Settings and folders of a run: by its folder, its id or the beginning of that under `root`, or by its settings.
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run, or its settings cannot be read.
-    """
+    """Return settings and layout of a run named by folder, id, unique prefix of the id, or its settings. Raises
+    ConfigError if the settings are wrong, DataError if there is no such run, or its settings cannot be read."""
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
         raise ConfigError(
-            f"RUN: must be one run, by its folder or id, or the settings that it was started with, each KEY=VALUE; got "
-            f"{' '.join(words)}"
+            f"RUN: must be one run, by its folder or id, or its settings, each KEY=VALUE; got {' '.join(words)}"
         )
     if named:
         folder = _find_folder(words[0], root or Path(PathsConfig().root))
         config = read_settings(folder)
-        layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
+        layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may be a copy
     else:
         from flows.parameters import all_overrides
-        from rlcore.config.compose import load_config  # Hydra, which a run by its name does not need
+        from rlcore.config.compose import load_config  # Hydra, unneeded for a named run
 
         config = load_config(all_overrides(words, root=root))
         layout = RunLayout.of(config)
         if not layout.run_dir.is_dir():
             raise DataError(
-                f"{layout.run_dir}: there is no such run: the settings name it, but nothing was started with them. "
+                f"{layout.run_dir}: there is no such run with these settings. "
                 "Give the settings of the run, its id, or its folder."
             )
     return config, layout
 
 
 def read_settings(folder: Path) -> RunConfig:
-    """The settings that a run's folder keeps.
-
-    Raises:
-        DataError: they cannot be read, or are those of another version.
-    """
+    """Return the settings in a run's folder. Raises DataError if they cannot be read, or are of another version."""
     if (origin := read_origin(folder)) is None:
         raise DataError(f"{folder / RUN_FILE}: is not there. Name the folder of a run.")
     return origin.settings
@@ -112,8 +97,10 @@ def read_settings(folder: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was compared, where it is written, and MLflow's own page of the same runs; '' where it has fewer than two.
-    `statements`: what the comparison concludes. `summary`: its head as Markdown."""
+    """Comparison of runs, with its files and its conclusions (`statements`).
+
+    `mlflow_page` is MLflow's comparison, '' if it has fewer than two of the runs. `summary` is in Markdown.
+    """
 
     runs: tuple[Path, ...]
     html: Path
@@ -124,12 +111,8 @@ class Comparison:
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
-    """The folders of the named runs, and of those that a search in MLflow finds.
-
-    Raises:
-        DataError: a name is no run's; a run that the search finds is not on this machine.
-        TrackingError: MLflow does not take the search.
-    """
+    """Return the folders of the named runs and of those that a search in MLflow finds. Raises DataError if a name
+    matches no run, or a found run is not on this machine, TrackingError if MLflow rejects the search."""
     folders = find_named_runs(names, root)
     if search:
         store = MlflowStore(tracking, root)
@@ -139,17 +122,16 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
             )
         found = search_run_ids(store, search)
         if not found:
-            raise DataError(f"--search {search!r}: finds no run in experiment {tracking.experiment}; look for typos")
+            raise DataError(
+                f"--search {search!r}: finds no run in experiment {tracking.experiment}; check the spelling"
+            )
         folders += find_named_runs(found, root)
     return list(dict.fromkeys(folders))
 
 
 def compare(folders: Sequence[Path], root: Path) -> Comparison:
-    """Write the comparison of runs, under `<root>/comparisons`, and keep it with each of them in the root's MLflow.
-
-    Raises:
-        DataError: fewer than two runs, or a folder that cannot be read.
-    """
+    """Write the comparison of runs under `<root>/comparisons`, and upload it to each of them in MLflow. Raises
+    DataError if fewer than two runs, or a folder that cannot be read."""
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
@@ -160,7 +142,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
-    """Upload the files to the runs that MLflow has; the URL of its page of them. A failure is a line in the log."""
+    """Upload the files to the runs that MLflow has and return the URL of its comparison. Failures are logged."""
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
@@ -168,7 +150,7 @@ def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
     stores = [MlflowStore(config.tracking, root) for config in configs]
     for (folder, _), config, store in zip(known, configs, stores, strict=True):
         if not has_store(store.uri) or (config.tracking.uri is None and folder.resolve().parents[1] != root):
-            log.warning("MLflow does not keep the comparison: %s is not in the MLflow store of %s", folder, root)
+            log.warning("The comparison is not uploaded to MLflow: %s is not in the MLflow store of %s", folder, root)
             return ""
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
@@ -177,7 +159,7 @@ def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
             return compare_url(stores[0], [run_id for _, run_id in known])
     except Exception as error:
-        log.warning("MLflow did not take the comparison: %s", explain_error(error, stores[0].uri))
+        log.warning("The comparison is not uploaded to MLflow: %s", explain_error(error, stores[0].uri))
     return ""
 
 
@@ -194,7 +176,7 @@ BYTES_PER_MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run, as a sentence. `ok`: it went well, or there was nothing to do."""
+    """Outcome of an operation on a run, as a sentence. `ok`: nothing failed."""
 
     run: str
     text: str
@@ -205,7 +187,7 @@ class Outcome:
 
 
 def prune(folder: Path, *, dry_run: bool) -> Outcome:
-    """Delete the checkpoints that a run's own retention rule does not keep; one that is going on is left alone."""
+    """Delete the checkpoints that a run's retention rule drops, unless the run is running."""
     try:
         config = read_settings(folder)
         checkpoints = RunLayout(folder.parents[1], folder).checkpoints
@@ -213,27 +195,24 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
             return Outcome(folder.name, "no checkpoints", ok=True)
         if dry_run:
             plan = plan_prune(checkpoints, config.checkpoint)
-            return Outcome(
-                folder.name,
-                f"would delete {len(plan.deleted)} of {len(plan.deleted) + len(plan.kept)} checkpoints, "
-                f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB",
-                ok=True,
-            )
+            number, total = len(plan.deleted), len(plan.deleted) + len(plan.kept)
+            freed = f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB"
+            return Outcome(folder.name, f"would delete {number} of {total} checkpoints, {freed}", ok=True)
         if worker_of(folder) is not None:
-            return Outcome(folder.name, "is going on, and prunes by itself", ok=True)
-        with RunLock(folder, is_named=False):  # its file says what has worked on the run last
+            return Outcome(folder.name, "is running, and prunes by itself", ok=True)
+        with RunLock(folder, is_named=False):  # its file names the last process of the run
             deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
     except RunInUseError:
-        return Outcome(folder.name, "is going on, and prunes by itself", ok=True)
+        return Outcome(folder.name, "is running, and prunes by itself", ok=True)
     except (MillraceError, OSError, ValueError) as error:
         return Outcome(folder.name, f"not pruned: {error}", ok=False)
     return Outcome(folder.name, f"deleted {len(deleted)} checkpoints", ok=True)
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
-    """Deliver to MLflow what it has not got of a run's journal. Doing it again changes nothing.
+    """Deliver the missing part of a run's journal to MLflow.
 
-    `uri`: another store than that of the run's settings; where neither names one, it is the stack's or the root's file.
+    `uri` overrides the store of the run's settings; the default is the stack's store, or the file of the root.
     """
     try:
         if not (attempts := read_attempts(folder)):
@@ -246,63 +225,52 @@ def sync(folder: Path, uri: str | None) -> Outcome:
         return Outcome(folder.name, "is being delivered by another process", ok=True)
     except (MillraceError, OSError) as error:
         return Outcome(folder.name, str(error), ok=False)
-    status = "goes on" if result.status is None else f"is {result.status}"
+    status = "is running" if result.status is None else f"is {result.status}"
     news = f"{result.num_bytes:,} bytes of the journal delivered" if result.num_bytes else "nothing was missing"
     return Outcome(folder.name, f"{news}; the run {status} (MLflow run {result.mlflow_run_id})", ok=True)
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """The stack's store, or the file under the root, for a run whose settings name none; None: the one that it was
-    begun with. A run that was moved or copied to another root goes to that root's store.
-
-    Raises:
-        TrackingError: the file under another root than the run was begun in is no store.
-    """
+    """Return the store of the run's current root if its settings name none and it began in another store, else None.
+    Raises TrackingError if the file under the current root is not a store."""
     root = folder.parents[1]
     try:
-        named = read_settings(folder).tracking.uri
-    except DataError:  # settings of another version: `attempts.jsonl` says where it goes
-        return None
-    if named is not None:
+        if read_settings(folder).tracking.uri is not None:
+            return None
+    except DataError:  # settings of another version: the store in `attempts.jsonl`
         return None
     if (stack := stack_tracking_uri(root)) is not None:
         return stack
     store = MlflowStore(TrackingConfig(experiment=begun_with.experiment), root)
-    is_file = begun_with.uri.startswith("sqlite:")  # else a server's, which no folder holds
+    is_file = begun_with.uri.startswith("sqlite:")  # not of a server
     if not is_file or sqlite_file(store.uri).resolve() == sqlite_file(begun_with.uri).resolve():
         return None
     try:
-        _ = store.experiment_id  # made here where it is missing: its artifacts lie under this root
+        _ = store.experiment_id  # created if missing: its artifacts are under this root
     except Exception as error:
         raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
-    """Remove the artifacts of runs that were deleted in MLflow; their records in MLflow, and `runs/`, stay.
-
-    Raises:
-        TrackingError: the store cannot be read.
-    """
+    """Remove the artifacts of runs deleted in MLflow; their records in MLflow and `runs/` stay. Raises TrackingError if
+    the store cannot be read."""
     uri = set_mlflow_login(resolve_uri(tracking, root), root)
     if not has_store(uri):
         return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]
     try:
         found = find_garbage(uri)
     except Exception as error:
-        raise TrackingError(f"garbage cannot be looked for: {explain_error(error, uri)}") from error
+        raise TrackingError(f"garbage cannot be searched: {explain_error(error, uri)}") from error
     outcomes = []
     for one in found:
         name = f"{one.run_name or one.run_id}{f' model {one.model_id}' if one.model_id else ''}"
         size = f"{one.num_files} files, {one.num_bytes / BYTES_PER_MB:.1f} MB"
-        if one.kept:
-            outcomes.append(Outcome(name, f"{size} stay: {one.kept}", ok=True))
-            continue
+        text, ok = f"stay: {one.kept}" if one.kept else "would be removed" if dry_run else "removed", True
         try:
-            if not dry_run:
+            if not (one.kept or dry_run):
                 remove_garbage(uri, one)
         except Exception as error:
-            outcomes.append(Outcome(name, f"{size} not removed: {explain_error(error, uri)}", ok=False))
-            continue
-        outcomes.append(Outcome(name, f"{size} {'would be removed' if dry_run else 'removed'}", ok=True))
+            text, ok = f"not removed: {explain_error(error, uri)}", False
+        outcomes.append(Outcome(name, f"{size} {text}", ok=ok))
     return outcomes

@@ -1,12 +1,11 @@
-"""Slots of a root: how many trainers work at a time, and which run is next.
+"""Slots of a root: the number of concurrent trainers, and the order of waiting runs.
 
-A slot is a locked file that the trainer process inherits, so the kernel frees it when the flow and its trainer have
-both ended, however they end. Waiting runs lock a file each as well; files without a held lock count for nothing.
+A slot is a locked file that the trainer process inherits, so that the kernel frees it when the flow and its trainer
+have both ended. A waiting run locks a file too; a file without a held lock does not count.
 
-The order is by priority, then by time of request. No run overtakes one that waits for more slots than are free. At the
-end of a chunk a run returns its slots where one of a higher priority waits for more than are free, and waits again.
-
-Why not Prefect's concurrency limits: docs/decisions/0015.
+The order is by priority, then by time of request. No run overtakes one that waits for more slots than are free. At
+the end of a chunk a run returns its slots and waits again if runs of higher priority wait for more than are free.
+docs/decisions/0015 explains the choice over Prefect's concurrency limits.
 """
 
 import json
@@ -25,15 +24,13 @@ from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
 
-POLL_S = 0.5
-"""Seconds between two looks of a run that waits."""
-MUTEX_WAIT_S = 60.0
-"""Seconds to wait for other processes that look at the slots; each takes milliseconds."""
+POLL_S = 0.5  # seconds between two checks of a waiting run
+MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or take slots, each of which takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """Request of a run. `number`: of slots. `since`: seconds since the epoch when its process first asked."""
+    """Request of a run for `number` slots. `since`: time of its first request, s since the epoch."""
 
     run_id: str
     number: int
@@ -43,12 +40,12 @@ class SlotRequest:
 
     @classmethod
     def of(cls, config: RunConfig, run_id: str) -> "SlotRequest":
-        """A slot for each rank of a run, requested now."""
+        """Return a request for a slot per rank of a run, made now."""
         return cls(run_id, config.runtime.num_workers, config.runtime.priority, time.time(), os.getpid())
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """The first in line is the smallest."""
+        """Sort key: the smallest is served first."""
         return -self.priority, self.since, self.run_id
 
     def __str__(self) -> str:
@@ -61,8 +58,7 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a root at one moment. `devices`: of each slot, '' on a CPU. `holders`: by taken slot. `waiting`: in
-    their order."""
+    """Slots of a root at one moment: `devices` of each slot ('' on a CPU), `holders` by slot, `waiting` in order."""
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -70,68 +66,65 @@ class SlotState:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that no run holds."""
+        """Number of free slots."""
         return len(self.devices) - len(self.holders)
 
-    def num_requested_before(self, wish: SlotRequest) -> int:
-        """Slots that those before it in line wait for."""
-        return sum(other.number for other in self.waiting if other.order < wish.order)
+    def num_requested_before(self, request: SlotRequest) -> int:
+        """Return the number of slots of earlier requests."""
+        return sum(other.number for other in self.waiting if other.order < request.order)
 
     def must_yield(self, request: SlotRequest) -> bool:
-        """Whether runs of higher priority wait for more slots than are free."""
-        return sum(wish.number for wish in self.waiting if wish.priority > request.priority) > self.num_free
+        """Return whether runs of higher priority wait for more slots than are free."""
+        return sum(other.number for other in self.waiting if other.priority > request.priority) > self.num_free
 
-    def wait_reason(self, wish: SlotRequest) -> str:
-        """Why a run waits."""
+    def wait_reason(self, request: SlotRequest) -> str:
+        """Return the reason of a wait."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
-        ahead = [str(other) for other in self.waiting if other.order < wish.order]
-        behind = f"; before it in line: {', '.join(ahead)}" if ahead else ""
+        ahead = [str(other) for other in self.waiting if other.order < request.order]
+        behind = f"; before it: {', '.join(ahead)}" if ahead else ""
         return (
-            f"waits for {wish.number} of {len(self.devices)} slots with priority {wish.priority}: "
-            f"{self.num_free} free, held by {held or 'nobody'}{behind}"
+            f"waits for {request.number} of {len(self.devices)} slots with priority {request.priority}: "
+            f"{self.num_free} free, held by {held or 'no run'}{behind}"
         )
 
 
 class Slots:
-    """The slots of a root."""
+    """Slots of a root."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "slots"
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """The device of each slot; empty where the root has no slots, and any number of runs may train.
-
-        Raises:
-            DataError: the file is damaged.
-        """
+        """Return the device of each slot; empty where the root has no slots and the number of trainers is unlimited.
+        Raises DataError if the file is damaged."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
             return ()
         except ValidationError as error:
-            raise DataError(f"{self._file}: is damaged. `millrace slots --set N` writes it again.") from error
+            raise DataError(f"{self._file}: is damaged. Write it again with `millrace slots --set N`.") from error
 
     def require(self, number: int) -> None:
-        """Raise ConfigError where the root has fewer slots, so a run with so many ranks would wait for ever."""
+        """Raise ConfigError where a run has more ranks than the root has slots and would wait forever."""
         devices = self.devices()
         if devices and number > len(devices):
             raise ConfigError(
-                f"runtime.num_workers: must be at most the slots of {self.folder.parent}, which are {len(devices)}; "
+                f"runtime.num_workers: must be at most the slots of {self.folder.parent}, which has {len(devices)}; "
                 f"got {number}. Use fewer workers, or give the root more slots (millrace slots --set N)"
             )
 
     def set_devices(self, devices: Sequence[str]) -> None:
-        """Set the slots. Runs that hold one keep it until their trainer ends."""
+        """Set the slots. Runs keep theirs until their trainer ends."""
         with self.mutex():
             write_json_atomically(self._file, list(devices))
 
     def mutex(self) -> HeldLock:
-        """Lock to hold while slots are looked at or taken."""
+        """Return the lock for reading and taking slots."""
         return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
 
     def read_state(self) -> SlotState:
-        """The slots as they are now."""
+        """Return the current state of the slots."""
         if not self.devices():
             return SlotState((), {}, ())
         with self.mutex():
@@ -139,34 +132,31 @@ class Slots:
 
     def _state(self) -> SlotState:
         devices = self.devices()
-        holders = {number: wish for number in range(len(devices)) if (wish := _holder(self.path(number)))}
-        waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _holder(file))]
-        return SlotState(devices, holders, tuple(sorted(waiting, key=lambda wish: wish.order)))
+        holders = {number: request for number in range(len(devices)) if (request := _holder(self.path(number)))}
+        waiting = [request for file in (self.folder / "waiting").glob("*.json") if (request := _holder(file))]
+        return SlotState(devices, holders, tuple(sorted(waiting, key=lambda request: request.order)))
 
     def path(self, number: int) -> Path:
-        """File of a slot."""
+        """Return the file of a slot."""
         return self.folder / f"slot-{number}.lock"
 
     def waiting_path(self, run_id: str) -> Path:
-        """The file that a run holds while it waits."""
+        """Return the file that a run locks while it waits."""
         return self.folder / "waiting" / f"{run_id}.json"
 
     def wait_reason(self, run_id: str) -> str:
-        """Why a run waits; '' for one that does not."""
+        """Return the reason of a run's wait, '' without one."""
         if not self.waiting_path(run_id).exists():
             return ""
         try:
             state = self.read_state()
-        except (MillraceError, OSError):  # a user who may only read cannot take the mutex
+        except (MillraceError, OSError):  # without write permission
             return "waits for slots"
-        return next((state.wait_reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
+        return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that.
-
-        Raises:
-            ConfigError: the root has fewer slots than the run needs, perhaps since it waits.
-        """
+        """Wait for the run's turn and take slots. `on_wait` is called often with the reason; an exception ends the
+        wait. Raises ConfigError if the root has fewer slots than requested, perhaps since the wait began."""
         if not self.devices():
             return HeldSlots(self, request, {}, ())
         file = self.waiting_path(request.run_id)
@@ -184,41 +174,43 @@ class Slots:
                 on_wait(state.wait_reason(request))
                 time.sleep(POLL_S)
 
-    def _acquire_free(self, wish: SlotRequest, state: SlotState) -> "HeldSlots":
+    def _acquire_free(self, request: SlotRequest, state: SlotState) -> "HeldSlots":
         free = [number for number in range(len(state.devices)) if number not in state.holders]
         with ExitStack() as undo:
             locks = {}
-            for number in free[: wish.number]:
-                locks[number] = _lock(self.path(number), wish)
+            for number in free[: request.number]:
+                locks[number] = _lock(self.path(number), request)
                 undo.callback(locks[number].release)
             undo.pop_all()
-        return HeldSlots(self, wish, locks, state.devices)
+        return HeldSlots(self, request, locks, state.devices)
 
 
 class HeldSlots:
-    """Slots of a run, none where the root has none. A trainer inherits `descriptors` and `environment`, its devices."""
+    """Slots of a run. A trainer inherits `descriptors` and the devices in `environment`."""
 
-    def __init__(self, slots: Slots, wish: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
-        self._slots, self._wish, self._locks = slots, wish, list(locks.values())
+    def __init__(
+        self, slots: Slots, request: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]
+    ) -> None:
+        self._slots, self._request, self._locks = slots, request, list(locks.values())
         named = [devices[number] for number in locks if devices[number]]
         self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
         self.descriptors = [lock.fileno() for lock in self._locks]
 
     def must_yield(self) -> bool:
-        """Whether runs of higher priority need these slots."""
+        """Return whether runs of higher priority need these slots."""
         try:
-            return bool(self._locks) and self._slots.read_state().must_yield(self._wish)
-        except (MillraceError, OSError):  # unreadable files are no reason to end a trainer
+            return bool(self._locks) and self._slots.read_state().must_yield(self._request)
+        except (MillraceError, OSError):  # unreadable files must not end a trainer
             return False
 
     def release(self) -> None:
-        """Return them; a live trainer keeps them until it ends. Safe to call twice."""
+        """Return the slots; a live trainer keeps them until it ends. Repeated calls do nothing."""
         while self._locks:
             self._locks.pop().release()
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """The holder of a file's lock; None where it is free. One that has not written yet counts as one of no run."""
+    """Return the holder of a file's lock, None for a free one; a placeholder before its request is written."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):
@@ -231,13 +223,13 @@ def _holder(file: Path) -> SlotRequest | None:
         return SlotRequest("a run that has just begun", 1, 0, 0.0, 0)
 
 
-def _lock(path: Path, wish: SlotRequest) -> FileLock:
-    """A file's lock, with the wish in the file."""
+def _lock(path: Path, request: SlotRequest) -> FileLock:
+    """Lock a file and write the request into it."""
     lock = FileLock(path)
     if not lock.try_acquire():
-        raise RunInUseError(f"{lock.path}: was locked by another process outside of its turn. Start again.")
+        raise RunInUseError(f"{lock.path}: is locked by another process out of turn. Start again.")
     try:
-        lock.write(json.dumps(asdict(wish)).encode())
+        lock.write(json.dumps(asdict(request)).encode())
     except OSError:  # the disk is full
         lock.release()
         raise

@@ -1,4 +1,4 @@
-"""What the runs of a root are doing, by their files and locks alone: neither Prefect nor MLflow is asked."""
+"""Status of the runs of a root, from their files and locks, without Prefect and MLflow."""
 
 import os
 import time
@@ -24,20 +24,25 @@ from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
-"""`waiting`: for room on a disk or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
-word. `not begun`: no trainer has begun, and nothing says that a command was stopped or failed before that. A run whose
-process lives is one of the first three."""
+"""State of a run; one with a live process is in one of the first three.
+
+`waiting`: for disk space or slots. `stopped`: saved after a stop request. `lost`: its process ended without a record.
+`not begun`: without a trainer, a stop or a failure so far.
+"""
 STATES: tuple[State, ...] = get_args(State)
 
-SAME_COMMAND = "the same command goes on"
+SAME_COMMAND = "the same command resumes it"
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One run. `score`: mean held-out reward of its newest checkpoint that has one. `reward`: mean of the last step.
+    """Status of one run.
 
-    `changed`: when it last wrote a step or an event, s since the epoch. `note`: what it waits for, why it has failed,
-    or which process works on it.
+    `score`: mean held-out reward of the newest checkpoint that has one. `reward`: mean of the last step. `changed`:
+    time of
+    the last step or event, s since the epoch. `note`: what it waits for, its failure, or its process. `gpu_seconds`:
+    cost
+    so far, None without a GPU.
     """
 
     run_id: str
@@ -52,17 +57,16 @@ class RunStatus:
     size_bytes: int
     note: str
     gpu_seconds: float | None = None
-    """What it has cost so far, as its last step's line says; None without a GPU."""
 
     def to_json(self) -> dict[str, Any]:
-        """The status as JSON values, with the age in seconds."""
+        """Return the status as JSON values, with the age in seconds."""
         return asdict(self) | {"age_s": round(time.time() - self.changed, 1)}
 
 
 def status_of(run_dir: Path) -> RunStatus:
-    """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
+    """Return the status of one run from its folder. An unreadable part counts as absent."""
     step, reward, pause, changed, gpu_seconds = _read_journal_end(RunLayout(run_dir.parents[1], run_dir).journal)
-    with suppress(OSError):  # it is deleted at this moment
+    with suppress(OSError):  # deleted meanwhile
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
     found = _read_json(run_dir / RUN_FILE).get("settings")
     settings = found if isinstance(found, dict) else {}
@@ -85,33 +89,32 @@ def status_of(run_dir: Path) -> RunStatus:
 
 
 def failure_of(run_dir: Path) -> str:
-    """`failed: why`, or `lost: why`, of a run that ended so and on which nobody works; '' for any other."""
+    """Return `failed: reason` or `lost: reason` of a run that ended so and has no process, else ''."""
     state, note = _state(run_dir, "")
     return f"{state}: {note}" if state in ("failed", "lost") else ""
 
 
 def worker_of(run_dir: Path) -> Holder | None:
-    """The process that works on a run: a command or flow, which may have ended while its trainer saves; None where none
-    does."""
+    """Return the process that works on a run, if any: a command or flow, or its trainer that is still saving."""
     return holder_of(run_dir / RUN_LOCK)
 
 
 def is_stop_requested(run_dir: Path, worker: Holder | None) -> bool:
-    """Whether `millrace stop` has told this process to stop."""
+    """Return whether `millrace stop` was called for this process."""
     return worker is not None and _read_json(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
 
 
 def resume_hint(run_dir: Path) -> str:
-    """What makes a run go on on which nobody works: the command that did, or Prefect, whose worker starts a process."""
+    """Return how to resume a run without a process: by its command, or by Prefect for a worker's flow."""
     last = read_holder(run_dir / RUN_LOCK)
     if last is None or not last.command.endswith(FLOW_RUN_COMMAND):
         return SAME_COMMAND
     flow_run = _read_json(run_dir / STOP_FILE).get("flow_run") if is_stop_requested(run_dir, last) else None
-    return f"`prefect flow-run retry {flow_run or 'ID'}` goes on, or Retry on its page"
+    return f"`prefect flow-run retry {flow_run or 'ID'}` resumes it, or Retry on its page"
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder; files that go away meanwhile are left out."""
+    """Return the bytes of all files below a folder; files that vanish meanwhile are skipped."""
     total = 0
     for at, _, names in os.walk(folder):
         for name in names:
@@ -123,31 +126,27 @@ def size_of(folder: Path) -> int:
 def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     worker = worker_of(run_dir)
     if worker is not None:
-        told = is_stop_requested(run_dir, worker)
-        return (
-            "stopping" if told else "waiting" if pause else "running",
-            pause or f"process {worker.pid} on {worker.host}",
-        )
-    attempts, faults = read_attempts(run_dir), read_failures(run_dir)
+        state: State = "stopping" if is_stop_requested(run_dir, worker) else "waiting" if pause else "running"
+        return state, pause or f"process {worker.pid} on {worker.host}"
+    attempts, failures = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status
-    if not attempts:  # a command or flow has noted why it ended before the first step
-        told_at = _read_json(run_dir / STOP_FILE).get("time")
-        told_at = told_at if isinstance(told_at, int | float) else 0.0
-        status = "KILLED" if told_at > (faults[-1].time if faults else 0.0) else "FAILED" if faults else None
+    if not attempts:  # ended before the first step
+        stopped_at = _read_json(run_dir / STOP_FILE).get("time")
+        stopped_at = stopped_at if isinstance(stopped_at, int | float) else 0.0
+        status = "KILLED" if stopped_at > (failures[-1].time if failures else 0.0) else "FAILED" if failures else None
         if status is None:
             return "not begun", ""
     if status == "FINISHED":
         return "finished", ""
     if status == "KILLED":
         return "stopped", resume_hint(run_dir)
-    why = f"{faults[-1]}: {faults[-1].message.partition(chr(10))[0]}" if faults else ""
-    return ("failed" if status == "FAILED" else "lost"), why or f"its process is gone; {resume_hint(run_dir)}"
+    why = f"{failures[-1]}: {failures[-1].message.partition(chr(10))[0]}" if failures else ""
+    return ("failed" if status == "FAILED" else "lost"), why or f"its process has ended; {resume_hint(run_dir)}"
 
 
 def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None]:
-    """Last step, its reward, what the run waits for ('' for nothing), the last line's time and the GPU-seconds so far,
-    by the file's end."""
+    """Return last step, its reward, reason of a wait, time of the last line and GPU-seconds, from the file's end."""
     step, reward, pause, changed, gpu_seconds = 0, None, "", 0.0, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:
         size = os.fstat(file.fileno()).st_size

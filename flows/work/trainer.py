@@ -1,8 +1,7 @@
-"""The flow's side of the trainer process: start it, give it commands, hear from it, end it.
+"""The flow's side of the trainer process: start, commands, replies, end.
 
-The process has its own session and holds none of our streams, so a signal to the flow's group does not hit it in the
-middle of a step, and a dead flow is seen as dead. It ends with us all the same: the kernel tells it
-(`flows.server.launch`).
+The process has a separate session and none of our streams, so that a signal to the flow's group does not interrupt a
+step. The kernel signals it when the flow dies (`flows.server.launch`).
 """
 
 import os
@@ -22,22 +21,17 @@ from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRe
 from rlcore.run.failures import append_failure, failure_from, num_oom_kills
 
 TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
-POLL_S = 0.25
-"""Longest time between two looks at the process and its log."""
+POLL_S = 0.25  # longest time between two checks of the process and its log
 CLOSE_WAIT_S = 60.0
-"""An idle trainer ends its workers and delivers its last metrics; that is bounded by itself at 30 s."""
-TERMINATE_WAIT_S = 10.0
-"""After a SIGTERM to a trainer that has nothing to save."""
-DRAIN_WAIT_S = 1.0
-"""For the replies that a dead process has left in the pipe."""
-NUM_LAST_LINES = 20
-"""Lines of the log in the message about a lost process."""
-WAITS_FOR_SLOTS = "waits_for_slots"
-"""Event of a run that waits for slots of its root."""
+"""Seconds for an idle trainer to end its workers and deliver its last metrics, itself limited to 30 s."""
+TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work
+DRAIN_WAIT_S = 1.0  # seconds for the replies of a dead process in the pipe
+NUM_LAST_LINES = 20  # lines of the log in the message about a lost process
+WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of its root
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    # Two busy processes on few cores: waiting threads give up their core: a step took 325 ms, not 1,719.
+    # Waiting threads yield their core to other processes: a step took 325 ms, not 1,719.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -45,15 +39,14 @@ CHILD_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Environment of the trainer, as far as the user's environment does not set it."""
+"""Defaults of the trainer's environment; the user's environment overrides them."""
 
 
-MAX_READ_BYTES = 1 << 20
-"""Most bytes of the log that are read at a time: a process that floods its log must not flood ours."""
+MAX_READ_BYTES = 1 << 20  # largest number of bytes read from the log at a time
 
 
 class LogTail:
-    """Reads a log file while it grows."""
+    """Reader of a growing log file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +54,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Lines completed since the last call, at most a megabyte of them; none of a deleted file."""
+        """Return lines completed since the last call, within `MAX_READ_BYTES`; none of a deleted file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -74,16 +67,16 @@ class LogTail:
             yield _text(line)
 
     def is_at_end(self) -> bool:
-        """Whether all of the file was read; true of a deleted one."""
+        """Return whether the whole file was read; true of a deleted one."""
         return not self.path.exists() or self._offset >= self.path.stat().st_size
 
     @property
     def rest(self) -> str:
-        """The beginning of a line that is not complete yet."""
+        """Beginning of an incomplete line."""
         return _text(self._rest)
 
     def last_lines(self, num_lines: int) -> list[str]:
-        """The end of the file, without empty lines; nothing of a deleted one."""
+        """Return the last lines that are not empty; none of a deleted file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
@@ -94,25 +87,19 @@ class LogTail:
 
 
 def _text(line: bytes) -> str:
-    """A line as text; of one that a progress bar has rewritten, what it says in the end."""
+    """Decode a line; of a progress bar, its last state."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 class TrainerProcess:
-    """One trainer process at a time: started by the first call, and again by the first call after it was lost.
+    """A trainer process: started by the first call, and again by the first call after its loss.
 
-    Use as a context manager, and from the main thread: the kernel ties the process to the thread that started it.
+    A context manager for the main thread: the kernel ties the process to the thread that started it. It waits for the
+    slots of its request, and inherits `lock`, the descriptor of the run's lock (None: it takes the lock itself).
 
-    Args:
-        run_dir: the run's folder, with `run.json` in it.
-        on_event: called with progress, notes and checkpoints while a call waits.
-        on_line: called with each line of the process's log.
-        on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
-        stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
-        slots, wish: what the run waits for before the process is started.
-        command: what is started; tests start something smaller.
-
-    `lock`: descriptor of the run's lock, which the process inherits; None: it takes the lock itself.
+    During a call `on_event` receives events, `on_line` lines of the log, and `on_wait` is called often; its exceptions
+    stop
+    the process like an interrupt, which waits `stop_wait_s` for the process to finish its step and save.
     """
 
     def __init__(
@@ -121,7 +108,7 @@ class TrainerProcess:
         *,
         stop_wait_s: float,
         slots: Slots,
-        wish: SlotRequest,
+        request: SlotRequest,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -133,7 +120,7 @@ class TrainerProcess:
         self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
         self._slots = slots
-        self._wish = wish
+        self._request = request
         self._command = tuple(command)
         self._child: _Child | None = None
         self._reason = ""
@@ -143,7 +130,7 @@ class TrainerProcess:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End the process, if there is one. At a stop it saves first: it may be steps beyond its last checkpoint."""
+        """End the process, after saving if a stop was requested."""
         if is_stop(error) and self._child is not None:
             self._stop(self._child)
         else:
@@ -155,13 +142,11 @@ class TrainerProcess:
         return None if self._child is None else self._child.process.pid
 
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
-        """Send a command and wait for its result. The run waits for its slots before, and where it has to yield them.
+        """Send a command and wait for its result, after waiting for slots.
 
-        Raises:
-            WorkerLostError: the process has died; says its exit code and the last lines of its log. Call again: a new
-                process goes on from the last checkpoint.
-            StopRequestedError: somebody told the process to stop; it has saved.
-            MillraceError: what the trainer raised, as the class that it raised.
+        Raises WorkerLostError if the process died; the next call starts a new one, which resumes from the last
+        checkpoint.
+        Raises StopRequestedError if a stop was requested and the process has saved, else the trainer's exception.
         """
         child = self._start()
         try:
@@ -169,7 +154,7 @@ class TrainerProcess:
             reply = self._wait_for_reply(child)
         except BaseException as error:
             if isinstance(error, WorkerLostError) or (isinstance(error, MillraceError) and child.has_ended()):
-                self._child = None  # it is dead, or speaks nonsense
+                self._child = None  # dead, or out of sync
                 child.destroy()
             else:
                 self._stop(child)
@@ -180,14 +165,14 @@ class TrainerProcess:
         raise reply.error()
 
     def close(self) -> None:
-        """Tell an idle process to end, and wait until it has."""
+        """End an idle process and wait for its end."""
         child, self._child = self._child, None
         if child is None:
             return
         try:
             with suppress(WorkerLostError):
                 child.send(command_line("close"))
-            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # it may have a checkpoint to finish
+            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # it may be writing a checkpoint
                 if self._wait_for_exit(child, wait_s):
                     return
                 child.signal(signal.SIGTERM)
@@ -200,7 +185,7 @@ class TrainerProcess:
         if self._child is not None and self._child.held.must_yield():
             self.close()
         if self._child is None:
-            held = self._slots.acquire(self._wish, self._report_wait)
+            held = self._slots.acquire(self._request, self._report_wait)
             try:
                 if self._reason:
                     number = len(held.descriptors)
@@ -220,7 +205,7 @@ class TrainerProcess:
 
     def _wait_for_reply(self, child: "_Child") -> Done | Failed:
         while True:
-            is_dead = child.has_ended()  # asked first: what it wrote before is read below
+            is_dead = child.has_ended()  # before the last read of its output
             for reply in child.replies(DRAIN_WAIT_S if is_dead else POLL_S):
                 if isinstance(reply, Done | Failed):
                     self._forward_lines(child)
@@ -252,22 +237,22 @@ class TrainerProcess:
                 return False
 
     def _report(self, event: Event) -> None:
-        """Pass on an event while the process ends; an error of the receiver must not keep it from saving."""
+        """Pass on an event of an ending process; an exception of the receiver must not keep it from saving."""
         with suppress(Exception):
             self.on_event(event)
 
     def _stop(self, child: "_Child") -> None:
-        """Let the process finish its step and save. A second interrupt ends it at once."""
+        """Let the process finish its step and save. A second interrupt kills it."""
         self._child = None
         try:
             child.signal(signal.SIGTERM)
-            self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
+            self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to kill it"))
             self._wait_for_exit(child, self._stop_wait_s)
         finally:
             child.destroy()
 
     def _wait_for_end(self, child: "_Child") -> None:
-        """Wait for a process that ends by itself: it does after an error."""
+        """Wait for a process that ends after an error."""
         self._child = None
         try:
             self._wait_for_exit(child, CLOSE_WAIT_S)
@@ -276,10 +261,13 @@ class TrainerProcess:
 
 
 class _Child:
-    """The process, its two pipes, its log, and the slots and the run's lock that it has inherited."""
+    """The process with its two pipes, its log, and the slots and lock that it inherits."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, lock: int | None) -> None:
-        log_file = _new_log(run_dir / "logs")
+        folder = run_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        log_file = folder / f"trainer-{1 + max(trainer_logs(folder), default=0)}.log"
+        log_file.touch()
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
         line = [*command, "--run", str(run_dir)]
@@ -313,7 +301,7 @@ class _Child:
             raise self.lost_error() from None
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """The whole replies that are there, or that come within that time."""
+        """Return the complete replies that are available or arrive within the timeout."""
         if self._at_end:
             time.sleep(0 if self.has_ended() else timeout_s)
             return []
@@ -325,27 +313,30 @@ class _Child:
                 break
             *complete, self._rest = (self._rest + content).split(b"\n")
             lines += complete
-        found = [self._parsed(line) for line in lines]
+        found: list[Reply] = []
+        for line in lines:
+            try:
+                found.append(parse_reply(line))
+            except ValueError as error:
+                raise WorkerLostError(
+                    f"the trainer process sent {line[:200]!r}, which is not a reply ({error})"
+                ) from error
         steps = [reply.step for reply in found if isinstance(reply, Progress) and reply.stage == "train"]
         self._last_step = max(steps, default=self._last_step)
         return found
 
-    def _parsed(self, line: bytes) -> Reply:
-        try:
-            return parse_reply(line)
-        except ValueError as error:
-            raise WorkerLostError(f"the trainer process says {line[:200]!r}, which is no reply ({error})") from error
-
     def lost_error(self) -> MillraceError:
         code = self.process.wait()
         if code == EXIT_RESUMABLE:
-            return StopRequestedError("the trainer was told to stop; start again to go on from its last checkpoint")
+            return StopRequestedError(
+                "a stop of the trainer was requested; start again to resume from its last checkpoint"
+            )
         reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         end = "\n".join(f"    {line}" for line in self.log.last_lines(NUM_LAST_LINES))
         text = f"the trainer process has ended ({reason}). The end of {self.log.path}:\n{end}"
-        # It had no time to say why: the kernel counts the processes that it kills for want of memory.
+        # The kernel counts the processes that it kills because of memory.
         if code == -signal.SIGKILL and num_oom_kills() > self._oom_kills:
-            return self._record_failure(HostMemoryError(f"the kernel has killed a process for want of memory: {text}"))
+            return self._record_failure(HostMemoryError(f"the kernel killed a process because of memory: {text}"))
         return self._record_failure(WorkerLostError(text))
 
     def _record_failure(self, error: MillraceError) -> MillraceError:
@@ -353,16 +344,18 @@ class _Child:
         return error
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; it is not reaped. An interrupt within `Popen.poll` can leave its lock taken:
-        `Popen.wait` would then wait for ever."""
+        """Return whether the process has ended, without reaping it.
+
+        An interrupt within `Popen.poll` can leave its lock taken, and `Popen.wait` would wait forever.
+        """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # it has been reaped
+        except ChildProcessError:  # already reaped
             return True
         return gone is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone: its helpers are needed to finish the step."""
+        """Signal the process alone: its helpers are needed to finish the step."""
         if self.process.returncode is None:
             os.kill(self.process.pid, number)  # not `send_signal`, which polls
 
@@ -376,22 +369,17 @@ class _Child:
         os.close(self._replies_fd)
 
 
-def _new_log(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"trainer-{1 + max(trainer_logs(folder), default=0)}.log"
-    path.touch()
-    return path
-
-
 def trainer_logs(folder: Path) -> dict[int, Path]:
-    """The logs of a run's trainer processes by their numbers; a copy of one beside it has none."""
+    """Return the logs of a run's trainer processes by number; a copy of one has none."""
     numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the source first in the path: the process must run the code that we run. A scorer may lie here: last,
-    so that no file here takes the place of a module of Python or of a package."""
+    """Return our environment with our module path, so that the process runs the same code.
+
+    The current folder, which may have a scorer, is last so that no file there replaces another module.
+    """
     here = str(Path.cwd())
     path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)
     return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""The weights of a run's checkpoint as a transformers directory, and as the model of another run (`--fork`)."""
+"""Weights of a run's checkpoint as a transformers directory, or as the model of another run (`--fork`)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +16,12 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.manifest import read_finished_or_reason, read_finished_or_set_aside
 from rlcore.user_code import run_code
 
-START = "start"
-"""In place of a checkpoint: the model that a run has started from."""
+START = "start"  # name of the initial policy in place of a checkpoint
 
 
 def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
-    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory.
-
-    Raises:
-        CheckpointError: there is none of that name, or it is broken.
-        DataError: the run's start model is not there any more.
-    """
+    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory. Raises
+    CheckpointError if there is none of that name, or it is broken, DataError if the run's initial policy is missing."""
     from rlcore.checkpoint.export import export_checkpoint
 
     info = find_checkpoint(layout.checkpoints, checkpoint)
@@ -34,27 +29,23 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """The model that the run has started from: a folder, or a hub id as a path.
-
-    Raises:
-        DataError: the folder is not there any more.
-        ModelError: the hub's model is neither in its cache nor to be had.
-    """
+    """Return the run's initial policy: a folder, or a hub id as a path. Raises DataError if the folder is missing,
+    ModelError if the hub's model is neither cached nor reachable."""
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
     if not start.is_absolute():
         require_reachable("model.path", str(start))
     elif not start.is_dir():
         raise DataError(
-            f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
-            "Restore it, or make it again by the run's own command."
+            f"{start}: missing: the initial policy of run {layout.run_dir.name} has config and tokenizer. Restore it "
+            "or make it again with the run's own command."
         )
     return start
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
+    """Checkpoint of a run as a model in `folder`, a transformers directory that may not exist yet."""
 
     config: RunConfig
     layout: RunLayout
@@ -67,23 +58,15 @@ class CheckpointWeights:
         return f"{self.layout.run_dir.name}@{self.checkpoint}"
 
     def ensure(self) -> Path:
-        """The folder, written unless it is there and whole.
-
-        Raises:
-            CheckpointError: the checkpoint is broken.
-        """
+        """Write the folder unless it is complete, and return it. Raises CheckpointError if the checkpoint is broken."""
         if self.checkpoint != START and read_finished_or_set_aside(self.folder, error=CheckpointError) is None:
             export_to(self.config, self.layout, self.checkpoint, self.folder)
         return self.folder
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
-
-    Raises:
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint.
-    """
+    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start`. Raises DataError if there
+    is no such run, CheckpointError if it has no such checkpoint."""
     name, at, checkpoint = source.rpartition("@")
     if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
         name, checkpoint = source, ""
@@ -96,16 +79,12 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
 
 
 def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
-    """Compose settings whose model of step 0 has the weights that `source` names (`RUN[@CHECKPOINT]`, under `root`).
+    """Compose settings whose initial policy has the weights of `source` (`RUN[@CHECKPOINT]`, under `root`).
 
-    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
-    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
-    nothing: until the weights are there it plans by the model that the other run has started from.
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint, or that is broken.
+    The weights are exported to `<root of the source>/models/fork-<digest>`, once for a checkpoint. Optimizer, critic
+    and position in the data start from scratch. A dry run writes nothing and plans by the source's initial policy.
+    Raises ConfigError if the settings are wrong, DataError if there is no such run, CheckpointError if it has no such
+    checkpoint, or that is broken.
     """
     weights = find_weights(source, root)
     is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None

@@ -66,7 +66,7 @@ def describe_setting(key: str) -> str:
     A name in a free mapping (`tags.owner`) has the documentation of the mapping.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
-    ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
+    ('auto: CUDA where a GPU is present.', 'Responses to each prompt')
     """
     while key not in all_keys() and "." in key:
         key = key.rpartition(".")[0]

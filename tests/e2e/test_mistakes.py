@@ -149,7 +149,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train data=custom data.build=broken:build", ["data.build: must name a function", "broken.py, line 1"]),
     ("train data=custom data.build=mine:says_one", ["mine:says_one must return data.rows.TaskRows, got str"]),
     ("train data.scorer=broken:score", ["SyntaxError", "broken.py, line 1"]),
-    *((f"train data.scorer=mine:{name}", [f"got mine:{name}, which failed on the answer", why, "docs/data.md"])
+    *((f"train data.scorer=mine:{name}", [f"got mine:{name}, which failed on response", why, "docs/data.md"])
       for name, why in (
         ("says_one", "got str"), ("forgets_the_wrong", "on the answer '0'"), ("raises", "ValueError: no"),
     )),

@@ -1,4 +1,4 @@
-"""One Prefect server for all tests of flows, one finished run to compare with, and the command line as a process."""
+"""Shared Prefect server, reference run and command line of the tests of flows."""
 
 import json
 import os
@@ -18,12 +18,17 @@ import pytest
 
 from flows.cli import app, exit_code
 from flows.server.api import LocalServer
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.run.layout import RunLayout
 from tests.forked import ForkedCommand
 from tests.repeatable import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"
-"""In PYTHONPATH, it lets a trainer stay in a phase."""
+"""Folder for PYTHONPATH: its sitecustomize holds a trainer in a phase."""
 SMALL = (
     "experiment=debug",
     "trainer.total_steps=60",
@@ -32,15 +37,12 @@ SMALL = (
     "runtime.stop_deadline_s=200",
     "alarms.entropy_below=50",
 )
-"""The debug experiment with chunks long enough to be killed in, time to save where a disk is busy, and an alarm."""
+"""The debug experiment with chunks long enough for a kill, time to save on a busy disk, and an alarm."""
 WAIT_S = 280.0
-"""On a machine that others keep busy too."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended."""
-
     code: int
     out: str
     err: str
@@ -51,7 +53,7 @@ _started: list["subprocess.Popen[str]"] = []
 
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
-    """A test that fails leaves no process behind."""
+    """Kill the processes of a failed test."""
     yield
     for process in _started:
         if process.poll() is None:
@@ -64,7 +66,7 @@ def nothing_left_running() -> Iterator[None]:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY) -> "subprocess.Popen[str]":
-    """A command in this checkout or another folder, in a session of its own."""
+    """Start a command in a separate session."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -82,7 +84,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], folder: Path =
 def forked(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY
 ) -> ForkedCommand:
-    """`python -m MODULE ARGUMENTS` in a folder, forked from a process that has imported most of it."""
+    """Fork `python -m MODULE ARGUMENTS` from a process that has imported most of it."""
     process = ForkedCommand(module, arguments, environment, folder)
     _started.append(process)
     return process
@@ -90,75 +92,90 @@ def forked(
 
 @dataclass
 class Millrace:
-    """The command line, with one root and one Prefect server."""
+    """Command line with one root and one Prefect server."""
 
     root: Path
     environment: Mapping[str, str]
 
     def words(self, verb: str, *settings: str) -> list[str]:
-        """What follows `millrace`."""
         root = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
         return [*verb.split(), *settings, *root]
 
     def start(self, verb: str, *settings: str, spawned: bool = False) -> "subprocess.Popen[str]":
-        """Start a command; `spawned`: with a command line of its own, which others see."""
+        """Start a command; `spawned`: with a separate command line, which others see."""
         words, environment = self.words(verb, *settings), os.environ | self.environment
         if spawned:
             return start([sys.executable, "-m", "flows.cli", *words], environment)
         return forked("flows.cli", words, environment)
 
-    def __call__(self, verb: str, *settings: str) -> Finished:
-        """Run a command to its end."""
-        return ended(self.start(verb, *settings))
+    def __call__(self, verb: str, *settings: str, code: int | None = None) -> Finished:
+        return ended(self.start(verb, *settings), code)
 
     def run_dir(self) -> Path:
-        """The folder of the only run."""
+        """Return the folder of the only run."""
         (run_dir,) = (self.root / "runs").iterdir()
         return run_dir
 
     def steps(self) -> list[int]:
-        """Steps in the run's journal."""
         return [record["step"] for record in journal(self.run_dir())]
 
 
-def ended(process: "subprocess.Popen[str]") -> Finished:
-    """Wait for a command."""
+def ended(process: "subprocess.Popen[str]", code: int | None = None) -> Finished:
+    """Wait for the end of a command, and require its exit code."""
     out, err = process.communicate(timeout=WAIT_S)
+    assert code in (None, process.returncode), err
     return Finished(process.returncode, out, err)
 
 
 def in_this_process(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
-    """`millrace WORDS` in this process."""
     code = exit_code(lambda: app(words))
     return Finished(code, *capsys.readouterr())
 
 
 def journal(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's journal that are steps."""
+    """Return the complete step lines of a run's journal."""
     lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
     return [record for record in map(json.loads, lines) if "metrics" in record]
 
 
 def numbers(run_dir: Path) -> dict[int, dict[str, float]]:
-    """What a run has measured at each step, without what the machine says."""
+    """Return the reproducible metrics of each step."""
     return {record["step"]: repeatable(record["metrics"]) for record in journal(run_dir)}
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll, for a tenth of the time at most: a server that is asked works too. Waiting in vain is a failure."""
+    """Poll at most a tenth of the time, since a polled server works too, and fail after `WAIT_S`."""
     deadline = time.monotonic() + WAIT_S
     while True:
         asked = time.monotonic()
         if condition():
             return
         now = time.monotonic()
-        assert now < deadline, f"waited {WAIT_S:.0f} s in vain: {what}"
+        assert now < deadline, f"not after {WAIT_S:.0f} s: {what}"
         time.sleep(min(max(0.02, 10 * (now - asked)), 1))
+
+
+def changed(config: RunConfig, section: str, **settings: object) -> RunConfig:
+    """Return the settings with these changes in a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
+
+
+def commit(config: RunConfig, step: int, metrics: Mapping[str, float] | None = None, num_bytes: int = 1) -> Path:
+    """Write a checkpoint of this step without training, and return its folder."""
+    layout = RunLayout.of(config)
+    state = TrainerState(
+        step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
+        settings_fingerprint=settings_fingerprint(config),
+    )  # fmt: skip
+    store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
+    with store.writing(state, metrics or {}) as folder:
+        (folder / "weights").write_bytes(bytes(num_bytes))
+    return store.path_of(step)
 
 
 @pytest.fixture(scope="package")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A Prefect server with a database of its own; until the tests of flows are done, for an idle one works too."""
+    """Prefect server with a separate database, until the tests of flows are done."""
     from tests.helpers.stack import prefect_home
 
     server = LocalServer(prefect_home(tmp_path_factory.mktemp("prefect")))
@@ -168,35 +185,31 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSe
 
 
 def under(server: LocalServer, root: Path) -> Millrace:
-    """The command line with this server."""
     return Millrace(root, {**server.environment, "PREFECT_HOME": str(server.home)})
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run of SMALL from nothing to its report, which nobody disturbed."""
+    """An undisturbed run of SMALL."""
 
     millrace: Millrace
     done: Finished
 
     @property
     def run_dir(self) -> Path:
-        """Its folder."""
         return self.millrace.run_dir()
 
 
 @pytest.fixture(scope="package")
 def reference(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The first run of the server."""
     command = under(prefect_server, tmp_path_factory.mktemp("reference"))
-    done = command("run", *SMALL)
-    assert done.code == 0, done.err
+    done = command("run", *SMALL, code=0)
     return Reference(command, done)
 
 
 @pytest.fixture
 def millrace(prefect_server: LocalServer, reference: Reference, artifacts_root: Path, empty_store: Path) -> Millrace:
-    """The command line on a root that has data, start model and an empty MLflow store, and no run."""
+    """Command line on a root with data, initial policy and an empty MLflow store, and without a run."""
     shutil.copy(empty_store, artifacts_root / "mlflow.db")
     for stage in ("datasets", "filtered", "models", "tokenizers"):
         shutil.copytree(reference.millrace.root / stage, artifacts_root / stage)
@@ -205,35 +218,32 @@ def millrace(prefect_server: LocalServer, reference: Reference, artifacts_root: 
 
 @pytest.fixture
 def bare(artifacts_root: Path) -> Millrace:
-    """The command line on an empty root, without a Prefect server."""
+    """Command line on an empty root, without a Prefect server."""
     return Millrace(artifacts_root, {})
 
 
 def basic(login: str) -> str:
-    """The header of HTTP's basic authentication."""
     return f"Basic {b64encode(login.encode()).decode()}"
 
 
 @dataclass(frozen=True)
 class Api:
-    """Prefect's own API, asked with the login of its server."""
+    """Prefect's API, with the login of its server."""
 
     url: str
     login: str
 
     def filter(self, what: str, **body: Any) -> list[dict[str, Any]]:
-        """`POST /<what>/filter`."""
         found: list[dict[str, Any]] = self.post(f"{what}/filter", body)
         return found
 
     def events(self, run_id: str, name: str) -> list[dict[str, Any]]:
-        """Payloads of a run's events of that name, oldest first."""
+        """Return payloads of a run's events of that name, oldest first."""
         chosen = {"event": {"name": [f"millrace.{name}"]}, "resource": {"id": [f"millrace.run.{run_id}"]}}
         found = self.post("events/filter", {"filter": {**chosen, "order": "ASC"}})
         return [one["payload"] for one in found["events"]]
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """`POST /<path>`."""
         request = urllib.request.Request(
             f"{self.url}/{path}",
             json.dumps(body).encode(),
@@ -243,11 +253,9 @@ class Api:
             return json.load(answer)
 
     def flow_runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Flow runs of flows with these names, oldest first."""
         return self.filter("flow_runs", flows={"name": {"any_": list(names)}}, sort="START_TIME_ASC")
 
 
 @pytest.fixture
 def api(prefect_server: LocalServer) -> Api:
-    """Prefect's API."""
     return Api(prefect_server.url, prefect_server.login)

@@ -1,4 +1,4 @@
-"""`import millrace`: the notebook in docs is executed as it stands, from a folder with an empty MLflow store."""
+"""`import millrace`; the notebook in docs is executed from a folder with an empty MLflow store."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from tests.notebook import NOTEBOOK, notebook
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors
 @pytest.mark.slow
-def test_the_notebook_is_true(
+def test_notebook_runs_as_written(
     tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "artifacts").mkdir()
@@ -30,7 +30,7 @@ def test_the_notebook_is_true(
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     shown = capsys.readouterr().out
-    assert "checkpoint after step 1:" in shown, "the trainer's events are shown"
+    assert "checkpoint after step 1:" in shown
     assert "warm-start: step 1/" in shown
     run, metrics, answers = names["run"], names["metrics"], names["answers"]
     assert run.status().state == "finished"
@@ -39,7 +39,7 @@ def test_the_notebook_is_true(
     assert repr(names["settings"]).startswith(f"<RunSettings {run.id}: ")
     assert len(repr(names["settings"])) < 500
     assert (run.config.seed, run.config.rollout.samples_per_prompt) == (2, 8)
-    assert metrics.index.tolist() == [0, 1, 2], "step 0: the validation before training"
+    assert metrics.index.tolist() == [0, 1, 2]
     assert len(answers) == 32 * 2
     assert answers["score"].between(0, 1).all()
     assert [info.step for info in run.checkpoints()] == [1, 2]
@@ -47,38 +47,37 @@ def test_the_notebook_is_true(
     assert names["result"].step == 1
 
 
-def test_the_notebook_is_the_page() -> None:
+def test_notebook_matches_the_page() -> None:
     assert NOTEBOOK.read_text() == notebook(), "make generated"
 
 
-def test_mistakes_are_errors_of_millrace(tmp_path: Path) -> None:
+def test_api_mistakes_raise_millrace_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean trainer\.total_steps"):
         millrace.compose("trainer.totl_steps=3", experiment="debug")
-    with pytest.raises(ConfigError, match=r"overrides: each must be a text.*got \['optim.lr=1e-3'\]"):
+    with pytest.raises(ConfigError, match=r"overrides: each must be a string.*got \['optim.lr=1e-3'\]"):
         millrace.compose(["optim.lr=1e-3"], experiment="debug")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="is neither the folder nor the id of a run"):
-        millrace.open("nobody", root=tmp_path)
+        millrace.open("no-such-run", root=tmp_path)
     assert millrace.runs(tmp_path) == []
 
 
-def test_an_absent_validation_is_named_with_the_present_ones(tmp_path: Path) -> None:
+def test_missing_validation_error_lists_existing_ones(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = millrace.Run(config, RunLayout.of(config))
     with pytest.raises(DataError, match=r"has no validation of that name. It has none yet"):
         run.responses()
     run.layout.validation.mkdir(parents=True)
     (run.layout.validation / "before.json").touch()
-    with pytest.raises(DataError, match=r"foo.json: run debug-s1-\w+ has no validation of that name. There are before"):
+    with pytest.raises(DataError, match=r"foo.json: run debug-s1-\w+ has no validation of that name. It has before"):
         run.responses("foo")
 
 
 def written(run: millrace.Run) -> millrace.Run:
-    """A run of which only its settings are on disk."""
     Origin(run.config).write(run.layout.run_dir)
     return run
 
 
-def test_an_answer_without_a_score_has_none(tmp_path: Path) -> None:
+def test_responses_without_score_are_nan(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = millrace.Run(config, RunLayout.of(config))
     failed = Response("a", 0.0, {}, 1, "stop", failure="the judge was away")
@@ -91,7 +90,7 @@ def test_an_answer_without_a_score_has_none(tmp_path: Path) -> None:
     assert answers["failure"].isna().tolist() == [True, False]
 
 
-def test_a_setting_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_setting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ("algo.importance.mode=off", "algo.importance.cap=3", "data.scorer=nowhere:score")
     settings = millrace.compose(*words, experiment="debug", root=tmp_path)
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="nowhere"):
@@ -99,7 +98,7 @@ def test_a_setting_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert "algo.importance.cap" in caplog.text
 
 
-def test_a_run_that_was_moved_is_not_judged(tmp_path: Path) -> None:
+def test_moved_run_is_not_evaluated(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path / "old").config
     run = written(millrace.Run(config, RunLayout.of(config)))
     (tmp_path / "old").rename(tmp_path / "new")
@@ -110,7 +109,7 @@ def test_a_run_that_was_moved_is_not_judged(tmp_path: Path) -> None:
     assert not (tmp_path / "old").exists()
 
 
-def test_an_absent_checkpoint_changes_nothing(tmp_path: Path) -> None:
+def test_missing_checkpoint_changes_nothing(tmp_path: Path) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = written(millrace.Run(config, RunLayout.of(config)))
     with pytest.raises(CheckpointError, match="step-000007"):
@@ -118,11 +117,11 @@ def test_an_absent_checkpoint_changes_nothing(tmp_path: Path) -> None:
     assert [file.name for file in run.folder.iterdir()] == ["run.json"]
 
 
-def test_a_run_of_another_version_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_of_another_version_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = millrace.compose(experiment="debug", root=tmp_path).config
     run = written(millrace.Run(config, RunLayout.of(config)))
     other = tmp_path / "runs" / "other" / "run.json"
     write_text_atomically(other, '{"a_setting_of_another_version": 1}')
     with caplog.at_level(logging.WARNING):
         assert [one.id for one in millrace.runs(tmp_path)] == [run.id]
-    assert f"left out: {other}" in caplog.text
+    assert f"skipped: {other}" in caplog.text

@@ -1,4 +1,4 @@
-"""The list of stages: their order, their lines for people, and what happens when a trainer is lost."""
+"""The list of stages: their order, their lines, and the loss of a trainer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,22 +8,19 @@ import pytest
 
 from flows import chain
 from flows.chain import run_on_console
-from flows.progress import PlainDisplay, use_display
+from flows.progress import PlainDisplay, ValidationSummary, use_display
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.train import Chunk, Train
+from flows.stages.train import Chunk
 from flows.stages.validate import Validate
+from flows.work.mlflow_record import MlflowContents
 from flows.work.open_run import OpenRun, open_run
-from flows.work.recorded import MlflowContents
-from flows.work.validation_summary import ValidationSummary
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ModelError, WorkerLostError
 from rlcore.run.initial_policy import InitialPolicy
+from tests.flows.conftest import changed
 
 R = TypeVar("R")
 
@@ -39,7 +36,7 @@ MADE: dict[str, Any] = {
 
 
 class Record:
-    """In place of the run's page in MLflow."""
+    """Stand-in for the run's MLflow page."""
 
     def start(self, *rows: object) -> None:
         self.rows = rows
@@ -57,19 +54,19 @@ def config(artifacts_root: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("with_report", [False, True])
-def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> None:
-    said = []
+def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
+    lines = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
         result = stage.find_or_make(run) if stage.name in ("dataset", "filter") else MADE[stage.name]
-        said.append((stage.title(run), stage.describe(result).partition(" (")[0], stage.in_trainer))
+        lines.append((stage.title(run), stage.describe(result).partition(" (")[0], stage.in_trainer))
         return result
 
     record = Record()
     with open_run(config, ("millrace", "train")) as run:
         done = chain.run_chain(run, do, record, with_report=with_report)  # type: ignore[arg-type]
     after = "validation: after"
-    assert said == [
+    assert lines == [
         ("dataset countdown", "dataset: 20 train, 5 validation rows", False),
         ("filter to 32 tokens", "filter: 20 train, 5 validation rows", False),
         ("warm-start debug", "warm start: reward 0.400 after 30 steps", True),
@@ -86,19 +83,19 @@ def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> 
     assert done.report == (HERE if with_report else None)
 
 
-def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path) -> None:
+def test_filter_warns_of_fewer_rows_than_a_batch(artifacts_root: Path) -> None:
     words = ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
-    said = []
+    lines = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
         result = stage.find_or_make(run)
-        said.append(stage.describe(result))
+        lines.append(stage.describe(result))
         return result
 
     for size in (20, 21):
         sizes = [f"trainer.batch_size={size}", f"trainer.mini_batch_size={size}"]
         chain.make_rows(OpenRun(load_config([*words, *sizes])), do)
-    _, enough, _, few = said
+    _, enough, _, few = lines
     assert "\n" not in enough
     line, warning = few.split("\n")
     assert line.startswith("filter: 20 train")
@@ -108,33 +105,18 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
 @pytest.mark.parametrize(
     ("of_run", "of_suite", "name"), [(0, 0, "step-000002"), (2, 0, "all-step-000002"), (0, 2, "all-step-000002")]
 )
-def test_an_asked_validation_takes_all_problems_under_its_own_name(
+def test_requested_validation_has_all_problems_and_a_separate_name(
     config: RunConfig, of_run: int, of_suite: int, name: str
 ) -> None:
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
-    validation = config.validation.model_copy(update={"suites": suites, "max_problems": of_run})
-    config = config.model_copy(update={"validation": validation})
+    config = changed(config, "validation", suites=suites, max_problems=of_run)
     titles = [Validate(checkpoint).title(OpenRun(config)) for checkpoint in ("start", "last", "best", "step-000002")]
     assert [title.removeprefix("validate/debug ") for title in titles] == ["before", "after", "best", name]
 
 
-def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:
-    with open_run(config) as run:
-        state = TrainerState(
-            step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        with CheckpointStore(run.layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-            (folder / "weights").write_text("x")
-        chunk = Train(1, 2, is_last=True).find_or_make(run)
-    assert (chunk.start, chunk.stop, chunk.skipped) == (1, 2, True)
-    assert chunk.checkpoint == run.layout.checkpoints / "step-000002"
-    assert str(chunk) == "step 1-2, skipped: done before"
-
-
 @dataclass(frozen=True)
 class Failing(Stage[str]):
-    """A stage that fails with these errors, and then is done. `calls`: one for each try."""
+    """A stage that raises these errors in sequence, and then succeeds."""
 
     name = "stage"
     in_trainer = True
@@ -155,8 +137,7 @@ class Failing(Stage[str]):
 
 
 def test_only_a_lost_trainer_is_retried_up_to_the_limit(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    runtime = config.runtime.model_copy(update={"max_chunk_retries": 2})
-    run = OpenRun(config.model_copy(update={"runtime": runtime}))
+    run = OpenRun(changed(config, "runtime", max_chunk_retries=2))
     lost = WorkerLostError("it is gone")
     with use_display(PlainDisplay()):
         assert run_on_console(Failing((lost, lost)), run) == "done"

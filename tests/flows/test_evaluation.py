@@ -1,4 +1,4 @@
-"""Suites: the run's own validation, `millrace eval` of its checkpoints, their numbers and paired difference."""
+"""Suites in training, and `millrace eval` with paired differences."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def suites(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, suites: list[str]) -> SmallRun:
-    """Three steps, judged before, after and on the way."""
+    """Three steps, evaluated before, during and after training."""
     root = tmp_path_factory.mktemp("artifacts")
     more = ("tracking.enabled=false", "warm_start.max_steps=60", "trainer.total_steps=3", "optim.lr=3e-3")
     made = prepare(root, f"validation.suites=[{','.join(suites)}]", "validation.every_steps=2", *more)
@@ -49,30 +49,29 @@ def result(run: SmallRun, suite: str, name: str) -> ValidationResult:
     return ValidationResult.read(run.layout.suites / suite / f"{name}.json")
 
 
-def test_each_suite_is_validated_at_its_own_steps(run: SmallRun) -> None:
+def test_suite_is_validated_at_its_steps(run: SmallRun) -> None:
     steps = {record.step: record.metrics for record in read_journal(run.layout.journal)}
-    judged = {
+    evaluated = {
         name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean@2" in metrics]
         for name in ("countdown", "often", "ends")
     }
-    assert judged == {"countdown": [0, 2, 3], "often": [0, 1, 2, 3], "ends": [0, 3]}
+    assert evaluated == {"countdown": [0, 2, 3], "often": [0, 1, 2, 3], "ends": [0, 3]}
     assert [len(result(run, "often", name).problems) for name in ("step-000001", "before", "after")] == [5, 12, 12]
     assert "val-core/ends/reward/greedy" not in steps[0]
     saved = list_checkpoints(run.layout.checkpoints, verify_hashes=False)[-1].metrics
     assert {name.split("/")[1] for name in saved if name.startswith("val-core/")} == {"countdown"}
 
 
-def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
+def test_evaluation_matches_the_run_and_pairs_results(
     run: SmallRun, suites: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(run.layout.run_dir)
     words = (f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
     done = in_this_process(capsys, "eval", *words, "--json")
     assert done.code == 0, done.err
-    told = json.loads(done.out)
-    # The suite's max_problems holds in an evaluation as in training.
+    message = json.loads(done.out)
     own_results = ({"often": "step-000000", "ends": "before"}, {"often": "step-000003", "ends": "after"})
-    for one, names in zip(told["evaluations"], own_results, strict=True):
+    for one, names in zip(message["evaluations"], own_results, strict=True):
         for suite, num_problems in (("often", 5), ("ends", 6)):
             own = result(run, suite, names[suite])
             assert one["suites"][suite]["num_problems"] == len(own.problems) == num_problems
@@ -83,19 +82,19 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
         for name in ("step-000000", "step-000003")
     )
     gains = [late - early for early, late in zip(before, after, strict=True)]
-    mean = next(row for row in told["paired"][0]["suites"]["often"] if row["figure"] == "reward/mean@2")
+    mean = next(row for row in message["paired"][0]["suites"]["often"] if row["figure"] == "reward/mean@2")
     assert mean["difference"]["value"] == pytest.approx(sum(gains) / len(gains))
     assert (mean["better"], mean["worse"]) == (sum(g > 0 for g in gains), sum(g < 0 for g in gains))
-    files = sorted(Path(told["evaluations"][0]["folder"]).glob("suites/*/before.json"))
+    files = sorted(Path(message["evaluations"][0]["folder"]).glob("suites/*/before.json"))
     written = [file.stat().st_mtime_ns for file in files]
     again = in_this_process(capsys, "eval", *words)
     assert again.code == 0, again.err
-    assert [file.stat().st_mtime_ns for file in files] == written, "what is judged is not judged again"
+    assert [file.stat().st_mtime_ns for file in files] == written
     assert "paired:" in again.out
     assert "worker(s) on" not in again.out + again.err
 
 
-def test_models_are_evaluated_by_the_same_weights(run: SmallRun, tmp_path: Path) -> None:
+def test_models_are_evaluated_with_equal_reward_weights(run: SmallRun, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root)
     folder = root / "runs" / run.layout.run_dir.name
@@ -109,7 +108,7 @@ def test_models_are_evaluated_by_the_same_weights(run: SmallRun, tmp_path: Path)
     short = ["filter.max_prompt_tokens=40", "rollout.max_response_tokens=16"]
     trained, base = (evaluation_settings(model, ["countdown"], short, root) for model in models)
     assert trained.reward.weights == base.reward.weights == {}
-    assert trained.reward.deadline_s == 7.0, "how its answers are scored is the run's own"
+    assert trained.reward.deadline_s == 7.0
     given = [*short, "reward.weights={correct: 2.0}"]
     assert [evaluation_settings(model, ["countdown"], given, root).reward.weights for model in models] == [
         {"correct": 2.0},
@@ -117,10 +116,10 @@ def test_models_are_evaluated_by_the_same_weights(run: SmallRun, tmp_path: Path)
     ]
 
 
-def test_a_silent_judge_is_an_error_and_no_result(
+def test_silent_judge_is_an_error_without_result(
     run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = tmp_path / "judged.yaml"
+    suite = tmp_path / "evaluated.yaml"
     one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
     suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
     dead = (
@@ -131,14 +130,14 @@ def test_a_silent_judge_is_an_error_and_no_result(
         capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json"
     )
     assert (done.code, done.out) == (1, "")
-    assert "suite judged: has no metrics, for 1 responses have no score; data.judge:score failed, the la" in done.err
+    assert "suite evaluated: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
     assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
     assert "Traceback" not in done.err
     assert [*run.layout.run_dir.parent.glob("eval-*/metrics.jsonl")]
-    assert not [*run.layout.run_dir.parent.glob("eval-*/suites/judged/*")], "nothing counts as judged"
+    assert not [*run.layout.run_dir.parent.glob("eval-*/suites/evaluated/*")]
 
 
-def test_an_evaluations_journal_tells_of_answers_without_a_score(
+def test_evaluation_journal_reports_responses_without_score(
     run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -151,22 +150,24 @@ def test_an_evaluations_journal_tells_of_answers_without_a_score(
         session.evaluate()
     journal = load_journal(made.layout.journal)
     assert [record.step for record in journal.steps] == [0]
-    (told,) = [event.data for event in journal.events if event.name == "scorer_failed"]
-    assert told["suite"] == "fails"
-    assert told["num_answers"] == len(ValidationResult.read(made.layout.suites / "fails" / "before.json").failures) > 0
+    (message,) = [event.data for event in journal.events if event.name == "scorer_failed"]
+    assert message["suite"] == "fails"
+    assert (
+        message["num_answers"] == len(ValidationResult.read(made.layout.suites / "fails" / "before.json").failures) > 0
+    )
 
 
-def test_the_report_has_the_suites(run: SmallRun) -> None:
+def test_report_has_suites(run: SmallRun) -> None:
     found = suite_table(read_run(run.layout.run_dir))
     assert found is not None
     assert {row[0].text for row in found.rows} == {"often", "ends"}
 
 
-def test_wrong_names_are_told(run: SmallRun, suites: list[str], tmp_path: Path) -> None:
+def test_wrong_names_are_reported(run: SmallRun, suites: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k"):
         load_config(["validation.suites=[gsm9k]"])
     with pytest.raises(DataError, match=r"neither the folder nor the id of a run.*A model is a folder"):
-        evaluation_settings("nobody", suites, [], tmp_path)
+        evaluation_settings("no-such-run", suites, [], tmp_path)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("data: {task: countdown, trian_size: 3}")
     with pytest.raises(ConfigError, match=r"suites: wrong: data.trian_size: there is no such setting"):
@@ -177,6 +178,6 @@ def test_wrong_names_are_told(run: SmallRun, suites: list[str], tmp_path: Path) 
         evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)
 
 
-def test_a_suite_needs_no_training_rows(run: SmallRun) -> None:
+def test_suite_needs_no_training_rows(run: SmallRun) -> None:
     folder = run.inputs.suites["often"]
     assert sorted(file.name for file in folder.glob("*.parquet")) == ["validation.parquet"]

@@ -1,4 +1,4 @@
-"""The run's page in MLflow, written by the stages around the training."""
+"""The run's MLflow page."""
 
 import logging
 from contextlib import suppress
@@ -13,9 +13,8 @@ from flows.stages.export import ExportedWeights
 from flows.stages.filter import Filter
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.work import mlflow_record
-from flows.work.mlflow_record import MlflowRecord
+from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
-from flows.work.recorded import MlflowContents, models_digest, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking.delivery import ensure_mlflow_run
@@ -23,15 +22,15 @@ from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.user_code import code_for_run
 
 
-def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
+def test_run_that_ends_before_its_first_step_has_final_status(
     artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_record, "END_WAIT_S", 180.0)  # a busy machine takes long over a store's tables
+    monkeypatch.setattr(mlflow_record, "END_WAIT_S", 180.0)  # a busy machine creates tables slowly
     size = ["data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
     size.append("tags.from='http://me:SECRET@host'")
     config = load_config(["experiment=debug", *size])
     rows, filtered = Dataset().make(OpenRun(config)), Filter().make(OpenRun(config))
-    for error, status in ((ModelError("no such model"), "FAILED"), (StopRequestedError("told to end"), "KILLED")):
+    for error, status in ((ModelError("no such model"), "FAILED"), (StopRequestedError("requested to end"), "KILLED")):
         with suppress(type(error)), open_run(config, ()) as run, MlflowRecord(run, {}) as record:
             record.start(rows, filtered)
             raise error
@@ -67,12 +66,10 @@ HERE = Path("here")
 LAST, BEST = ExportedWeights(HERE, 2, cached=True), ExportedWeights(HERE, 1, cached=True)
 ROWS = StageResult(HERE, "f", cached=True, counts={})
 AWAY = ("tracking.uri=oddsql://host/runs",)
-"""A store of a kind that is not installed here: it fails at once."""
+"""A store of a kind that is not installed, which fails immediately."""
 
 
-def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(
-    artifacts_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_sent_without_tracking_or_change(artifacts_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="flows.work.mlflow_record")
     paths = f"paths.root={artifacts_root}"
     silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
@@ -90,29 +87,27 @@ def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(
     with suppress(ModelError), open_run(silent, ()) as run, MlflowRecord(run, {}):
         raise ModelError("no such model")
     elsewhere = load_config(["experiment=debug", paths, "tracking.uri=oddsql://me:SECRET@other/runs"])
-    assert settings_digest(elsewhere) != settings_digest(config), "that store has nothing of it"
+    assert settings_digest(elsewhere) != settings_digest(config)
     assert settings_digest(load_config(["experiment=debug", paths, *AWAY, "tracking.experiment=other"])) != digests[0]
     assert "SECRET" not in settings_digest(elsewhere)
     assert list(artifacts_root.glob("*.db")) == []
     assert [one for one in caplog.messages if "MLflow" in one] == []
 
 
-def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
-    artifacts_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreachable_store_is_logged_once_per_part(artifacts_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
-    rest = "The training is not touched by that; the same command again writes the rest"
+    rest = "The training is not affected; repeat the command to send the rest"
     with open_run(config, ()) as run, MlflowRecord(run, {}) as record:
         known = MlflowContents("", "", "", "other settings", "other report", "").write(run.layout)
         record._known = known
         record.start(ROWS, ROWS)
         assert record.finish(None, LAST, BEST) == known
-    told = [one for one in caplog.messages if one.startswith("MLflow did not take")]
-    assert [one.partition(": ")[0] for one in told] == [
-        "MLflow did not take the settings and datasets of the run",
-        "MLflow did not take all of the run",
+    message = [one for one in caplog.messages if one.startswith("MLflow has not received")]
+    assert [one.partition(": ")[0] for one in message] == [
+        "MLflow has not received the settings and datasets of the run",
+        "MLflow has not received the results of the run",
     ]
-    assert all("oddsql://host/runs" in one and one.endswith(rest) for one in told)
+    assert all("oddsql://host/runs" in one and one.endswith(rest) for one in message)
     assert MlflowContents.read(run.layout) == known
 
 
@@ -121,12 +116,12 @@ def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
     ("report", "models", "is_sent"),
     [
         ("{}", "same", False),
-        ("{} without the report", "same", None),  # as after `millrace train`, which makes none
+        ("{} without the report", "same", None),  # as after `millrace train`
         ("other", "same", True),
         ("{}", "other", True),
     ],
 )
-def test_the_end_of_a_run_is_sent_where_a_part_of_it_is_not_there(
+def test_end_of_run_is_sent_where_a_part_is_missing(
     artifacts_root: Path,
     report: str,
     models: str,
@@ -144,12 +139,10 @@ def test_the_end_of_a_run_is_sent_where_a_part_of_it_is_not_there(
         with MlflowRecord(run, {}) as record:
             record.start(ROWS, ROWS)
             record.finish(given, LAST, BEST)
-    assert any("MLflow did not take all of the run" in one for one in caplog.messages) == is_sent
+    assert any("MLflow has not received the results of the run" in one for one in caplog.messages) == is_sent
 
 
-def test_a_run_that_ends_before_mlflow_has_heard_of_it_asks_for_nothing(
-    artifacts_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_unknown_to_mlflow_ends_without_request(artifacts_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
     for known, number in ((MlflowContents(), 0), (MlflowContents("1"), 1)):
@@ -157,5 +150,5 @@ def test_a_run_that_ends_before_mlflow_has_heard_of_it_asks_for_nothing(
             known.write(run.layout)
             with MlflowRecord(run, {}):
                 raise ModelError("no such model")
-        told = [one for one in caplog.messages if one.startswith("MLflow does not know that the run has ended: ")]
-        assert len(told) == number
+        message = [one for one in caplog.messages if one.startswith("MLflow was not notified of the end of the run: ")]
+        assert len(message) == number

@@ -1,4 +1,4 @@
-"""A task or an environment of somebody's own, found in the folder that the command is started in."""
+"""Custom tasks and environments in the folder where the command is started."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from flows import SOURCE_FOLDER
 from flows.work.trainer import TRAINER, _environment
 
 MILLRACE = "from flows.cli import main; main()"
-"""The installed command: its own folder is in the path, and not the one that it is started in."""
+"""The installed command: the module path has its own folder, not the current one."""
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a task in it, and with modules that are called as one of ours, of Python's and of a package's."""
+    """A folder with a task and with modules named like one of ours, of Python's and of a package's."""
     (tmp_path / "products.py").write_text(Path(multiplication.__file__).read_text())
     for name in ("data", "queue", "pydantic"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('somebody else\\'s {name}.py')\n")
@@ -41,13 +41,13 @@ def run(project: Path, *words: str, settings: Sequence[str] = DEBUG) -> "subproc
     )
 
 
-def test_its_rows_are_made(project: Path) -> None:
+def test_rows_of_own_task_are_made(project: Path) -> None:
     done = run(project, "data make", "data.build=products:build", "data.scorer=products:score")
     assert (done.returncode, done.stderr) == (0, "")
     assert "filter: 20 train, 5 validation rows" in done.stdout
 
 
-def test_a_function_that_is_not_there_is_told_before_anything_is_made(project: Path) -> None:
+def test_missing_function_is_reported_before_anything_is_made(project: Path) -> None:
     done = run(project, "run", "data.build=product:build", "data.scorer=products:score")
     assert done.returncode != 0
     assert "data.build: must name a function" in done.stderr
@@ -55,16 +55,16 @@ def test_a_function_that_is_not_there_is_told_before_anything_is_made(project: P
     assert not (project / "artifacts").exists()
 
 
-def test_the_trainer_finds_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_finds_own_modules(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
-    monkeypatch.setattr(sys, "path", [*sys.path, project])  # as notebooks do; Python itself passes over a Path
+    monkeypatch.setattr(sys, "path", [*sys.path, project])  # as in notebooks; Python ignores a Path
     program = "import data, products, pydantic, queue; print(data.__file__); print(products.__file__)"
     command = [*TRAINER[: TRAINER.index("-m")], "-c", program]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "products.py")]
 
 
-def test_the_environment_of_the_page_is_played_from_an_empty_folder(tmp_path: Path) -> None:
+def test_environment_of_the_page_trains_from_an_empty_folder(tmp_path: Path) -> None:
     page = (SOURCE_FOLDER / "docs" / "environments.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(# count_on\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(block.splitlines()) < 40
@@ -81,4 +81,4 @@ def test_the_environment_of_the_page_is_played_from_an_empty_folder(tmp_path: Pa
     metrics = [line["metrics"] for line in map(json.loads, journal.read_text().splitlines()) if "metrics" in line]
     assert 0 <= metrics[-1]["reward/right/mean"] <= 1
     assert metrics[-1]["reward/turns/mean"] == 3
-    assert metrics[-1]["environment_length/mean"] == 4, "two replies of two tokens"
+    assert metrics[-1]["environment_length/mean"] == 4

@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""Progress as shown to users."""
 
 import io
 import os
@@ -11,8 +11,8 @@ from rich.console import Console
 
 from flows.cli import exit_code
 from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, metrics_text, use_display
-from flows.stages.rows import show_rows
-from flows.work.protocol import CheckpointSaved, Note, Progress, RunEvent, parse_reply
+from flows.stages.inputs import show_rows
+from flows.work.protocol import CheckpointSaved, Note, Progress, RunEvent
 from rlcore.errors import MillraceError
 
 
@@ -20,21 +20,21 @@ def step(number: int, **more: float) -> Progress:
     return Progress("train", number, 40, {"critic/score/mean": 0.25}, to_step=20, **more)  # type: ignore[arg-type]
 
 
-def test_figures_leave_out_what_is_not_known() -> None:
+def test_progress_omits_unknown_metrics() -> None:
     assert metrics_text(step(3)) == "reward 0.250"
     assert metrics_text(step(3, eta_s=95.0, tokens_per_s=9_000.4)) == "reward 0.250  9,000 tokens/s  ETA 1:35"
     two = step(3, eta_s=95.0, tokens_per_s=9_000.4, num_devices=2, may_end_early=True)
-    assert metrics_text(two) == "reward 0.250  9,000 tokens/s a GPU, 18,001 in all  ETA at most 1:35"
+    assert metrics_text(two) == "reward 0.250  9,000 tokens/s per GPU, 18,001 in total  ETA at most 1:35"
 
 
-def test_every_event_is_a_line() -> None:
+def test_events_as_lines() -> None:
     assert describe(step(3)) == "train: step 3/40  reward 0.250"
     assert describe(Note("hello")) == "hello"
     assert describe(CheckpointSaved(20, "/x/step-000020")) == "checkpoint after step 20: /x/step-000020"
     assert describe(RunEvent("paused", {"missing_bytes": 3})) == "paused: missing_bytes 3"
 
 
-def test_lines_of_one_of_several_runs_say_which(capsys: pytest.CaptureFixture[str]) -> None:
+def test_labelled_display_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> None:
     plain = PlainDisplay()
     with use_display(plain), use_display(LabelledDisplay(display(), "point 2 seed 1")):
         display().event(step(20))
@@ -47,7 +47,7 @@ def test_lines_of_one_of_several_runs_say_which(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_a_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with use_display(PlainDisplay(every_s=1e9)):
         for number in range(1, 41):
             display().event(step(number))
@@ -55,24 +55,24 @@ def test_a_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) 
     assert [line.split()[2] for line in lines] == ["1/40", "20/40", "40/40"]
 
 
-def test_a_log_that_takes_no_more_ends_no_run() -> None:
+def test_full_log_does_not_end_a_run() -> None:
     code = (
         "import sys\n"
-        "from flows.cli import leave\n"
+        "from flows.cli import run_and_exit\n"
         "from flows.progress import PlainDisplay, display, use_display\n"
         "with use_display(PlainDisplay()):\n"
-        "    leave(lambda: [display().line('of a run'), print('going on', file=sys.stderr)])\n"
+        "    run_and_exit(lambda: [display().line('of a run'), print('continuing', file=sys.stderr)])\n"
     )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
         )
-    told = "not all of the output could be written: [Errno 28] No space left on device"
-    assert (done.returncode, done.stderr.splitlines()) == (1, ["going on", told])
+    message = "not all of the output could be written: [Errno 28] No space left on device"
+    assert (done.returncode, done.stderr.splitlines()) == (1, ["continuing", message])
 
 
-def test_what_a_model_has_written_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise MillraceError("\x1b]0;mine\x07")
 
@@ -86,7 +86,7 @@ def test_what_a_model_has_written_does_nothing_to_a_terminal(capsys: pytest.Capt
     assert capsys.readouterr().err == "\\x1b]0;mine\\x07\n"
 
 
-def test_a_terminal_has_one_line_that_moves_and_lines_that_stay() -> None:
+def test_terminal_has_live_and_permanent_lines() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     with use_display(LiveDisplay(console)):
@@ -98,22 +98,12 @@ def test_a_terminal_has_one_line_that_moves_and_lines_that_stay() -> None:
     assert "ETA 7 s" in text
     assert "dataset: [4,767 rows]\n" in text.replace("\x1b[2K", "").replace("\r", "")
     assert "a note" in text
-    assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text[-40:], "the cursor is shown again"
+    assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text[-40:]
 
 
-def test_an_unknown_eta_is_none() -> None:
-    line = b'{"event": "progress", "stage": "train", "step": 1, "total_steps": 2, "metrics": {}, "eta_s": NaN}'
-    assert parse_reply(line) == Progress("train", 1, 2, {})
-
-
-def test_outside_the_block_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    display().line("nobody watches")
-    assert capsys.readouterr().out == ""
-
-
-def test_the_filters_progress_is_told_while_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_filter_reports_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with use_display(PlainDisplay()):
         show_rows("train", 2_000, 2_000)
-        assert capsys.readouterr().out == "", "it was over at once"
+        assert capsys.readouterr().out == ""
         show_rows("train", 1_000, 2_000)
     assert "filter, rows of train: step 1000/2000" in capsys.readouterr().out

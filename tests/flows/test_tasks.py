@@ -1,4 +1,4 @@
-"""Stages as Prefect tasks: a flow run that is tried again runs them again; what is done is known from the disk."""
+"""Stages as Prefect tasks: a retried flow run repeats them, and finished work is found on disk."""
 
 import logging
 from collections.abc import Iterator
@@ -24,9 +24,8 @@ from flows.parameters import compose_settings
 from flows.server.api import LocalServer
 from flows.server.watch import STOP_REQUESTED, FlowCancelledError, watch_flow_run
 from flows.tasks import run_task
-from flows.work.mlflow_record import MlflowRecord
+from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.recorded import MlflowContents
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import ConfigError
 from tests.flows.conftest import wait_until
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.prefect
 
 @dataclass(frozen=True)
 class Made:
-    """A stage's result: a stored one Prefect would read back as a dict."""
+    """Result of a stage; Prefect would read a stored one back as a dict."""
 
     data: int
 
@@ -66,7 +65,7 @@ def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
 
 
 @pytest.mark.parametrize("end", [Completed, Failed, Cancelled])
-def test_a_retried_flow_run_runs_its_stages_again(client: SyncPrefectClient, end: type[State[object]]) -> None:
+def test_retried_flow_run_repeats_its_stages(client: SyncPrefectClient, end: type[State[object]]) -> None:
     on_disk.clear()
     run = client.create_flow_run(chain)
     assert run_flow(chain, client.read_flow_run(run.id)) == 0
@@ -79,7 +78,7 @@ def test_a_retried_flow_run_runs_its_stages_again(client: SyncPrefectClient, end
         tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
         return [task.name for task in tasks]
 
-    # the server learns of a task run by one event, under a name of Prefect's, and of its own name by a later one
+    # the server gets the name of a task run by a later event
     wait_until(lambda: names() == ["stage {of} a run"] * 2, "two task runs under the stage's name")
 
 
@@ -92,7 +91,7 @@ def mistaken(ours: bool) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_mistake_is_a_message_and_a_fault_a_traceback(
+def test_mistake_is_a_message_and_bug_a_traceback(
     client: SyncPrefectClient, caplog: pytest.LogCaptureFixture, ours: bool
 ) -> None:
     run = client.create_flow_run(mistaken, parameters={"ours": ours})
@@ -101,14 +100,14 @@ def test_a_mistake_is_a_message_and_a_fault_a_traceback(
     state = client.read_flow_run(run.id).state
     assert state is not None
     assert state.message is not None
-    told = "optim.lr: must be greater than 0; got -1" if ours else "unforeseen"
-    assert state.message.endswith(told)
+    message = "optim.lr: must be greater than 0; got -1" if ours else "unforeseen"
+    assert state.message.endswith(message)
 
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    said = [record for record in errors if not record.getMessage().startswith("Finished in state")]
-    assert [record.name for record in said] == ["prefect.task_runs", "prefect.flow_runs"]
-    for record in said:
-        assert (record.getMessage() == told) == ours
+    reported = [record for record in errors if not record.getMessage().startswith("Finished in state")]
+    assert [record.name for record in reported] == ["prefect.task_runs", "prefect.flow_runs"]
+    for record in reported:
+        assert (record.getMessage() == message) == ours
         assert (record.exc_info is None) == ours
 
 
@@ -121,7 +120,7 @@ def stopped() -> None:
         run_task("stage", "stage", end, str)
 
 
-def test_a_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     run = client.create_flow_run(stopped)
     with pytest.raises(FlowCancelledError):
@@ -134,16 +133,14 @@ def test_a_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.L
 
 
 @pytest.mark.parametrize("until", ["report", "export", "warm-start", "pass-rates"])
-def test_an_unchecked_flow_is_checked_before_anything_is_made(
-    client: SyncPrefectClient, artifacts_root: Path, until: str
-) -> None:
+def test_flow_is_checked_before_anything_is_made(client: SyncPrefectClient, artifacts_root: Path, until: str) -> None:
     words = ["experiment=debug", "data.scorer=nowhere:score", "pass_rates.samples=2", f"paths.root={artifacts_root}"]
     with pytest.raises(ConfigError, match=r"data\.scorer: must name a function"):
         pipeline.pipeline(overrides=words, until=until)
     assert list(artifacts_root.iterdir()) == []
 
 
-def test_a_flow_takes_the_settings_of_its_command(
+def test_flow_uses_settings_of_its_command(
     client: SyncPrefectClient, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["experiment=debug", "seed=3", "tracking.enabled=false", f"paths.root={artifacts_root}"]

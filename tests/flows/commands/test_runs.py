@@ -105,8 +105,8 @@ def test_state_of_a_run_ended_before_its_first_step(layout: RunLayout) -> None:
         return found.state, found.note
 
     assert state_after(DataError("suite sums: no rows")) == ("failed", "data after step 0: suite sums: no rows")
-    assert state_after(KeyboardInterrupt()) == ("stopped", "the same command goes on")
-    assert state_after(StopRequestedError("told to stop while it waited")) == ("stopped", "the same command goes on")
+    assert state_after(KeyboardInterrupt()) == ("stopped", "the same command resumes it")
+    assert state_after(StopRequestedError("told to stop while it waited")) == ("stopped", "the same command resumes it")
     assert state_after(OSError("disk")) == ("failed", "error after step 0: disk")
     assert len(read_failures(layout.run_dir)) == 2
     begin(layout, "FINISHED")
@@ -163,13 +163,13 @@ def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest
         lock.write_text(json.dumps(asdict(replace(found, command="/bin/python -m prefect.engine"))))
         stop([str(layout.run_dir)])
     told = capsys.readouterr().out.splitlines()[-1]
-    how = "`prefect flow-run retry 0b5c-7` goes on, or Retry on its page"
+    how = "`prefect flow-run retry 0b5c-7` resumes it, or Retry on its page"
     assert told == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
     found = status_of(layout.run_dir)
     assert (found.state, found.note) == ("stopped", how)
     begin(layout)
     (layout.run_dir / STOP_FILE).unlink()
-    assert status_of(layout.run_dir).note == "its process is gone; " + how.replace("0b5c-7", "ID")
+    assert status_of(layout.run_dir).note == "its process has ended; " + how.replace("0b5c-7", "ID")
 
 
 def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
@@ -222,7 +222,7 @@ def test_pruning_keeps_the_recorded_holder_of_a_run(layout: RunLayout) -> None:
     layout.checkpoints.mkdir()
     lock = layout.run_dir / RUN_LOCK
     with HeldLock(lock, what="the run"):
-        assert prune(layout.run_dir, dry_run=False).text == "is going on, and prunes by itself"
+        assert prune(layout.run_dir, dry_run=False).text == "is running, and prunes by itself"
     lock.write_text("{}")
     assert prune(layout.run_dir, dry_run=False).text == "deleted 0 checkpoints"
     assert lock.read_text() == "{}"
@@ -315,7 +315,7 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
         (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
-    with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
+    with pytest.raises(DataError, match=r"has: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
         find_named_runs(["other"], tmp_path)
 
 
@@ -335,7 +335,7 @@ def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, cap
     found = compare(folders, tmp_path)
     assert found.html.is_file()
     assert found.mlflow_page == ""
-    assert "MLflow did not take the comparison: tracking.uri oddsql://host/runs: " in caplog.text
+    assert "The comparison is not uploaded to MLflow: tracking.uri oddsql://host/runs: " in caplog.text
 
 
 def test_a_comparison_is_written_under_the_given_root_without_a_store(
@@ -350,7 +350,7 @@ def test_a_comparison_is_written_under_the_given_root_without_a_store(
         found = compare(folders, root)
         assert {found.html.parents[1], found.json.parents[1]} == {root / "comparisons"}
         (said,) = caplog.messages
-        assert said == f"MLflow does not keep the comparison: {folders[0]} is not in the MLflow store of {root}"
+        assert said == f"The comparison is not uploaded to MLflow: {folders[0]} is not in the MLflow store of {root}"
         assert not (root / "mlflow.db").exists()
     (tmp_path / "here" / "mlflow.db").touch()
     assert compare(folders, tmp_path / "here").mlflow_page == ""
@@ -359,7 +359,7 @@ def test_a_comparison_is_written_under_the_given_root_without_a_store(
 
 def test_garbage_that_cannot_be_looked_for_is_an_error(tmp_path: Path) -> None:
     tracking = TrackingConfig(uri="oddsql://host/runs")
-    with pytest.raises(TrackingError, match=r"^garbage cannot be looked for: tracking\.uri oddsql://host/runs: "):
+    with pytest.raises(TrackingError, match=r"^garbage cannot be searched: tracking\.uri oddsql://host/runs: "):
         collect_garbage(tmp_path, tracking, dry_run=True)
 
 

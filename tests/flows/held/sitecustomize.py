@@ -1,11 +1,10 @@
-"""Lets a trainer stay in a phase until it is told to stop, so that the stop arrives in that phase and in no other.
+"""Hold a trainer in a phase until a stop is requested, so that the stop arrives in that phase.
 
-Python runs this file at its start where PYTHONPATH names its folder. In a trainer of which HOLD_PHASE names a phase and
-HOLD_FILE a file, the phase is entered as ever; then the file is made, and the phase goes on once a stop was asked for.
-Where the file is there already, nothing is held. HOLD_AFTER: how many times the phase is gone through before, by this
-trainer or by one before it. Each may be several, with commas between them.
+Python runs this file at its start if its folder is in PYTHONPATH. In the phase HOLD_PHASE the trainer creates HOLD_FILE
+and waits for the stop, unless the file exists. HOLD_AFTER is the number of earlier passes through the phase by any
+trainer. Each may be a list with commas.
 
-HOLD_SETTINGS names a file with such variables as JSON, for a stack: its worker has one environment for all runs.
+HOLD_SETTINGS is a JSON file with these variables, for a stack, whose worker has one environment for all runs.
 """
 
 import json
@@ -20,14 +19,13 @@ HELD_FOR_S = 280.0
 
 
 def times_before(passed: Path) -> int:
-    """How many times this was called with this file before, by any process."""
+    """Return the number of earlier calls with this file by any process."""
     with passed.open("ab") as times:
         times.write(b".")
         return times.tell() - 1
 
 
 def hold(phase_name: str, file: Path, after: int) -> None:
-    """Wrap `Watchdog.phase`."""
     from rlcore.run.watchdog import Watchdog
 
     whole, passed = Watchdog.phase, file.with_name(f"{file.name}.{phase_name}")

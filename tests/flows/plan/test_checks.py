@@ -1,4 +1,4 @@
-"""What is checked before a run starts, by the words that it is told in."""
+"""Checks before the start of a run."""
 
 import re
 from dataclasses import replace
@@ -15,6 +15,7 @@ from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.storage.disk import RoomReport
+from tests.flows.conftest import changed
 
 
 @pytest.fixture
@@ -22,24 +23,24 @@ def config(tmp_path: Path) -> RunConfig:
     return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
 
 
-def test_an_unwritable_root_is_reported_with_its_existing_folder(tmp_path: Path) -> None:
+def test_unwritable_root_is_reported_with_existing_folder(tmp_path: Path) -> None:
     require_root(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
-    told = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it "
-    with pytest.raises(DataError, match=f"^{re.escape(told)}writable, or choose another paths.root.$"):
+    message = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it "
+    with pytest.raises(DataError, match=f"^{re.escape(message)}writable, or choose another paths.root.$"):
         require_root(Path("/proc/no/such"))
 
 
-def test_lack_of_room_is_reported_for_each_disk(config: RunConfig) -> None:
+def test_missing_space_is_reported_for_each_disk(config: RunConfig) -> None:
     plan = make_plan(config)
     enough, other = RoomReport(Path("/a"), 5, 5, 10), RoomReport(Path("/c"), 1, 0, 9, free_files=0)
     short = RoomReport(Path("/b"), 5_000, 6, 10)
     disk = replace(plan.disk, num_checkpoints=3, file_systems=(enough, short, other))
-    with pytest.raises(DiskSpaceError) as told:
+    with pytest.raises(DiskSpaceError) as message:
         check_before_start(config, replace(plan, disk=disk))
-    assert str(told.value) == (
-        f"{short.problem}; {other.problem}. The run needs room for 3 checkpoints, among others (--dry-run shows it). "
-        "Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
+    assert str(message.value) == (
+        f"{short.problem}; {other.problem}. The run needs space for 3 checkpoints and other files (see --dry-run). "
+        "Free some space, lower checkpoint.keep_last, or set paths.root to a larger disk."
     )
     check_before_start(config, replace(plan, disk=replace(disk, file_systems=(enough,))))
 
@@ -47,17 +48,16 @@ def test_lack_of_room_is_reported_for_each_disk(config: RunConfig) -> None:
 def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
     Slots(Path(config.paths.root)).set_devices([""])
     check_before_start(config, make_plan(config))
-    wide = config.model_copy(update={"runtime": config.runtime.model_copy(update={"num_workers": 2})})
+    wide = changed(config, "runtime", num_workers=2)
     with pytest.raises(
-        ConfigError, match=r"^runtime\.num_workers: must be at most the slots of .*, which are 1; got 2"
+        ConfigError, match=r"^runtime\.num_workers: must be at most the slots of .*, which has 1; got 2"
     ):
         check_before_start(wide, make_plan(config))
 
 
-def test_a_device_file_counts_as_a_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_file_counts_as_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def require(**more: object) -> None:
-        runtime = config.runtime.model_copy(update={"device": "cuda", **more})
-        checks.require_device(config.model_copy(update={"runtime": runtime}))
+        checks.require_device(changed(config, "runtime", **{"device": "cuda", **more}))
 
     names = ["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "dxg", "kfd", "sda"]
     seen = [name for name in names if any(fnmatch(name, pattern) for pattern in checks.GPU_FILES)]
@@ -66,26 +66,23 @@ def test_a_device_file_counts_as_a_gpu(config: RunConfig, monkeypatch: pytest.Mo
     monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
     require(device="auto")
     require(ray_address="10.0.0.1:6379")
-    with pytest.raises(ConfigError, match="got cuda, and this machine shows none"):
+    with pytest.raises(ConfigError, match="got cuda, and this machine has none"):
         require()
     monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*", "nul[l]"))
     require()
 
 
-def test_the_users_functions_are_looked_for_before_the_plan(config: RunConfig) -> None:
+def test_custom_functions_are_checked_before_the_plan(config: RunConfig) -> None:
     check_before_plan(config)
-    for key, told in (("scorer", r"^data\.scorer: "), ("environment", r"^data\.environment: ")):
+    for key, message in (("scorer", r"^data\.scorer: "), ("environment", r"^data\.environment: ")):
         data = config.data.model_copy(update={key: "no_such_module:function"})
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             check_before_plan(config.model_copy(update={"data": data}))
-    episode = config.episode.model_copy(update={"tools": ("no_such_module:tool",)})
     with pytest.raises(ConfigError, match=r"^episode\.tools: "):
-        check_before_plan(config.model_copy(update={"episode": episode}))
+        check_before_plan(changed(config, "episode", tools=("no_such_module:tool",)))
 
 
-def test_an_evaluation_needs_a_device_and_its_suites_functions(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_needs_device_and_suite_functions(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     check_evaluation(config)
     data = config.data.model_copy(update={"scorer": "no_such_module:score"})
     validation = config.validation.model_copy(update={"suites": (SuiteConfig(name="sums", data=data),)})
@@ -93,15 +90,13 @@ def test_an_evaluation_needs_a_device_and_its_suites_functions(
         check_evaluation(config.model_copy(update={"validation": validation}))
     monkeypatch.setattr(checks, "first_gpu", lambda: None)
     monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
-    runtime = config.runtime.model_copy(update={"device": "cuda"})
-    with pytest.raises(ConfigError, match="got cuda, and this machine shows none"):
-        check_evaluation(config.model_copy(update={"runtime": runtime}))
+    with pytest.raises(ConfigError, match="got cuda, and this machine has none"):
+        check_evaluation(changed(config, "runtime", device="cuda"))
 
 
 def test_only_ray_runs_check_the_cluster(config: RunConfig) -> None:
     def require(backend: str) -> None:
-        runtime = config.runtime.model_copy(update={"backend": backend, "ray_address": "127.0.0.1:9"})
-        checks.require_machine(config.model_copy(update={"runtime": runtime}))
+        checks.require_machine(changed(config, "runtime", backend=backend, ray_address="127.0.0.1:9"))
 
     require("local")
     with pytest.raises(ConfigError, match=r"runtime\.ray_address"):

@@ -1,4 +1,4 @@
-"""`millrace doctor`: each thing that a run needs is looked at for real, and what is wrong is told with a remedy."""
+"""`millrace doctor`: real checks of the machine, with remedies."""
 
 import json
 import os
@@ -17,17 +17,14 @@ from tests.flows.conftest import REPOSITORY, in_this_process
 
 
 def looked_at(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
-    """The command's lines by name, where there is an error."""
     done = in_this_process(capsys, "doctor", "--json")
     assert done.code == 1
     return {line["name"]: line for line in json.loads(done.out)}
 
 
 @pytest.mark.slow
-def test_an_absent_server_is_an_error_among_other_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where vLLM is not installed: to import it takes as long as all the rest."""
+def test_doctor_reports_absent_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM is hidden: its import takes as long as everything else."""
     import torch
 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
@@ -39,13 +36,13 @@ def test_an_absent_server_is_an_error_among_other_lines(
     assert names <= lines.keys()
     assert [name for name, line in lines.items() if line["level"] == "error"] == ["Prefect server"]
     assert all(line["remedy"] or line["level"] == "ok" for line in lines.values())
-    assert lines["vLLM"]["found"].startswith("none: rollout=hf alone")
+    assert lines["vLLM"]["found"].startswith("none: only rollout=hf")
     assert lines["torch"]["found"].startswith(f"{torch.__version__}, ")
     gpus = [name for name in lines if re.fullmatch(r"GPU \d+", name)]
     assert (len(gpus), "GPU" in lines) == (torch.cuda.device_count(), not gpus)
 
 
-@pytest.mark.lengthy  # the same of another package: Prefect above
+@pytest.mark.lengthy
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
 def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +50,7 @@ def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert looked_at(capsys)["vLLM"]["level"] == "ok"
 
 
-def test_a_package_is_checked_against_range_and_tested_version() -> None:
+def test_package_is_checked_against_range_and_tested_version() -> None:
     here = metadata.version("numpy")
     assert doctor.check_package(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
     assert doctor.check_package(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
@@ -62,7 +59,7 @@ def test_a_package_is_checked_against_range_and_tested_version() -> None:
     assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
 
 
-def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
+def test_unsupported_and_busy_gpus_are_reported() -> None:
     gpus = (Gpu("new", (12, 0), 80, 80), Gpu("busy", (9, 0), 10, 80), Gpu("good", (8, 6), 80, 80))
     lines = list(doctor.check_gpus(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
     assert [line.level for line in lines] == ["error", "warning", "ok"]
@@ -70,15 +67,15 @@ def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
 
 
 @pytest.mark.multiprocess
-def test_ranks_sum_numbers_and_a_failing_rank_is_named() -> None:
+def test_all_reduce_names_failing_backend() -> None:
     all_reduce(2, "gloo")
     with pytest.raises(OSError, match=r"rank 0: .*no-such-backend"):
         all_reduce(1, "no-such-backend")
 
 
 @pytest.mark.multiprocess
-def test_the_failing_rank_is_named_and_not_a_waiting_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waited for rank 1 until its deadline, and was called the cause."""
+def test_all_reduce_names_failing_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: rank 0 waited for rank 1 until its deadline, and was named as the cause."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif sys.orig_argv[-4:-2] == ['1', '2']:\n    sys.exit('GPU 1 has fallen off the bus')\n"
     )
@@ -87,7 +84,7 @@ def test_the_failing_rank_is_named_and_not_a_waiting_one(tmp_path: Path, monkeyp
         all_reduce(2, "gloo")
 
 
-def test_a_proxy_that_stands_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_for_loopback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")

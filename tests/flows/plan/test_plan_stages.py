@@ -1,4 +1,4 @@
-"""What the plan says of each stage: how far it is, what it depends on, and what it will take."""
+"""Stages in the plan: status, dependencies, disk space."""
 
 import json
 import shutil
@@ -13,22 +13,20 @@ from flows.plan.plan import RunPlan, count_parameters, make_plan
 from flows.stages.report import Report, report_fingerprint
 from flows.stages.warm_start import _stop_rule
 from flows.work.open_run import OpenRun, open_run
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
 from rlcore.config.compose import load_config
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import ModelShape
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.publish import published_directory, write_json_atomically
+from tests.flows.conftest import changed, commit
 from tests.helpers.validations import problem, result
 
 
 def of_name(plan: RunPlan, name: str) -> list[tuple[str, bool]]:
-    """Details of the stages of a name, and whether each is done."""
+    """Return details and status of the stages of a name."""
     return [(stage.detail, stage.cached) for stage in plan.stages if stage.name == name]
 
 
@@ -36,19 +34,8 @@ def load(root: Path, *overrides: str) -> RunConfig:
     return load_config(["experiment=debug", f"paths.root={root}", *overrides])
 
 
-def commit(config: RunConfig, step: int) -> None:
-    """A checkpoint of this step, without the training."""
-    layout = RunLayout.of(config)
-    state = TrainerState(
-        step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
-        settings_fingerprint=settings_fingerprint(config),
-    )  # fmt: skip
-    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-        (folder / "weights").write_bytes(bytes(1_000))
-
-
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({}, "7 steps"),
         ({"epochs": 2.5}, "to 2.5 epochs, at most 7 steps"),
@@ -60,16 +47,16 @@ def commit(config: RunConfig, step: int) -> None:
         ),
     ],
 )
-def test_a_warm_start_ends_by_what_its_settings_name(settings: dict[str, object], told: str) -> None:
+def test_warm_start_stop_rule(settings: dict[str, object], message: str) -> None:
     none = {"epochs": None, "stop_at_reward": None, "patience": None, "max_steps": 7}
-    assert _stop_rule(WarmStartConfig().model_copy(update=none | settings)) == told
+    assert _stop_rule(WarmStartConfig().model_copy(update=none | settings)) == message
 
 
-def test_a_plan_of_an_empty_root_lists_all_stages(artifacts_root: Path) -> None:
+def test_plan_of_empty_root_lists_all_stages(artifacts_root: Path) -> None:
     plan = make_plan(load(artifacts_root))
     assert [(stage.name, stage.detail) for stage in plan.stages] == [
         ("dataset", "countdown"),
-        ("filter", "after its tokenizer is made"),
+        ("filter", "after its tokenizer is built"),
         ("warm-start", "after the filter"),
         ("train", "step 0-1"),
         ("train", "step 1-2"),
@@ -84,13 +71,13 @@ def test_a_plan_of_an_empty_root_lists_all_stages(artifacts_root: Path) -> None:
     assert plan.published_model is None
 
 
-def test_done_stages_are_shown_and_not_counted(artifacts_root: Path) -> None:
+def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
     config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false", "pass_rates.samples=4")
     layout = RunLayout.of(config)
     at_start = make_plan(config).disk
     with open_run(config):
         chain.make_rows(OpenRun(config), chain.run_quietly).write(config, layout)
-    commit(config, 1)
+    commit(config, 1, num_bytes=1_000)
     plan = make_plan(config)
     assert plan.warm_start_memory is None
     assert plan.stage("dataset").detail == "countdown 512 train, 32 validation"
@@ -105,14 +92,14 @@ def test_done_stages_are_shown_and_not_counted(artifacts_root: Path) -> None:
 
     commit(config, 2)
     for name, step in (("before", 0), ("after", 1)):
-        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
-        judged.write(layout.validation / f"{name}.json")
+        evaluated = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
+        evaluated.write(layout.validation / f"{name}.json")
     plan = make_plan(config)
     assert of_name(plan, "validate") == [("before", True), ("after", False)]
     assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", True)]
     assert of_name(plan, "export") == of_name(plan, "export-best") == [("", False)]
     assert plan.disk.needed_bytes == 0
-    replace(judged, step=2).write(layout.validation / "after.json")
+    replace(evaluated, step=2).write(layout.validation / "after.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
     plan = make_plan(config)
@@ -123,7 +110,7 @@ def test_done_stages_are_shown_and_not_counted(artifacts_root: Path) -> None:
     ((detail, is_done),) = of_name(make_plan(config), "export")
     assert detail.startswith(f"made again: {layout.exported_model}")
     assert not is_done
-    assert (layout.exported_model / "weights").read_text() == "y", "a plan sets nothing aside"
+    assert (layout.exported_model / "weights").read_text() == "y"
 
     more = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=3")
     plan = make_plan(more)
@@ -131,61 +118,51 @@ def test_done_stages_are_shown_and_not_counted(artifacts_root: Path) -> None:
     assert of_name(plan, "validate") == [("before", False), ("after", False)]
     fewer = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=1")
     run_id = layout.run_dir.name
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as message:
         make_plan(fewer)
-    assert str(told.value) == (
-        f"trainer.total_steps: must be at least 2, the steps that run {run_id} has already; got 1. Set it to 2 or "
-        f"more; or for fewer start another run, from these weights (--fork {run_id}@1) or from step 0, with another "
+    assert str(message.value) == (
+        f"trainer.total_steps: must be at least 2, the steps that run {run_id} already has; got 1. Set it to 2 or "
+        f"more; for fewer steps start another run, from these weights (--fork {run_id}@1) or from step 0, with another "
         "name or run_id."
     )
 
 
-def test_adapters_of_a_published_shape_are_counted_by_it(tmp_path: Path) -> None:
+def test_adapters_of_a_published_shape_are_counted(tmp_path: Path) -> None:
     name = "Qwen/Qwen2.5-0.5B"
     config, lora = load(tmp_path), LoraConfig(rank=3)
     shape = ModelShape.of_config(PUBLISHED[name])
-    model = config.model.model_copy(update={"path": name, "lora": lora})
-    found = count_parameters(config.model_copy(update={"model": model}))
+    found = count_parameters(changed(config, "model", path=name, lora=lora))
     assert found is not None
     assert (found.trained, found.policy) == (shape.adapter_parameters(lora), shape.policy_parameters)
 
 
-def test_a_published_model_without_files_is_named(tmp_path: Path) -> None:
+def test_published_model_without_files_is_named(tmp_path: Path) -> None:
     config = load(tmp_path)
 
     def named(path: str | None) -> str | None:
-        model = config.model.model_copy(update={"path": path})
-        return plans.published_model_path(config.model_copy(update={"model": model}))
+        return plans.published_model_path(changed(config, "model", path=path))
 
     assert [named(path) for path in (None, "org/unknown", "Qwen/Qwen2.5-0.5B")] == [None, None, "Qwen/Qwen2.5-0.5B"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert named(str(tmp_path)) is None
 
 
-def test_pass_rates_wait_for_the_filter(artifacts_root: Path) -> None:
+def test_pass_rates_are_planned_after_the_filter(artifacts_root: Path) -> None:
     config = load(artifacts_root, "pass_rates.samples=4", "pass_rates.keep=[0,0.9]")
     stage = make_plan(config).stage("pass-rates")
     assert (stage.detail, stage.fingerprint, stage.cached) == (
-        "4 answers to each training row, after the filter", None, False,
+        "4 responses to each training row, after the filter", None, False,
     )  # fmt: skip
     chain.make_rows(OpenRun(config), chain.run_quietly)
     stage = make_plan(config).stage("pass-rates")
-    assert (stage.detail, stage.cached) == ("4 answers to each training row", False)
+    assert (stage.detail, stage.cached) == ("4 responses to each training row", False)
     assert stage.fingerprint is not None
     shutil.rmtree(artifacts_root / "filtered")
     stage = make_plan(config).stage("pass-rates")
-    assert (stage.detail, stage.fingerprint) == ("4 answers to each training row, after the filter", None)
+    assert (stage.detail, stage.fingerprint) == ("4 responses to each training row, after the filter", None)
 
 
-def test_a_run_at_its_end_needs_no_room_for_checkpoints(artifacts_root: Path) -> None:
-    config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false")
-    with open_run(config):
-        commit(config, 2)
-    disk = make_plan(config).disk
-    assert (disk.needed_bytes, disk.num_checkpoints > 1) == (0, True)
-
-
-def test_a_report_counts_only_after_the_last_step(artifacts_root: Path) -> None:
+def test_report_is_done_only_after_the_last_step(artifacts_root: Path) -> None:
     config = load(artifacts_root)
     layout = RunLayout.of(config)
 

@@ -1,4 +1,4 @@
-"""`millrace sweep` before its first run: mistakes, and what a dry run shows."""
+"""`millrace sweep`: mistakes and dry runs."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.flows.conftest import in_this_process
 
 
-def test_a_mistake_is_told_before_anything_is_written(
+def test_mistake_is_reported_before_anything_is_written(
     artifacts_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "wrong.yaml"
@@ -21,10 +21,10 @@ def test_a_mistake_is_told_before_anything_is_written(
     assert list(artifacts_root.iterdir()) == []
 
 
-def test_a_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    in_vain = ("reward.deadline_s=3", "algo.kl.coef=0.001")
+def test_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unused = ("reward.deadline_s=3", "algo.kl.coef=0.001")
     done = in_this_process(
-        capsys, "sweep", "debug_grid", *in_vain, f"paths.root={artifacts_root}", "--dry-run", "--json"
+        capsys, "sweep", "debug_grid", *unused, f"paths.root={artifacts_root}", "--dry-run", "--json"
     )
     assert done.code == 0, done.err
     assert [line.split()[1].partition("=")[0] for line in done.err.splitlines()] == [
@@ -36,9 +36,7 @@ def test_a_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, caps
     assert list(artifacts_root.iterdir()) == []
 
 
-def test_a_dry_run_of_a_search_says_how_many_points_are_drawn(
-    artifacts_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_of_a_search_shows_its_points(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = in_this_process(capsys, "sweep", "countdown_optuna", f"paths.root={artifacts_root}", "--dry-run")
     assert done.code == 0, done.err
     assert "20 points drawn by optuna search, 1 seed(s) each; compared at step 20, " in done.out

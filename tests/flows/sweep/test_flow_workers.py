@@ -1,4 +1,4 @@
-"""A sweep on workers, as Prefect's API sees it: which children it starts, and when it ends. No worker is there."""
+"""Children of a sweep on workers in Prefect's API, without a worker."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,19 +12,18 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Completed, Crashed, Failed
 
 from flows.server.api import LocalServer
-from flows.sweep.drive import SweepWorker
-from flows.sweep.flow import DEPLOYMENT, work_on_workers
-from rlcore.config.sweep import Budget, Sweep, load_sweep
+from flows.sweep.flow import DEPLOYMENT, SweepWorker, work_on_workers
+from rlcore.config.sweep import Budget
+from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.errors import MillraceError
 from tests.helpers.sweeps import RunWriter
 
 pytestmark = pytest.mark.prefect
 Play = Callable[[SyncPrefectClient, FlowRun], None]
-"""What becomes of a child that waits for a worker."""
+"""Action of a worker on a waiting child."""
 
 
 def around(drive: SweepWorker, sweep: Sweep) -> None:
-    """A sweep's flow run."""
 
     @flow
     def sweep_flow() -> None:
@@ -44,7 +43,7 @@ def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[FlowRun]]]:
-    """Has a sweep worked on, and returns its children."""
+    """Return a function that runs a sweep and returns its children."""
     name, _, deployed = DEPLOYMENT.partition("/")
     deployment = client.create_deployment(client.create_flow_from_name(name), deployed)
     children: list[FlowRun] = []
@@ -72,7 +71,7 @@ def load(folder: Path, budget: Budget | None = None) -> Sweep:
     return load_sweep(str(file), [f"paths.root={folder}", "tracking.enabled=false"], budget=budget)
 
 
-def test_each_child_brings_a_point_to_its_end_and_a_lost_one_is_replaced(
+def test_children_finish_points_and_lost_ones_are_replaced(
     on_workers: Callable[..., list[FlowRun]], tmp_path: Path
 ) -> None:
     sweep, trainer = load(tmp_path), RunWriter(fails={2: ValueError("the scorer raised")})
@@ -95,7 +94,7 @@ def test_each_child_brings_a_point_to_its_end_and_a_lost_one_is_replaced(
     assert [trial.state.name for trial in drive.study.points().values()] == ["COMPLETE", "FAIL", "COMPLETE"]
 
 
-def test_a_used_up_budget_starts_no_more_children(on_workers: Callable[..., list[FlowRun]], tmp_path: Path) -> None:
+def test_exhausted_budget_starts_no_children(on_workers: Callable[..., list[FlowRun]], tmp_path: Path) -> None:
     sweep, trainer = load(tmp_path, Budget(runs=1)), RunWriter()
     drive = SweepWorker(sweep, trainer, "call")
 
@@ -103,12 +102,12 @@ def test_a_used_up_budget_starts_no_more_children(on_workers: Callable[..., list
         SweepWorker(sweep, trainer, "call").run(whole=False)
         client.set_flow_run_state(child.id, Completed(), force=True)
 
-    assert len(on_workers(drive, sweep, play)) == 3, "those that had been started found nothing to do"
+    assert len(on_workers(drive, sweep, play)) == 3
     assert len(trainer.trained) == 1
     assert drive.spending.read()["ended_by"] == "1 runs"
 
 
-def test_children_that_never_work_end_the_sweep_with_an_error(
+def test_children_without_work_end_the_sweep_with_an_error(
     on_workers: Callable[..., list[FlowRun]], tmp_path: Path
 ) -> None:
     sweep = load(tmp_path)
@@ -120,7 +119,7 @@ def test_children_that_never_work_end_the_sweep_with_an_error(
         )
 
 
-def test_a_missing_deployment_is_an_error_with_its_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
+def test_missing_deployment_is_an_error_with_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
     drive = SweepWorker(load(tmp_path), RunWriter(), "call")
     with pytest.raises(MillraceError, match=r"has no deployment sweep-child/local\. `millrace up`"):
         around(drive, load(tmp_path))

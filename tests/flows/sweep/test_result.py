@@ -1,4 +1,4 @@
-"""What a sweep leaves: the best settings, the comparison, and its run in MLflow."""
+"""Results of a sweep: best settings, comparison, MLflow run."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def load(root: Path, *overrides: str, text: str = RATES) -> Sweep:
 
 
 def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
-    """The sweep's study with a point for each score; None: it has failed."""
+    """Return the sweep's study with a point for each score; None is a failed one."""
     study = SweepStudy(sweep)
     for score in scores:
         trial = study.ask()
@@ -61,7 +61,7 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
     return study
 
 
-def test_the_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
+def test_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
     sweep = load(tmp_path)
     study = with_scores(sweep, 0.1, 0.3)
     result = write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), None)
@@ -70,11 +70,11 @@ def test_the_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
         "best: point 2, optim.lr=0.0002: 0.3",
         f"best settings: {sweep.folder / 'best.yaml'}",
     ]
-    assert result.comparison is None, "the runs' folders are not there"
+    assert result.comparison is None
 
 
 @pytest.mark.parametrize(("direction", "order"), [("maximize", [2, 1, 4, 3]), ("minimize", [1, 4, 2, 3])])
-def test_the_best_point_is_first_and_of_equal_ones_the_first(tmp_path: Path, direction: str, order: list[int]) -> None:
+def test_best_point_is_first(tmp_path: Path, direction: str, order: list[int]) -> None:
     text = f"objective: {{direction: {direction}}}\ngrid: {{optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}}\n"
     sweep = load(tmp_path, text=text)
     rows = rows_of(sweep, with_scores(sweep, 0.1, 0.3, None, 0.1).points())
@@ -82,7 +82,7 @@ def test_the_best_point_is_first_and_of_equal_ones_the_first(tmp_path: Path, dir
     assert [row["error"] for row in rows] == ["", "", "", "point 3 is broken"]
 
 
-def test_the_comparison_is_of_the_runs_that_are_there(tmp_path: Path) -> None:
+def test_comparison_has_existing_runs(tmp_path: Path) -> None:
     sweep = load(tmp_path)
     rows = rows_of(sweep, with_scores(sweep, 0.1, 0.2, 0.3).points())
     one, two, three = (Path(row["runs"][0]["run_dir"]) for row in rows)
@@ -96,7 +96,7 @@ def test_the_comparison_is_of_the_runs_that_are_there(tmp_path: Path) -> None:
     assert not two.exists()
 
 
-def test_the_run_in_mlflow_has_scores_files_and_a_description(server: Server, tmp_path: Path) -> None:
+def test_mlflow_run_has_scores_files_and_description(server: Server, tmp_path: Path) -> None:
     sweep = load(tmp_path, f"tracking.uri={server.uri!r}")
     store = MlflowStore(sweep.base.tracking, tmp_path)
     study = with_scores(sweep, 0.1, 0.2, 0.3)
@@ -111,20 +111,20 @@ def test_the_run_in_mlflow_has_scores_files_and_a_description(server: Server, tm
     for words in ("Varies `optim.lr` of debug by grid", "Maximizes reward/mean@2", "3 of 3 points finished"):
         assert words in text
     rows = [line for line in text.splitlines() if "| finished |" in line]
-    assert [row.split("|")[1].strip() for row in rows] == ["3", "2", "1"], "the best first"
+    assert [row.split("|")[1].strip() for row in rows] == ["3", "2", "1"]
     assert {file.path for file in store.client.list_artifacts(own, "sweep")} == {"sweep/sweep.json", "sweep/best.yaml"}
     history = store.client.get_metric_history(own, "sweep/reward/mean_at_2")
     assert {one.step: one.value for one in history} == {1: 0.1, 2: 0.2, 3: 0.3}
 
     with disable_run_logger():
-        assert start_mlflow_run(sweep) == own, "the next call continues in the same run"
+        assert start_mlflow_run(sweep) == own
         assert store.client.get_run(own).info.status == "RUNNING"
         with pytest.raises(OSError, match="full"), end_mlflow_run_on_error(sweep, own):
             raise OSError("full")
     assert store.client.get_run(own).info.status == "FAILED"
 
 
-def test_a_page_that_nothing_serves_is_told_with_the_command_that_does(
+def test_unserved_page_is_reported_with_its_command(
     tmp_path: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")

@@ -1,4 +1,4 @@
-"""A sweep's study: which points come, which the pruner drops, what a budget ends, and what another process finds."""
+"""The study of a sweep: its points, pruners, budget and processes."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,8 +38,7 @@ def open_study(load: Callable[..., Sweep]) -> Callable[..., SweepStudy]:
     return lambda text, root="": SweepStudy(load(text, root))
 
 
-def asked(study: SweepStudy) -> Trial:
-    """The next point, of which there is one."""
+def ask(study: SweepStudy) -> Trial:
     trial = study.ask()
     assert trial is not None
     return trial
@@ -54,7 +53,7 @@ def states_of(study: SweepStudy) -> list[str]:
 
 
 def answers(seed: int, gain: float, num_problems: int = 60) -> dict[str, float]:
-    """A point's scores: problems differ much, points by the gain and a little noise."""
+    """Return scores that differ much between problems, and by the gain and a little noise between points."""
     of_problem = np.random.default_rng(0).normal(0, 5, num_problems)
     noise = np.random.default_rng(seed).normal(0, 0.5, num_problems)
     return {str(number): float(score) for number, score in enumerate(of_problem + noise + gain)}
@@ -66,19 +65,16 @@ def report(trial: Trial, scores: Mapping[str, float], step: int = 1, mean: float
 
 
 def dropped(study: SweepStudy, table: Table, step: int = 1) -> set[int]:
-    """The points that the pruner drops where all of them have come to a step."""
-    trials = {number: asked(study) for number in table}
+    """Return the points that the pruner drops once all have reached a step."""
+    trials = {number: ask(study) for number in table}
     for number, trial in trials.items():
         report(trial, table[number], step)
     return {number for number, trial in trials.items() if trial.should_prune()}
 
 
-# ---------------------------------------------------------------------- pruners
-
-
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.9999])
-def test_paired_drops_of_the_worse_half_what_the_best_surely_beats(open_study, direction, confidence):
+def test_paired_pruner_drops_beaten_points_of_the_worse_half(open_study, direction, confidence):
     text = f"objective: {{direction: {direction}}}\npruning: {{every_steps: 1, confidence: {confidence}}}\n"
     gains = (0.0, 1.0, 0.95, -1.0, 0.97, -0.97)
     table = {number: answers(number, gain) for number, gain in enumerate(gains, 1)}
@@ -88,19 +84,18 @@ def test_paired_drops_of_the_worse_half_what_the_best_surely_beats(open_study, d
     order = sorted(means, key=lambda number: -sign * means[number])
 
     def is_beaten(number: int) -> bool:
-        """The twin: mean of the differences, by hand, and the interval of the same bootstrap."""
         lead = [sign * (table[order[0]][problem] - table[number][problem]) for problem in table[order[0]]]
         return paired_difference([0.0] * len(lead), lead, confidence=confidence).difference.low > 0
 
     expected = {number for number in order[3:] if is_beaten(number)}
     assert dropped(open_study(GRID_OF_SIX + text), table) == expected
-    # Far from the best: dropped at any level. The unpaired intervals, as wide as problems differ, tell nobody apart.
+    # Unpaired intervals, as wide as the problems differ, would separate none.
     assert expected == ({1, 4, 6} if direction == "maximize" else {2, 3, 5})
 
 
-def test_paired_leaves_the_best_share_at_each_comparison(open_study):
+def test_paired_pruner_keeps_the_best_share(open_study):
     study = open_study(GRID_OF_24 + PAIRED)
-    trials = {number: asked(study) for number in range(1, 25)}  # each beats those below it beyond doubt
+    trials = {number: ask(study) for number in range(1, 25)}
     left = []
     for step in range(1, 7):
         for number, trial in trials.items():
@@ -113,62 +108,59 @@ def test_paired_leaves_the_best_share_at_each_comparison(open_study):
     assert trials.keys() == {21, 22, 23, 24}
 
 
-def test_paired_drops_no_equal_point(open_study):
+def test_paired_pruner_drops_no_equal_point(open_study):
     assert not dropped(open_study(GRID + PAIRED), {number: answers(number, 0.0) for number in range(1, 5)})
 
 
-def test_paired_compares_problems_of_both_alone(open_study):
+def test_paired_pruner_compares_common_problems(open_study):
     study = open_study(GRID + PAIRED)
     table = {1: {"1": 1.0, "2": 1.0, "9": 0.0}, 2: {"3": 0.0, "4": 0.0}, 3: {"1": 0.0, "2": 0.0}, 4: {"9": 0.0}}
-    trials = {number: asked(study) for number in table}
+    trials = {number: ask(study) for number in table}
     for number, mean in {1: 0.9, 2: 0.1, 3: 0.0, 4: 0.8}.items():
         report(trials[number], table[number], mean=mean)
     # Point 2 shares no problem with the best.
     assert {number for number, trial in trials.items() if trial.should_prune()} == {3}
 
 
-def test_paired_does_not_count_an_attempt_that_was_queued_again(open_study):
+def test_paired_pruner_ignores_requeued_attempts(open_study):
     table = {number: answers(number, 1.0 * number) for number in range(1, 5)}
     study = open_study(GRID + PAIRED)
     for _ in range(3):
-        trial = asked(study)
+        trial = ask(study)
         report(trial, table[trial.user_attrs[POINT]])
         study.release(trial)
-    dropped_at_once = dropped(open_study(GRID + PAIRED), {1: table[1], 2: table[2], 3: table[3], 4: table[4]})
-    assert dropped_at_once == {1, 2}
+    dropped_directly = dropped(open_study(GRID + PAIRED), {1: table[1], 2: table[2], 3: table[3], 4: table[4]})
+    assert dropped_directly == {1, 2}
 
 
-def test_a_pruner_of_optuna_takes_its_options(open_study):
+def test_optuna_pruner_gets_its_options(open_study):
     pruning = "pruning: {pruner: successive_halving, every_steps: 1, options: {min_resource: 1, reduction_factor: 2}}\n"
     study = open_study(GRID + pruning)
     kept = []
     for score in (0.1, 0.3, 0.2, 0.4):
-        trial = asked(study)
+        trial = ask(study)
         trial.report(score, 1)
         kept.append(not trial.should_prune())
     assert kept == [True, True, False, True]
 
 
 @pytest.mark.parametrize(
-    ("pruning", "told"),
+    ("pruning", "message"),
     [
         ("pruner: percentile", "missing 1 required positional argument: 'percentile'"),
         ("pruner: hyperband, options: {reduction_factr: 2}", "unexpected keyword argument 'reduction_factr'"),
         ("pruner: successive_halving, options: {reduction_factor: 1}", "must be"),
     ],
 )
-def test_options_that_optuna_does_not_take(load, pruning, told):
-    with pytest.raises(ConfigError, match=r"pruning\.options: are not what Optuna's") as caught:
+def test_options_that_optuna_rejects(load, pruning, message):
+    with pytest.raises(ConfigError, match=r"pruning\.options: are not accepted by Optuna's") as caught:
         make_pruner(load(TPE + f"pruning: {{every_steps: 1, {pruning}}}\n").spec.pruning)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-# ---------------------------------------------------------------------- points
-
-
-def test_two_processes_share_the_points_of_a_list(open_study):
+def test_processes_share_points_of_a_list(open_study):
     first, second = open_study(GRID), open_study(GRID)
-    taken = [asked(study) for study in (first, second, second, first)]
+    taken = [ask(study) for study in (first, second, second, first)]
     assert [trial.user_attrs[POINT] for trial in taken] == [1, 2, 3, 4]
     assert first.ask() is None
     assert first.num_left() == 4
@@ -178,23 +170,23 @@ def test_two_processes_share_the_points_of_a_list(open_study):
     assert states_of(second) == ["COMPLETE", "PRUNED", "RUNNING", "RUNNING"]
 
 
-def test_a_point_that_was_left_is_taken_over_with_its_settings(open_study):
+def test_released_point_is_taken_over_with_its_settings(open_study):
     for text in (GRID, TPE):
         first = open_study(text, text[:4])
-        left, kept = asked(first), asked(first)
+        left, kept = ask(first), ask(first)
         second = open_study(text, text[:4])
         first.release(left)
-        again = asked(second)
+        again = ask(second)
         assert again.user_attrs == left.user_attrs
         assert again.user_attrs[POINT] == 1
         assert (again.params, kept.user_attrs[POINT]) == (left.params, 2)
         assert states_of(first)[:2] == ["RUNNING", "RUNNING"]
 
 
-def test_a_failed_point_is_tried_again_by_the_next_call_alone(open_study):
+def test_failed_point_is_retried_only_by_next_call(open_study):
     study = open_study(GRID)
     for _ in range(4):
-        trial = asked(study)
+        trial = ask(study)
         study.optuna.tell(trial, state=TrialState.FAIL)
         study.release(trial)
     assert study.ask() is None
@@ -202,19 +194,19 @@ def test_a_failed_point_is_tried_again_by_the_next_call_alone(open_study):
     again = open_study(GRID)
     again.retry_failed()
     assert again.num_left() == 4
-    assert asked(again).user_attrs[POINT] == 1
+    assert ask(again).user_attrs[POINT] == 1
 
 
 @pytest.mark.parametrize("kind", [TPE, TPE.replace("optuna", "random").replace("startup_points: 3, ", "")])
-def test_an_interrupted_search_draws_the_points_of_one_that_is_not(open_study, kind):
+def test_interrupted_search_draws_equal_points(open_study, kind):
     def search(root: str, *, is_broken: bool) -> list[Point]:
         study = open_study(kind, root)
         for number in range(1, 7):
-            trial = asked(study)
-            if is_broken:  # a process for each point, killed after it was asked for
+            trial = ask(study)
+            if is_broken:  # a process per point, killed after `ask`
                 study.release(trial)
                 study = open_study(kind, root)
-                trial = asked(study)
+                trial = ask(study)
             assert trial.user_attrs[POINT] == number
             lr = float(trial.user_attrs[SETTINGS]["optim.lr"])
             assert 1e-5 <= lr <= 1e-2
@@ -228,37 +220,34 @@ def test_an_interrupted_search_draws_the_points_of_one_that_is_not(open_study, k
     assert len({str(point) for point in whole}) == 6
 
 
-def test_a_trial_that_was_being_made_is_no_point(open_study):
+def test_incomplete_trial_is_not_a_point(open_study):
     study = open_study(TPE)
-    study.optuna.ask()  # its process was killed before it had its settings
+    study.optuna.ask()  # its process was killed before storing settings
     assert states_of(open_study(TPE)) == []
-    assert asked(study).user_attrs[POINT] == 1
+    assert ask(study).user_attrs[POINT] == 1
 
 
-def test_values_a_step_apart_are_of_the_range(open_study):
+def test_values_follow_the_step_of_the_range(open_study):
     decay, size = "{low: 0.2, high: 0.3, step: 0.02}", "{low: 8, high: 32, step: 8}"
     space = f"space: {{optim.weight_decay: {decay}, trainer.batch_size: {size}}}"
     study = open_study(f"random: {{num_points: 12, {space}}}\n")
-    points = [asked(study).user_attrs[SETTINGS] for _ in range(12)]
+    points = [ask(study).user_attrs[SETTINGS] for _ in range(12)]
     assert {point["optim.weight_decay"] for point in points} <= {round(0.2 + 0.02 * i, 2) for i in range(6)}
     assert {point["trainer.batch_size"] for point in points} <= {8, 16, 24, 32}
 
 
-# ---------------------------------------------------------------------- budget
-
-
 @pytest.mark.parametrize(
-    ("budget", "begun", "told"),
+    ("budget", "begun", "message"),
     [
         (Budget(), [True, True, True, True], ""),
-        (Budget(runs=2), [True, True, True, False], "2 runs"),  # the second run is begun twice: at two comparisons
+        (Budget(runs=2), [True, True, True, False], "2 runs"),  # the second run is reserved at two comparisons
         (Budget(steps=25), [True, True, False, False], "25 steps"),
         (Budget(runs=1, steps=100), [True, False, False, False], "1 runs"),
         (Budget(hours=1e-12), [False, False, False, False], "1e-12 hours"),
         (Budget(hours=1000), [True, True, True, True], ""),
     ],
 )
-def test_the_budget_ends_by_what_is_used_up_first(load, budget, begun, told):
+def test_budget_ends_by_first_exhausted_limit(load, budget, begun, message):
     sweep = load(GRID, budget=budget)
     mine, child = (BudgetTracker(SweepStudy(sweep), sweep, "call") for _ in range(2))  # two processes of one call
     found = [
@@ -267,11 +256,11 @@ def test_the_budget_ends_by_what_is_used_up_first(load, budget, begun, told):
     ]
     assert found == begun
     assert mine.read() == child.read()
-    assert (mine.read()["ended_by"], mine.read()["steps"]) == (told, 10 * sum(begun))
+    assert (mine.read()["ended_by"], mine.read()["steps"]) == (message, 10 * sum(begun))
     assert BudgetTracker(SweepStudy(sweep), sweep, "another call").read()["runs"] == []
 
 
-def test_steps_that_are_given_back_may_be_spent(load):
+def test_refunded_steps_may_be_reserved(load):
     sweep = load(GRID, budget=Budget(steps=10))
     spending = BudgetTracker(SweepStudy(sweep), sweep, "call")
     assert spending.reserve("one", 10)

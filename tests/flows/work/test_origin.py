@@ -1,4 +1,4 @@
-"""A run that has begun is not gone on with by other code, on other data, from other weights, or to fewer steps."""
+"""A run does not resume with other code, data, weights, or fewer steps."""
 
 import json
 import shutil
@@ -13,20 +13,16 @@ import pytest
 from flows import chain
 from flows.plan.plan import make_plan
 from flows.stages.dataset import Dataset
+from flows.stages.inputs import record_inputs
 from flows.stages.stage import Stage
-from flows.stages.trainer import record_inputs
 from flows.stages.validate import Validate
 from flows.stages.warm_start import WarmStart
 from flows.sweep.points import committed_step_or_zero
-from flows.work.checkpoints import committed_step
 from flows.work.open_run import OpenRun, open_run
-from flows.work.origin import require_same_inputs
+from flows.work.origin import committed_step, require_same_inputs
 from flows.work.protocol import Note
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError
 from rlcore.run.failures import append_failure, failure_from, read_failures
 from rlcore.run.inputs import RunInputs
@@ -34,6 +30,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.supervised import build_model
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run
+from tests.flows.conftest import changed, commit
 
 TASK = """
 from pathlib import Path
@@ -65,39 +62,34 @@ def config(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def begin(config: RunConfig) -> RunLayout:
-    """What a run has after two steps, without the training."""
+    """Write the files of a run after two steps, without training."""
     layout = RunLayout.of(config)
     with open_run(config) as run:
         chain.make_rows(run, chain.run_quietly)
         record_inputs(run)
-    state = TrainerState(
-        step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
-        settings_fingerprint=settings_fingerprint(config),
-    )  # fmt: skip
-    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-        (folder / "weights").write_text("x")
+    commit(config, 2)
     plan = make_plan(config)
     assert plan.committed_step == 2
     return layout
 
 
 def refused(config: RunConfig) -> str:
-    """What the plan and a start say; a sweep counts the run as not begun, and so starts it."""
-    told = set()
+    """Return the error of the plan and of a start; a sweep counts the run as not begun."""
+    message = set()
     assert committed_step_or_zero(config) == 0
-    for go_on in (make_plan, lambda config: open_run(config).__enter__()):
+    for resume in (make_plan, lambda config: open_run(config).__enter__()):
         with pytest.raises(CheckpointError) as error:
-            go_on(config)
-        told.add(str(error.value))
-    (text,) = told
+            resume(config)
+        message.add(str(error.value))
+    (text,) = message
     return text
 
 
-def test_an_edited_scorer_is_refused_with_a_patch(config: RunConfig, tmp_path: Path) -> None:
+def test_edited_scorer_is_refused_with_a_patch(config: RunConfig, tmp_path: Path) -> None:
     layout = begin(config)
     assert sorted(file.name for file in layout.code.glob("*.py")) == ["mine_helper.py", "mine_task.py"]
     (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
-    told = refused(config)
+    message = refused(config)
     for words in (
         f"{layout.run_dir}: has begun with other code",
         "-    return sum(letter.isdigit() for letter in text)",
@@ -105,21 +97,21 @@ def test_an_edited_scorer_is_refused_with_a_patch(config: RunConfig, tmp_path: P
         f"the run's code is in {layout.code}",
         "--fork mine@2",
     ):
-        assert words in told
+        assert words in message
     (tmp_path / "mine_helper.py").write_bytes((layout.code / "mine_helper.py").read_bytes())
     with open_run(config):
-        (tmp_path / "mine_helper.py").write_text("an edit while the run goes on is for the next start")
+        (tmp_path / "mine_helper.py").write_text("an edit during the run is for the next start")
         assert committed_step_or_zero(config) == committed_step(config) == 2
     assert "for the next start" in refused(config)
 
 
-def test_other_data_of_an_own_build_are_refused(config: RunConfig, tmp_path: Path, artifacts_root: Path) -> None:
+def test_changed_data_of_a_custom_build_are_refused(config: RunConfig, tmp_path: Path, artifacts_root: Path) -> None:
     begin(config)
     (dataset,) = [folder for folder in (artifacts_root / "datasets").iterdir() if folder.is_dir()]
     (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
-    told = refused(config)
-    assert "mine_numbers.txt: " in told
-    assert "--fork mine@2" in told
+    message = refused(config)
+    assert "mine_numbers.txt: " in message
+    assert "--fork mine@2" in message
     again = Dataset().make(OpenRun(config.model_copy(update={"run_id": "another"})))
     assert not again.cached
     assert again.directory != dataset
@@ -128,14 +120,14 @@ def test_other_data_of_an_own_build_are_refused(config: RunConfig, tmp_path: Pat
 def test_fewer_steps_than_the_run_has_are_refused(config: RunConfig) -> None:
     layout = begin(config)
     kept = layout.run_json.read_bytes()
-    fewer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 1})})
-    told = refused(fewer)
-    for words in ("trainer.total_steps: must be at least 2", "run mine has already; got 1. Set it to 2", "mine@2"):
-        assert words in told
+    fewer = changed(config, "trainer", total_steps=1)
+    message = refused(fewer)
+    for words in ("trainer.total_steps: must be at least 2", "run mine already has; got 1. Set it to 2", "mine@2"):
+        assert words in message
     assert layout.run_json.read_bytes() == kept
 
 
-def test_before_its_first_checkpoint_a_run_takes_new_code(config: RunConfig, tmp_path: Path) -> None:
+def test_run_without_checkpoint_accepts_new_code(config: RunConfig, tmp_path: Path) -> None:
     layout = RunLayout.of(config)
     with open_run(config):
         before = (layout.code / "mine_helper.py").read_text()
@@ -145,21 +137,21 @@ def test_before_its_first_checkpoint_a_run_takes_new_code(config: RunConfig, tmp
         assert code_for_run(config).sources["mine_helper.py"].content.decode().count("isalpha") == 1
 
 
-def test_a_run_of_before_its_code_was_kept_goes_on(config: RunConfig) -> None:
+def test_run_without_stored_code_resumes(config: RunConfig) -> None:
     layout = begin(config)
-    shutil.rmtree(layout.code)  # with the bytecode of what ran from there
+    shutil.rmtree(layout.code)
     with open_run(config):
         assert committed_step_or_zero(config) == 2
     assert (layout.code / "mine_task.py").is_file()
 
 
-def test_another_model_under_the_same_path_is_refused(
+def test_changed_model_under_the_same_path_is_refused(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seed in (("here", 1), ("there", 2)):
         (tmp_path / name / "mm").mkdir(parents=True)
         build_model(config.model_copy(update={"seed": seed}), tmp_path / name / "mm")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": "mm"})})
+    config = changed(config, "model", path="mm")
     monkeypatch.chdir(tmp_path / "here")
     layout = begin(config)
     weights = tmp_path / "here" / "mm" / "model.safetensors"
@@ -169,9 +161,9 @@ def test_another_model_under_the_same_path_is_refused(
     weights.touch()
     assert committed_step_or_zero(config) == 2
     weights.write_bytes(other)
-    told = refused(config)
-    assert f"model.path, {weights.parent}: {weights.name}: " in told
-    assert "--fork mine@2" in told
+    message = refused(config)
+    assert f"model.path, {weights.parent}: {weights.name}: " in message
+    assert "--fork mine@2" in message
     weights.write_bytes(whole)
     with open_run(config):
         assert committed_step_or_zero(config) == 2
@@ -180,7 +172,7 @@ def test_another_model_under_the_same_path_is_refused(
     assert str(tmp_path / "there" / "mm") in refused(config)
     origin = read_origin(layout.run_dir)
     assert origin is not None
-    replace(origin, models={}).write(layout.run_dir)  # as begun on a machine without the model
+    replace(origin, models={}).write(layout.run_dir)  # begun on a machine without the model
     with open_run(config):
         assert committed_step_or_zero(config) == 2
     monkeypatch.chdir(tmp_path / "here")
@@ -190,7 +182,7 @@ def test_another_model_under_the_same_path_is_refused(
         make_plan(config)
 
 
-def test_a_run_that_was_only_validated_has_begun(config: RunConfig, tmp_path: Path) -> None:
+def test_validated_run_has_begun(config: RunConfig, tmp_path: Path) -> None:
     layout = RunLayout.of(config)
     with open_run(config):
         pass
@@ -198,11 +190,13 @@ def test_a_run_that_was_only_validated_has_begun(config: RunConfig, tmp_path: Pa
     (layout.validation / "before.json").touch()
     require_same_inputs(config, layout)
     (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
-    told = refused(config)
-    assert told.startswith(f"{layout.run_dir}: has begun with other code, data or models, so going on would be another")
-    assert told.endswith(
-        f"\nPut back what has changed (the run's code is in {layout.code}; data.revision names the commit of a hub "
-        "dataset); or start another run by what is there now, from step 0, with a run_id of its own."
+    message = refused(config)
+    assert message.startswith(
+        f"{layout.run_dir}: has begun with other code, data or models, and cannot resume with these:"
+    )
+    assert message.endswith(
+        f"\nRestore what has changed (the run's code is in {layout.code}; data.revision names the commit of a hub "
+        "dataset), or start another run with the current inputs, from step 0, with a separate run_id."
     )
     (layout.validation / "before.json").rename(layout.validation / "before.txt")
     require_same_inputs(config, layout)
@@ -213,33 +207,31 @@ def test_changed_files_are_named_with_digests(config: RunConfig, tmp_path: Path)
     (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
     now, then = (sha256(text.encode()).hexdigest()[:16] for text in ("7 6 5 4 3 2", "2 3 4 5 6 7"))
     line = f"  mine_numbers.txt: {then} then, {now} now"
-    assert f"another run:\n{line}\nPut back what has changed" in refused(config)
+    assert f"cannot resume with these:\n{line}\nRestore what has changed" in refused(config)
     Origin(config).write(layout.run_dir)
     require_same_inputs(config, layout)
 
 
-def test_other_demonstrations_are_refused_before_another_start_model_is_made(config: RunConfig, tmp_path: Path) -> None:
-    """They were the reference of the KL from then on, without a word."""
+def test_changed_demonstrations_are_refused(config: RunConfig, tmp_path: Path) -> None:
     file = tmp_path / "shown.jsonl"
     lines = [json.dumps({"prompt": f"{n}?", "completion": str(n)}) + "\n" for n in range(20)]
     file.write_text("".join(lines))
-    warm = config.warm_start.model_copy(update={"enabled": True, "demonstrations": str(file)})
-    layout = begin(config := config.model_copy(update={"warm_start": warm}))
+    layout = begin(config := changed(config, "warm_start", enabled=True, demonstrations=str(file)))
     require_same_inputs(config, layout)
     before, now = (sha256("".join(text).encode()).hexdigest()[:16] for text in (lines, lines[1:]))
     file.write_text("".join(lines[1:]))
     line = f"  warm_start.demonstrations: {before} then, {now} now"
-    assert f"another run:\n{line}\nPut back what has changed" in refused(config)
+    assert f"cannot resume with these:\n{line}\nRestore what has changed" in refused(config)
     file.unlink()
     assert f"  warm_start.demonstrations: {before} then, absent now\n" in refused(config)
     file.write_text("".join(lines))
     assert committed_step_or_zero(config) == 2
 
 
-def test_other_rows_are_refused_before_another_start_model_is_made(
+def test_changed_rows_are_refused_before_a_new_initial_policy(
     config: RunConfig, artifacts_root: Path, tmp_path: Path
 ) -> None:
-    """As a version of Millrace whose filter has changed makes them: in a folder of another name."""
+    """A changed filter writes its rows to another folder."""
     (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6")
     others = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory
     (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
@@ -250,9 +242,11 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
     for stage in stages:
         with pytest.raises(CheckpointError) as error, open_run(config) as run:
             stage.find_or_make(run)
-        told = str(error.value)
-        assert f"another run:\n  rows: {others} then, {now.filtered_directory} now\nPut back what" in told
-        assert "--fork mine@2" in told
+        message = str(error.value)
+        assert (
+            f"cannot resume with these:\n  rows: {others} then, {now.filtered_directory} now\nRestore what" in message
+        )
+        assert "--fork mine@2" in message
 
     same = artifacts_root / "filtered" / "same-rows"
     shutil.copytree(now.filtered_directory, same)
@@ -264,7 +258,7 @@ def test_other_rows_are_refused_before_another_start_model_is_made(
     require_same_inputs(config, layout, now)
 
 
-def test_events_are_passed_on_inside_the_block(config: RunConfig) -> None:
+def test_events_are_routed_inside_the_block(config: RunConfig) -> None:
     heard: list[object] = []
     with open_run(config, ["millrace", "run"], "a title") as run:
         assert (run.command, run.title, run.run_id) == (("millrace", "run"), "a title", "mine")
@@ -280,15 +274,15 @@ def test_events_are_passed_on_inside_the_block(config: RunConfig) -> None:
         assert run.title == config.name
 
 
-def test_an_early_fault_is_noted_once(config: RunConfig) -> None:
+def test_early_failure_is_recorded_once(config: RunConfig) -> None:
     layout = RunLayout.of(config)
     with suppress(DataError), open_run(config):
         append_failure(layout.run_dir, failure_from(DataError("of the trainer"), "gen", 0))
         raise DataError("of the trainer")
-    assert [fault.phase for fault in read_failures(layout.run_dir)] == ["gen"]
+    assert [failure.phase for failure in read_failures(layout.run_dir)] == ["gen"]
     with pytest.raises(DataError), open_run(config):
         raise DataError("of the flow")
-    assert [(fault.phase, fault.message, fault.step) for fault in read_failures(layout.run_dir)] == [
+    assert [(failure.phase, failure.message, failure.step) for failure in read_failures(layout.run_dir)] == [
         ("gen", "of the trainer", 0),
         ("", "of the flow", 0),
     ]

@@ -1,4 +1,4 @@
-"""What a flow and its trainer process say to each other: each line is one object."""
+"""Messages between a flow and its trainer process."""
 
 import pytest
 
@@ -41,17 +41,17 @@ from rlcore.errors import DataError, MillraceError
         ),
     ],
 )
-def test_each_line_is_a_reply_of_its_kind(line: bytes, reply: Reply) -> None:
+def test_lines_are_parsed_as_replies(line: bytes, reply: Reply) -> None:
     assert parse_reply(line) == reply
 
 
 @pytest.mark.parametrize("line", [b"hello", b"[1]", b"{}", b'{"event": 1}', b'{"event": "note"}'])
-def test_a_line_that_is_no_reply_is_refused(line: bytes) -> None:
+def test_invalid_line_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"not a reply|Expecting value|Field required|Missing required"):
         parse_reply(line)
 
 
-def test_an_error_keeps_its_class() -> None:
+def test_error_keeps_its_class() -> None:
     for kind, expected in (("DataError", DataError), ("KeyError", MillraceError), ("annotations", MillraceError)):
         error = Failed("train", kind, "row 7").error()
         assert (type(error), str(error)) == (expected, "row 7")
@@ -59,5 +59,5 @@ def test_an_error_keeps_its_class() -> None:
     assert type(Failed("train", "Any", "x").error()) is MillraceError
 
 
-def test_a_command_is_one_line_of_json() -> None:
+def test_command_is_one_line_of_json() -> None:
     assert command_line("train", to_step=5, name="a\nb") == b'{"command": "train", "to_step": 5, "name": "a\\nb"}\n'

@@ -1,4 +1,4 @@
-"""Runs by their names, and what upkeep says of each."""
+"""Runs by name, and operations on them."""
 
 import re
 import shutil
@@ -19,22 +19,19 @@ from flows.work.runs import (
     read_settings,
     sync,
 )
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig, TrackingConfig
+from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ConfigError, DataError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
 from rlcore.tracking.lineage import Origin
+from tests.flows.conftest import commit
 
 Made = Callable[..., RunLayout]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
-    """Makes a run's folder with its settings."""
+def make_run(tmp_path: Path) -> Made:
 
     def make(run_id: str, *overrides: str) -> RunLayout:
         config = load_config([f"paths.root={tmp_path}", f"run_id={run_id}", *overrides], experiment="debug")
@@ -46,8 +43,8 @@ def made(tmp_path: Path) -> Made:
     return make
 
 
-def test_a_run_is_named_by_folder_id_or_prefix(made: Made, tmp_path: Path) -> None:
-    one, two, long = (made(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
+def test_run_is_named_by_folder_id_or_prefix(make_run: Made, tmp_path: Path) -> None:
+    one, two, long = (make_run(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
     (tmp_path / "runs" / "empty").mkdir()
     assert all_runs(tmp_path) == [one, long, two]
     assert find_named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
@@ -56,96 +53,83 @@ def test_a_run_is_named_by_folder_id_or_prefix(made: Made, tmp_path: Path) -> No
     (only / "run.json").touch()
     assert find_named_runs(["d", "div-"], tmp_path / "other") == [only, only]
     runs = tmp_path / "runs"
-    rest = "Name one of them, or another root (--root, or paths.root)."
-    for name, told in (
-        ("sum", f"sum: is the beginning of several runs; under {runs} there are: sum-1, sum-10, sum-2. {rest}"),
+    rest = "Name one of them, or another root (--root or paths.root)."
+    for name, message in (
+        ("sum", f"sum: is a prefix of several run ids; {runs} has: sum-1, sum-10, sum-2. {rest}"),
         (
             "div",
-            f"div: is neither the folder nor the id of a run; under {runs} there are: sum-1, sum-10, sum-2. {rest}",
+            f"div: is neither the folder nor the id of a run; {runs} has: sum-1, sum-10, sum-2. {rest}",
         ),
-        ("", f"'': is neither the folder nor the id of a run; under {runs} there are: sum-1, sum-10, sum-2. {rest}"),
+        ("", f"'': is neither the folder nor the id of a run; {runs} has: sum-1, sum-10, sum-2. {rest}"),
     ):
-        with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
+        with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
             find_named_runs([name], tmp_path)
     nothing = tmp_path / "nothing"
-    with pytest.raises(DataError, match=rf"under {nothing}/runs there are: none\. Name"):
+    with pytest.raises(DataError, match=rf"{nothing}/runs has: none\. Name"):
         find_named_runs(["sum"], nothing)
 
 
-def test_eight_runs_are_all_named_in_a_message(tmp_path: Path) -> None:
+def test_message_names_eight_runs(tmp_path: Path) -> None:
     for number in range(8):
         (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
         (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
-    with pytest.raises(DataError, match=r"there are: run-0, .*, run-7\. Name one of them"):
+    with pytest.raises(DataError, match=r"has: run-0, .*, run-7\. Name one of them"):
         find_named_runs(["other"], tmp_path)
 
 
-def test_one_run_by_a_word_or_by_settings(made: Made, tmp_path: Path) -> None:
-    layout = made("sum-1")
+def test_run_is_found_by_name_or_settings(make_run: Made, tmp_path: Path) -> None:
+    layout = make_run("sum-1")
     for words in (["sum-1"], [str(layout.run_dir)], ["experiment=debug", "run_id=sum-1"]):
         config, found = find_run(words, tmp_path)
         assert (config.run_id, found.run_dir, found.root) == ("sum-1", layout.run_dir, tmp_path)
     for words in (["sum-1", "sum-2"], ["experiment=debug", "sum-1"]):
         with pytest.raises(ConfigError, match=f"^RUN: must be one run, .*; got {' '.join(words)}$"):
             find_run(words, tmp_path)
-    with pytest.raises(DataError, match=r"runs/sum-3: there is no such run: the settings name it"):
+    with pytest.raises(DataError, match=r"runs/sum-3: there is no such run with these settings"):
         find_run(["experiment=debug", "run_id=sum-3"], tmp_path)
     odd = shutil.copytree(layout.run_dir, tmp_path / "runs" / "seed=1")
-    assert find_run([str(odd)], None)[1].run_dir == odd, "a folder's name may look like a setting"
+    assert find_run([str(odd)], None)[1].run_dir == odd
 
 
-def test_settings_of_another_version_are_told_with_their_file(made: Made) -> None:
-    layout = made("sum-1")
+def test_settings_of_another_version_are_reported_with_file(make_run: Made) -> None:
+    layout = make_run("sum-1")
     layout.run_json.write_text('{"settings": {"from_tomorrow": 1}}')
-    told = rf"^{layout.run_json}: cannot be read \(.*\); use the version of Millrace that wrote it"
-    with pytest.raises(DataError, match=told):
+    message = rf"^{layout.run_json}: cannot be read \(.*\); use the version of Millrace that wrote it"
+    with pytest.raises(DataError, match=message):
         read_settings(layout.run_dir)
 
 
-def checkpoints(config: RunConfig, layout: RunLayout, steps: int) -> list[Path]:
-    """A small checkpoint of each step."""
-    store, made = CheckpointStore(layout.checkpoints, config.checkpoint, config), []
-    for step in range(1, steps + 1):
-        state = TrainerState(
-            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        with store.writing(state, {}) as folder:
-            (folder / "weights").write_bytes(bytes(400_000))
-        made.append(store.path_of(step))
-    return made
-
-
-def test_pruning_reports_what_it_deletes(made: Made) -> None:
-    layout = made("sum-1", "checkpoint.keep_last=2", "checkpoint.keep_best=0")
+def test_pruning_reports_deleted_checkpoints(make_run: Made) -> None:
+    layout = make_run("sum-1", "checkpoint.keep_last=2", "checkpoint.keep_best=0")
     assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "no checkpoints", ok=True)
-    folders = checkpoints(read_settings(layout.run_dir), layout, 5)
-    told = prune(layout.run_dir, dry_run=True)
-    assert str(told) == "sum-1: would delete 3 of 5 checkpoints, 1.2 MB"
-    assert (told.ok, all(folder.is_dir() for folder in folders)) == (True, True)
+    config = read_settings(layout.run_dir)
+    folders = [commit(config, step, num_bytes=400_000) for step in range(1, 6)]
+    message = prune(layout.run_dir, dry_run=True)
+    assert str(message) == "sum-1: would delete 3 of 5 checkpoints, 1.2 MB"
+    assert (message.ok, all(folder.is_dir() for folder in folders)) == (True, True)
     with RunLock(layout.run_dir):
-        told = prune(layout.run_dir, dry_run=False)
-    assert told == Outcome("sum-1", "is going on, and prunes by itself", ok=True)
+        message = prune(layout.run_dir, dry_run=False)
+    assert message == Outcome("sum-1", "is running, and prunes by itself", ok=True)
     holder = read_holder(layout.run_dir / RUN_LOCK)
     assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "deleted 3 checkpoints", ok=True)
     assert [folder.name for folder in folders if folder.is_dir()] == ["step-000004", "step-000005"]
-    assert read_holder(layout.run_dir / RUN_LOCK) == holder, "it says who has worked on the run"
+    assert read_holder(layout.run_dir / RUN_LOCK) == holder
     layout.run_json.write_text("{}x")
-    told = prune(layout.run_dir, dry_run=False)
-    assert (told.ok, told.text.startswith(f"not pruned: {layout.run_json}: cannot be read")) == (False, True)
+    message = prune(layout.run_dir, dry_run=False)
+    assert (message.ok, message.text.startswith(f"not pruned: {layout.run_json}: cannot be read")) == (False, True)
 
 
-def test_a_run_that_has_not_begun_has_nothing_to_deliver(made: Made) -> None:
-    assert sync(made("sum-1").run_dir, None) == Outcome("sum-1", "has not begun", ok=True)
+def test_run_that_has_not_begun_is_not_delivered(make_run: Made) -> None:
+    assert sync(make_run("sum-1").run_dir, None) == Outcome("sum-1", "has not begun", ok=True)
 
 
-def test_a_root_without_a_store(made: Made, tmp_path: Path) -> None:
+def test_root_without_store(make_run: Made, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    made("sum-1")
+    make_run("sum-1")
     (only,) = collect_garbage(tmp_path, TrackingConfig(), dry_run=False)
     assert only == Outcome(str(tmp_path), f"there is no MLflow store ({uri})", ok=True)
-    told = f"--search 'x': there is no MLflow store ({uri}) to search; name another --root"
-    with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
+    message = f"--search 'x': there is no MLflow store ({uri}) to search; name another --root"
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         find_runs([], "x", tmp_path, TrackingConfig())
     assert find_runs(["sum-1", "sum-1"], "", tmp_path, TrackingConfig()) == [tmp_path / "runs" / "sum-1"]
     assert not (tmp_path / "mlflow.db").exists()

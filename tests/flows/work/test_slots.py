@@ -1,4 +1,4 @@
-"""Slots of a root: whose turn it is, and who yields."""
+"""Slots of a root: order and yielding."""
 
 import json
 from pathlib import Path
@@ -19,47 +19,47 @@ from tests.storage.small_disk import fill, mounted
 PAGE_BYTES = 4_096
 
 
-def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> SlotRequest:
+def request(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> SlotRequest:
     return SlotRequest(run_id, number, priority, since, 1)
 
 
-def take_later(slots: Slots, wish: SlotRequest, held: list[tuple[str, HeldSlots]]) -> Thread:
+def take_later(slots: Slots, request: SlotRequest, held: list[tuple[str, HeldSlots]]) -> Thread:
     def take() -> None:
-        held.append((wish.run_id, slots.acquire(wish, lambda reason: None)))
+        held.append((request.run_id, slots.acquire(request, lambda reason: None)))
 
     thread = Thread(target=take, daemon=True)
     thread.start()
-    wait_until(lambda: wish in slots.read_state().waiting or not thread.is_alive(), "a change of the slots")
+    wait_until(lambda: request in slots.read_state().waiting or not thread.is_alive(), "a change of the slots")
     return thread
 
 
-def nobody_waits(reason: str) -> None:
+def fail_on_wait(reason: str) -> None:
     raise AssertionError(reason)
 
 
-def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
+def test_root_without_slots_limits_no_run(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
-    assert [slots.acquire(wish(name), nobody_waits).descriptors for name in "abc"] == [[], [], []]
-    held = slots.acquire(wish("d"), nobody_waits)
+    assert [slots.acquire(request(name), fail_on_wait).descriptors for name in "abc"] == [[], [], []]
+    held = slots.acquire(request("d"), fail_on_wait)
     assert not held.must_yield()
     held.release()
     assert not slots.folder.exists()
 
 
-def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> None:
+def test_order_is_by_priority_then_time(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "0"])
-    first = slots.acquire(wish("first", 2), nobody_waits)
+    first = slots.acquire(request("first", 2), fail_on_wait)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
-    wishes = [wish("late", since=3), wish("wide", 2, since=2), wish("urgent", priority=1, since=4)]
+    requests = [request("late", since=3), request("wide", 2, since=2), request("urgent", priority=1, since=4)]
     held: list[tuple[str, HeldSlots]] = []
-    threads = [take_later(slots, one, held) for one in wishes]
+    threads = [take_later(slots, one, held) for one in requests]
     state = slots.read_state()
     assert [one.run_id for one in state.waiting] == ["urgent", "wide", "late"]
-    assert "before it in line: urgent (priority 1), wide (priority 0)" in state.wait_reason(wishes[0])
+    assert "before it: urgent (priority 1), wide (priority 0)" in state.wait_reason(requests[0])
     first.release()
     wait_until(lambda: len(held) == 1, "a change of the slots")
-    assert slots.read_state().num_free == 1, "'late' does not pass 'wide', which waits for both"
+    assert slots.read_state().num_free == 1
     for number in (2, 3):
         held[number - 2][1].release()
         wait_until(lambda number=number: len(held) == number, "a change of the slots")
@@ -70,18 +70,18 @@ def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> Non
     assert slots.read_state() == SlotState(("0", "0"), {}, ())
 
 
-def test_a_run_yields_by_a_naive_twin() -> None:
+def test_must_yield_matches_a_naive_twin() -> None:
     random = Random(0)
     seen = set()
     for _ in range(500):
         num_slots, holders, at = random.randint(1, 6), {}, 0
         while at < num_slots and random.random() < 0.8:
             size = random.randint(1, num_slots - at)
-            one = wish(f"h{at}", size, random.randint(0, 3), random.random())
+            one = request(f"h{at}", size, random.randint(0, 3), random.random())
             holders |= dict.fromkeys(range(at, at + size), one)
             at += size
         waiting = [
-            wish(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
+            request(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
             for i in range(random.randint(0, 3))
         ]
         state = SlotState(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
@@ -94,10 +94,10 @@ def test_a_run_yields_by_a_naive_twin() -> None:
     assert seen == {False, True}
 
 
-def test_the_reason_of_a_wait() -> None:
-    first, second = wish("first", 2), wish("second", 3, priority=1)
-    mine = wish("mine", 2, since=5)
-    state = SlotState(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, wish("later", since=6)))
+def test_wait_reason() -> None:
+    first, second = request("first", 2), request("second", 3, priority=1)
+    mine = request("mine", 2, since=5)
+    state = SlotState(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, request("later", since=6)))
     assert (state.num_free, state.num_requested_before(mine)) == (1, 0)
     assert state.wait_reason(mine) == (
         "waits for 2 of 4 slots with priority 0: 1 free, held by first (priority 0), second (priority 1)"
@@ -105,33 +105,38 @@ def test_the_reason_of_a_wait() -> None:
     empty = SlotState(("",), {}, (second, mine))
     assert empty.num_requested_before(mine) == 3
     assert empty.wait_reason(mine) == (
-        "waits for 2 of 1 slots with priority 0: 1 free, held by nobody; before it in line: second (priority 1)"
+        "waits for 2 of 1 slots with priority 0: 1 free, held by no run; before it: second (priority 1)"
     )
 
 
-def test_a_trainer_sees_the_devices_of_its_slots(tmp_path: Path) -> None:
+def test_trainer_sees_devices_of_its_slots(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["0", "", "1", "1"])
-    first = slots.acquire(wish("first"), nobody_waits)
-    cpu = slots.acquire(wish("cpu"), nobody_waits)
-    wide = slots.acquire(wish("wide", 2), nobody_waits)
+    first = slots.acquire(request("first"), fail_on_wait)
+    cpu = slots.acquire(request("cpu"), fail_on_wait)
+    wide = slots.acquire(request("wide", 2), fail_on_wait)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     assert cpu.environment == {}
     assert wide.environment == {"CUDA_VISIBLE_DEVICES": "1"}
     assert [len(one.descriptors) for one in (first, cpu, wide)] == [1, 1, 2]
-    assert slots.read_state().holders == {0: wish("first"), 1: wish("cpu"), 2: wish("wide", 2), 3: wish("wide", 2)}
+    assert slots.read_state().holders == {
+        0: request("first"),
+        1: request("cpu"),
+        2: request("wide", 2),
+        3: request("wide", 2),
+    }
     first.release()
     cpu.release()
-    both = slots.acquire(wish("both", 2), nobody_waits)
+    both = slots.acquire(request("both", 2), fail_on_wait)
     assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     for held in (both, wide, wide):
         held.release()
 
 
-def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
+def test_holder_yields_to_higher_priority_only(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
-    held = slots.acquire(wish("low"), nobody_waits)
+    held = slots.acquire(request("low"), fail_on_wait)
     answers = []
 
     def look(reason: str) -> None:
@@ -140,13 +145,13 @@ def test_one_that_waits_is_seen_by_its_priority(tmp_path: Path) -> None:
 
     for priority in (1, 0):
         with pytest.raises(TimeoutError):
-            slots.acquire(wish("urgent", priority=priority), look)
+            slots.acquire(request("urgent", priority=priority), look)
     assert answers == [True, False]
     held.release()
     assert not held.must_yield()
 
 
-def test_a_slot_without_text_is_taken(tmp_path: Path) -> None:
+def test_locked_slot_without_request_is_taken(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
     lock = FileLock(slots.path(1))
@@ -154,42 +159,32 @@ def test_a_slot_without_text_is_taken(tmp_path: Path) -> None:
     assert slots.read_state().holders == {1: SlotRequest("a run that has just begun", 1, 0, 0.0, 0)}
     lock.release()
     assert slots.read_state().holders == {}
-    assert slots.wait_reason("nobody") == ""
+    assert slots.wait_reason("no-such-run") == ""
     slots.require(2)
 
 
-def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_slot_taken(tmp_path: Path) -> None:
     with mounted(tmp_path) as disk:
         slots = Slots(disk)
         slots.set_devices(["", ""])
-        held = slots.acquire(wish("first"), nobody_waits)
+        held = slots.acquire(request("first"), fail_on_wait)
         ballast = fill(disk)
         held.release()
-        for num_pages in (0, 1):  # too few for the waiting run's file; too few for the second slot's
+        for num_pages in (0, 1):  # too few for the waiting file, or for the second slot
             fill(disk, num_pages * PAGE_BYTES)
             with pytest.raises(OSError, match="No space left"):
-                slots.acquire(wish("second", 2), nobody_waits)
+                slots.acquire(request("second", 2), fail_on_wait)
             assert slots.read_state() == SlotState(("", ""), {}, ())
         ballast.unlink()
-        slots.acquire(wish("second", 2), nobody_waits).release()
-
-
-def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
-    slots = Slots(tmp_path)
-    slots.set_devices([""])
-    held = slots.acquire(wish("first"), nobody_waits)
-    with pytest.raises(AssertionError, match="held by first"):
-        slots.acquire(wish("second"), nobody_waits)
-    assert slots.read_state().waiting == ()
-    held.release()
+        slots.acquire(request("second", 2), fail_on_wait).release()
 
 
 @pytest.mark.parametrize("number", [1, 0])
 def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
-    held = slots.acquire(wish("first", 2), nobody_waits)
-    second = wish("second", 2)
+    held = slots.acquire(request("first", 2), fail_on_wait)
+    second = request("second", 2)
     reasons: list[str] = []
 
     def on_wait(reason: str) -> None:
@@ -198,22 +193,22 @@ def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
         slots.set_devices([""] * number)
 
     if number:
-        with pytest.raises(ConfigError, match=r"at most the slots of .*, which are 1; got 2"):
+        with pytest.raises(ConfigError, match=r"at most the slots of .*, which has 1; got 2"):
             slots.acquire(second, on_wait)
     else:
         assert slots.acquire(second, on_wait).descriptors == []
     held.release()
 
 
-def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
+def test_waiting_run_is_listed_with_reason(tmp_path: Path) -> None:
     slots, run_dir = Slots(tmp_path), tmp_path / "runs" / "second"
     slots.set_devices([""])
     run_dir.mkdir(parents=True)
     (run_dir / "run.json").write_text("{}")
-    held = slots.acquire(wish("first"), nobody_waits)
+    held = slots.acquire(request("first"), fail_on_wait)
     with HeldLock(run_dir / RUN_LOCK, what="the run"):
         got: list[tuple[str, HeldSlots]] = []
-        thread = take_later(slots, wish("second"), got)
+        thread = take_later(slots, request("second"), got)
         status = status_of(run_dir)
         assert (status.state, "held by first (priority 0)" in status.note) == ("waiting", True)
         held.release()
@@ -222,12 +217,12 @@ def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
         got[0][1].release()
         slots.waiting_path("second").touch()
         slots.mutex().path.unlink()
-        slots.mutex().path.mkdir()  # it cannot be opened for writing, as by a user who may only read
+        slots.mutex().path.mkdir()  # no write permission
         status = status_of(run_dir)
         assert (status.state, status.note) == ("waiting", "waits for slots")
 
 
-def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_slot_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slots_command(tmp_path, gpus="1,3", per_gpu=2, as_json=True)
     assert json.loads(capsys.readouterr().out)["devices"] == ["1", "1", "3", "3"]
     slots_command(tmp_path)
@@ -235,7 +230,7 @@ def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureF
     for gpus in ("all", "0,0", "-1", ""):
         with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
             slots_command(tmp_path, gpus=gpus, per_gpu=1)
-    with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which are 4; got 5"):
+    with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which has 4; got 5"):
         Slots(tmp_path).require(5)
     (tmp_path / "slots" / "slots.json").unlink()
     (tmp_path / "slots" / "slots.json").mkdir()

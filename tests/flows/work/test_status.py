@@ -1,4 +1,4 @@
-"""The status of a run by its files: the journal's end, its checkpoints, and who has worked on it."""
+"""Status of a run from its journal, checkpoints and locks."""
 
 import json
 import os
@@ -11,11 +11,8 @@ import pytest
 from flows.stack.state import FLOW_RUN_COMMAND
 from flows.work.open_run import STOP_FILE, record_stop_request, with_absolute_paths
 from flows.work.status import SAME_COMMAND, failure_of, is_stop_requested, resume_hint, size_of, status_of, worker_of
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.failures import append_failure, failure_from
@@ -26,6 +23,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destina
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
+from tests.flows.conftest import commit
 
 REWARD = "critic/score/mean"
 
@@ -37,7 +35,6 @@ def config(tmp_path: Path) -> RunConfig:
 
 @pytest.fixture
 def layout(config: RunConfig) -> RunLayout:
-    """A run's folder as it is before its trainer begins."""
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
     Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
@@ -45,12 +42,11 @@ def layout(config: RunConfig) -> RunLayout:
 
 
 def begin(layout: RunLayout) -> None:
-    """Note that a trainer has begun."""
     with AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
 
 
-def test_the_status_of_a_new_run(layout: RunLayout, config: RunConfig) -> None:
+def test_status_of_new_run(layout: RunLayout, config: RunConfig) -> None:
     os.utime(layout.run_json, (1_000.5, 1_000.5))
     found = status_of(layout.run_dir)
     size = layout.run_json.stat().st_size
@@ -68,12 +64,12 @@ def test_the_status_of_a_new_run(layout: RunLayout, config: RunConfig) -> None:
         "note": "",
         "gpu_seconds": None,
     }
-    told = replace(found, changed=time.time() - 90).to_json()
-    assert 90 <= told.pop("age_s") < 3_600
-    assert told == asdict(replace(found, changed=told["changed"]))
+    message = replace(found, changed=time.time() - 90).to_json()
+    assert 90 <= message.pop("age_s") < 3_600
+    assert message == asdict(replace(found, changed=message["changed"]))
 
 
-def test_the_newest_figures_of_a_run(layout: RunLayout) -> None:
+def test_status_has_latest_metrics(layout: RunLayout) -> None:
     with Journal(layout.journal) as journal:
         journal.append_step(1, {"sft/reward": 0.125})
         assert (status_of(layout.run_dir).step, status_of(layout.run_dir).reward) == (1, 0.125)
@@ -86,7 +82,7 @@ def test_the_newest_figures_of_a_run(layout: RunLayout) -> None:
     assert (status_of(layout.run_dir).reward, status_of(layout.run_dir).gpu_seconds) == (0.25, 9.0)
 
 
-def test_a_long_journal_is_read_from_its_end(layout: RunLayout) -> None:
+def test_long_journal_is_read_from_its_end(layout: RunLayout) -> None:
     with Journal(layout.journal) as journal:
         journal.append_step(1, {REWARD: 0.5})
         journal.append_event("note", 1, {"text": "x" * 2 * READ_BLOCK_BYTES})
@@ -95,7 +91,7 @@ def test_a_long_journal_is_read_from_its_end(layout: RunLayout) -> None:
     assert (found.step, found.reward) == (2, None)
 
 
-def test_a_pause_ends_by_an_event_or_a_step(layout: RunLayout) -> None:
+def test_pause_ends_by_event_or_step(layout: RunLayout) -> None:
     with Journal(layout.journal) as journal, HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
 
         def note() -> str:
@@ -114,21 +110,13 @@ def test_a_pause_ends_by_an_event_or_a_step(layout: RunLayout) -> None:
         assert note() == running
 
 
-def test_the_score_of_a_run(layout: RunLayout, config: RunConfig) -> None:
-    store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
-    scores = {1: 0.5, 2: 0.25, 3: None}
-    for step, score in scores.items():
-        state = TrainerState(
-            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        figures = {} if score is None else {"val-core/countdown/reward/mean@4": score}
-        with store.writing(state, figures) as folder:
-            (folder / "weights").write_text("x")
+def test_score_is_of_latest_scored_checkpoint(layout: RunLayout, config: RunConfig) -> None:
+    for step, score in {1: 0.5, 2: 0.25, 3: None}.items():
+        commit(config, step, {} if score is None else {"val-core/countdown/reward/mean@4": score})
     assert status_of(layout.run_dir).score == 0.25
 
 
-def test_who_works_on_a_run_holds_its_lock(layout: RunLayout) -> None:
+def test_worker_holds_the_lock(layout: RunLayout) -> None:
     run_dir = layout.run_dir
     assert worker_of(run_dir) is None
     assert not is_stop_requested(run_dir, None)
@@ -143,21 +131,21 @@ def test_who_works_on_a_run_holds_its_lock(layout: RunLayout) -> None:
     assert not is_stop_requested(run_dir, Holder.me())
 
 
-def test_how_a_run_goes_on_says_whose_it_was(layout: RunLayout) -> None:
+def test_resume_hint_names_command_or_flow_run(layout: RunLayout) -> None:
     run_dir, me = layout.run_dir, Holder.me()
-    assert resume_hint(run_dir) == SAME_COMMAND == "the same command goes on"
+    assert resume_hint(run_dir) == SAME_COMMAND == "the same command resumes it"
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(me)))
     assert resume_hint(run_dir) == SAME_COMMAND
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {FLOW_RUN_COMMAND}"))))
-    assert resume_hint(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
-    told = {"process": [me.pid, me.born], "time": 1.0, "flow_run": "7f"}
-    (run_dir / STOP_FILE).write_text(json.dumps(told))
-    assert resume_hint(run_dir) == "`prefect flow-run retry 7f` goes on, or Retry on its page"
-    (run_dir / STOP_FILE).write_text(json.dumps(told | {"process": [1, 1.0]}))
-    assert resume_hint(run_dir) == "`prefect flow-run retry ID` goes on, or Retry on its page"
+    assert resume_hint(run_dir) == "`prefect flow-run retry ID` resumes it, or Retry on its page"
+    message = {"process": [me.pid, me.born], "time": 1.0, "flow_run": "7f"}
+    (run_dir / STOP_FILE).write_text(json.dumps(message))
+    assert resume_hint(run_dir) == "`prefect flow-run retry 7f` resumes it, or Retry on its page"
+    (run_dir / STOP_FILE).write_text(json.dumps(message | {"process": [1, 1.0]}))
+    assert resume_hint(run_dir) == "`prefect flow-run retry ID` resumes it, or Retry on its page"
 
 
-def test_the_later_of_stop_and_fault_counts(layout: RunLayout) -> None:
+def test_later_of_stop_and_failure_counts(layout: RunLayout) -> None:
     def state() -> str:
         return status_of(layout.run_dir).state
 
@@ -172,14 +160,14 @@ def test_the_later_of_stop_and_fault_counts(layout: RunLayout) -> None:
     assert failure_of(layout.run_dir) == "lost: data in gen after step 2: row 8"
 
 
-def test_a_lost_run_without_a_fault(layout: RunLayout) -> None:
+def test_lost_run_without_failure(layout: RunLayout) -> None:
     begin(layout)
-    assert failure_of(layout.run_dir) == f"lost: its process is gone; {SAME_COMMAND}"
+    assert failure_of(layout.run_dir) == f"lost: its process has ended; {SAME_COMMAND}"
     with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
         assert failure_of(layout.run_dir) == ""
 
 
-def test_the_size_of_a_folder(tmp_path: Path) -> None:
+def test_size_of_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / "deep").mkdir(parents=True)
     (tmp_path / "run" / "a").write_bytes(b"x" * 10)
     (tmp_path / "run" / "deep" / "b").write_bytes(b"x" * 5)

@@ -1,4 +1,4 @@
-"""The trainer's client against a real process that speaks the protocol."""
+"""The trainer's client with a real process that speaks the protocol."""
 
 import json
 import os
@@ -7,23 +7,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import psutil
 import pytest
 
+from flows.work import trainer
 from flows.work.protocol import Event, Note, Progress, RunEvent
 from flows.work.slots import SlotRequest, Slots
-from flows.work.trainer import WAITS_FOR_SLOTS, TrainerProcess
+from flows.work.trainer import CHILD_ENVIRONMENT, WAITS_FOR_SLOTS, LogTail, TrainerProcess, trainer_logs
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.failures import read_failures
+from tests.flows.conftest import wait_until
 from tests.helpers import small_trainer
 
 WAIT_S = 60.0
-"""On a machine that others keep busy too."""
 SMALL_TRAINER = str(Path(small_trainer.__file__))
 
 
@@ -37,12 +39,7 @@ class Heard:
         return [event.step for event in self.events if isinstance(event, Progress)]
 
 
-def wish(run_id: str = "a", priority: int = 0) -> SlotRequest:
-    return SlotRequest(run_id, 1, priority, time.time(), os.getpid())
-
-
 Start = Callable[..., TrainerProcess]
-Later = Callable[[int, signal.Signals], None]
 
 
 @pytest.fixture
@@ -54,64 +51,31 @@ def client_of(
     run_dir: Path,
     behaviour: str,
     on_event: Callable[[Event], None],
-    *,
     on_line: Callable[[str], None] = print,
-    stop_wait_s: float = WAIT_S,
+    root: Path | None = None,
+    priority: int = 0,
 ) -> TrainerProcess:
-    """A client of the small trainer, with slots of its own folder."""
+    request = SlotRequest(run_dir.name, 1, priority, time.time(), os.getpid())
+    command = (sys.executable, SMALL_TRAINER, behaviour)
     return TrainerProcess(
-        run_dir,
-        on_event=on_event,
-        on_line=on_line,
-        stop_wait_s=stop_wait_s,
-        slots=Slots(run_dir),
-        wish=wish(),
-        command=(sys.executable, SMALL_TRAINER, behaviour),
-    )
+        run_dir, on_event=on_event, on_line=on_line, stop_wait_s=WAIT_S, slots=Slots(root or run_dir), request=request,
+        command=command,
+    )  # fmt: skip
 
 
 @pytest.fixture
 def start(tmp_path: Path, heard: Heard) -> Iterator[Start]:
-    started: list[TrainerProcess] = []
-
-    def start(behaviour: str, *, stop_wait_s: float = 20.0) -> TrainerProcess:
-        client = client_of(
-            tmp_path, behaviour, heard.events.append, on_line=heard.lines.append, stop_wait_s=stop_wait_s
+    with ExitStack() as started:
+        yield lambda behaviour: started.enter_context(
+            closing(client_of(tmp_path, behaviour, heard.events.append, heard.lines.append))
         )
-        started.append(client)
-        return client
-
-    yield start
-    for client in started:
-        client.close()
-
-
-@pytest.fixture
-def signal_soon() -> Iterator[Later]:
-    """Sends a signal to a process from another one, in a moment."""
-    senders: list[subprocess.Popen[bytes]] = []
-
-    def soon(pid: int, number: signal.Signals) -> None:
-        code = f"import os, time; time.sleep(.3); os.kill({pid}, {int(number)})"
-        senders.append(subprocess.Popen([sys.executable, "-S", "-c", code]))
-
-    yield soon
-    for sender in senders:
-        assert sender.wait(WAIT_S) == 0
 
 
 def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S:.0f} s in vain"
-        time.sleep(0.02)
-
-
-def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Heard, tmp_path: Path) -> None:
+def test_process_serves_calls_until_closed(start: Start, heard: Heard, tmp_path: Path) -> None:
     with start("well") as client:
         assert client.pid is None
         assert client.call("train", to_step=2) == {"step": 2}
@@ -125,7 +89,7 @@ def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Hea
     assert not is_running(first)
 
 
-def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> None:
+def test_copied_log_does_not_count(start: Start, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name in ("trainer-3.log", "trainer-1-copy.log"):
         (tmp_path / "logs" / name).touch()
@@ -134,7 +98,7 @@ def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "trainer-4.log").exists()
 
 
-def test_the_process_has_its_own_session(start: Start) -> None:
+def test_process_has_separate_session(start: Start) -> None:
     with start("well") as client:
         who = client.call("who")
         assert who["session"] == who["pid"] == client.pid
@@ -143,45 +107,43 @@ def test_the_process_has_its_own_session(start: Start) -> None:
     assert all("pipe" not in stream and "pts" not in stream for stream in streams)
 
 
-def test_a_call_after_a_kill_resumes(start: Start, heard: Heard, tmp_path: Path) -> None:
+def test_call_after_kill_resumes(start: Start, heard: Heard, tmp_path: Path) -> None:
     with start("killed") as client:
         with pytest.raises(WorkerLostError, match=r"(?s)signal SIGKILL.*trainer-1\.log.*about to be killed"):
             client.call("train", to_step=5)
         assert client.call("train", to_step=5) == {"step": 5}
     assert heard.steps == [1, 2, 3, 3, 4, 5]
-    assert [(fault.kind, fault.step) for fault in read_failures(tmp_path)] == [("lost worker", 3)]
+    assert [(failure.kind, failure.step) for failure in read_failures(tmp_path)] == [("lost worker", 3)]
 
 
-def test_a_dead_process_whose_pipe_is_held(start: Start, tmp_path: Path) -> None:
+def test_dead_process_with_held_pipe_is_lost(start: Start, tmp_path: Path) -> None:
     with start("orphans") as client:
         with pytest.raises(WorkerLostError):
             client.call("train", to_step=5)
         helper = int((tmp_path / "helper").read_text())
-        wait_until(lambda: not is_running(helper))
+        wait_until(lambda: not is_running(helper), "the end of the helper")
 
 
-def test_an_error_comes_back_as_its_own_class(start: Start) -> None:
-    with start("nonfinite") as client, pytest.raises(NonFiniteError, match="loss is nan"):
-        client.call("train", to_step=5)
-
-
-def test_a_bug_is_not_cured_by_trying_again(start: Start) -> None:
-    with start("bug") as client, pytest.raises(MillraceError, match="KeyError: 'x'") as caught:
+@pytest.mark.parametrize(
+    ("behaviour", "kind", "message"),
+    [
+        ("nonfinite", NonFiniteError, "loss is nan"),
+        ("bug", MillraceError, "KeyError: 'x'"),
+        ("babble", WorkerLostError, "hello"),
+    ],
+)
+def test_error_is_raised_as_its_class(start: Start, behaviour: str, kind: type[Exception], message: str) -> None:
+    with start(behaviour) as client, pytest.raises(MillraceError, match=message) as caught:
         client.call("train", to_step=9)
-    assert not isinstance(caught.value, WorkerLostError)
+    assert caught.type is kind
 
 
-def test_a_process_that_speaks_nonsense_is_given_up(start: Start) -> None:
-    with start("babble") as client, pytest.raises(WorkerLostError, match="hello"):
-        client.call("train", to_step=5)
-
-
-def test_a_process_that_was_told_to_stop_is_no_loss(start: Start, signal_soon: Later) -> None:
+def test_stopped_process_is_not_lost(start: Start) -> None:
     with start("slow") as client:
         client.call("who")
         pid = client.pid
         assert pid is not None
-        signal_soon(pid, signal.SIGTERM)
+        Timer(0.3, os.kill, (pid, signal.SIGTERM)).start()
         with pytest.raises(StopRequestedError, match="saved step"):
             client.call("train", to_step=100_000)
     assert not is_running(pid)
@@ -191,10 +153,10 @@ CALLER = """
 import json, signal, sys
 from pathlib import Path
 from flows.work.protocol import Note, Progress
-from flows.work.slots import Slots, Wish
+from flows.work.slots import Slots, SlotRequest
 from flows.work.trainer import TrainerProcess
 run_dir, behaviour, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
+signal.signal(signal.SIGINT, signal.default_int_handler)
 notes, steps = [], []
 def heard(event):
     if isinstance(event, Progress):
@@ -203,10 +165,11 @@ def heard(event):
     elif isinstance(event, Note):
         notes.append(event.text)
 client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
-                        slots=Slots(run_dir), wish=Wish("a", 1, 0, 0.0, 0),
+                        slots=Slots(run_dir), request=SlotRequest("a", 1, 0, 0.0, 0),
                         command=(sys.executable, sys.argv[2], behaviour))
 client.call("who")
 pid = client.pid
+(run_dir / "pid").write_text(str(pid))
 try:
     client.call("train", to_step=100_000)
 except KeyboardInterrupt:
@@ -214,28 +177,29 @@ except KeyboardInterrupt:
 """
 
 
+def start_caller(folder: Path, behaviour: str, stop_wait_s: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", CALLER, str(folder), SMALL_TRAINER, behaviour, str(stop_wait_s)]
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: (folder / "under-way").exists() or caller.poll() is not None, "a step")
+    return caller
+
+
 def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
-    """SIGINT to a process in the middle of a call; what it has heard. Not to our own: that would end the tests."""
-    stop_wait_s = "1" if behaviour == "deaf" else "60"
-    caller = subprocess.Popen(
-        [sys.executable, "-c", CALLER, str(tmp_path), SMALL_TRAINER, behaviour, stop_wait_s],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    wait_until(lambda: (tmp_path / "under-way").exists() or caller.poll() is not None)
+    """Interrupt a process during a call and return what it received."""
+    caller = start_caller(tmp_path, behaviour, 1 if behaviour == "deaf" else 60)
     caller.send_signal(signal.SIGINT)
     out, _ = caller.communicate(timeout=WAIT_S)
-    told: dict[str, Any] = json.loads(out)
-    assert told["pid_after"] is None
-    assert not is_running(told["pid"])
-    return told
+    message: dict[str, Any] = json.loads(out)
+    assert message["pid_after"] is None
+    assert not is_running(message["pid"])
+    return message
 
 
-def test_an_interrupt_lets_the_process_save(tmp_path: Path) -> None:
-    told = interrupt_a_call("slow", tmp_path)
+def test_interrupt_lets_process_save(tmp_path: Path) -> None:
+    message = interrupt_a_call("slow", tmp_path)
     saved = int((tmp_path / "step").read_text())
-    assert f"saved step {saved}" in told["notes"]
-    assert told["steps"][-1] == saved
+    assert f"saved step {saved}" in message["notes"]
+    assert message["steps"][-1] == saved
 
 
 def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
@@ -244,10 +208,10 @@ def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
         raise error
 
 
-def test_an_interrupt_between_two_calls_saves_without_popens_poll(
+def test_interrupt_between_calls_saves_without_popen_poll(
     start: Start, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt inside `Popen.poll` left its lock taken: the stop after it never ended."""
+    """An interrupt inside `Popen.poll` left its lock taken, and the following stop never ended."""
 
     def poll(process: "subprocess.Popen[bytes]") -> None:
         raise AssertionError("an interrupt here may leave the lock taken")
@@ -260,7 +224,7 @@ def test_an_interrupt_between_two_calls_saves_without_popens_poll(
     assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
 
 
-def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
+def test_deleted_log_does_not_end_a_run(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         for log in (tmp_path / "logs").iterdir():
             log.unlink()
@@ -269,7 +233,7 @@ def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
         assert client.call("train", to_step=5) == {"step": 5}
 
 
-def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
+def test_process_saves_where_events_fail(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         raise OSError("the disk of the log is full")
 
@@ -277,57 +241,26 @@ def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
     with client, pytest.raises(OSError, match="the disk of the log is full"):
         client.call("train", to_step=1_000)
     (log,) = (tmp_path / "logs").iterdir()
-    assert "signal 15" in log.read_text(), "it has ended by itself: what it prints is in no log before"
+    assert "signal 15" in log.read_text()
 
 
-def test_after_an_error_of_ours_the_process_is_closed(start: Start, heard: Heard) -> None:
+def test_process_is_closed_after_our_error(start: Start, heard: Heard) -> None:
     with pytest.raises(KeyError):
         train_and_raise(start("good"), KeyError())
     assert heard.lines[-1] == "closed"
 
 
-def test_an_interrupt_ends_even_a_process_that_does_not_listen(tmp_path: Path) -> None:
+def test_interrupt_ends_unresponsive_process(tmp_path: Path) -> None:
     interrupt_a_call("deaf", tmp_path)
 
 
-PARENT = """
-import sys
-from pathlib import Path
-from flows.work.slots import Slots, Wish
-from flows.work.trainer import TrainerProcess
-run_dir = Path(sys.argv[1])
-client = TrainerProcess(run_dir, on_event=lambda event: None, on_line=lambda line: None, stop_wait_s=5.0,
-                        slots=Slots(run_dir), wish=Wish("a", 1, 0, 0.0, 0),
-                        command=(sys.executable, sys.argv[2], "slow"))
-client.call("who")
-(run_dir / "pid").write_text(str(client.pid))
-client.call("train", to_step=1000)
-"""
-
-
 class Run:
-    """A run of a root with one slot, whose trainer takes 0.2 s a step."""
-
-    def __init__(
-        self,
-        root: Path,
-        name: str,
-        to_steps: tuple[int, ...],
-        priority: int = 0,
-        behaviour: str = "slow",
-    ) -> None:
+    def __init__(self, root: Path, name: str, to_steps: tuple[int, ...], priority: int = 0) -> None:
         self.to_steps = to_steps
         self.folder = root / name
         self.folder.mkdir()
         self.events: list[Event] = []
-        self.client = TrainerProcess(
-            self.folder,
-            on_event=self.events.append,
-            stop_wait_s=WAIT_S,
-            slots=Slots(root),
-            wish=wish(name, priority),
-            command=(sys.executable, SMALL_TRAINER, behaviour),
-        )
+        self.client = client_of(self.folder, "slow", self.events.append, root=root, priority=priority)
         self.thread = Thread(target=self._train)
 
     def _train(self) -> None:
@@ -347,13 +280,13 @@ class Run:
         ]
 
 
-def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
+def test_run_of_higher_priority_gets_the_slot(tmp_path: Path) -> None:
     Slots(tmp_path).set_devices([""])
     low, urgent = Run(tmp_path, "low", (20, 21)), Run(tmp_path, "urgent", (2,), 5)
     low.thread.start()
-    wait_until(lambda: low.step == 1)
+    wait_until(lambda: low.step == 1, "a change")
     urgent.thread.start()
-    wait_until(lambda: urgent.step == 1)
+    wait_until(lambda: urgent.step == 1, "a change")
     assert low.step == 20
     low.thread.join(WAIT_S)
     assert (low.step, urgent.step) == (21, 2)
@@ -362,18 +295,18 @@ def test_a_run_of_higher_priority_takes_the_slot(tmp_path: Path) -> None:
     assert Slots(tmp_path).read_state().holders == {}
 
 
-def test_a_damaged_list_of_slots_ends_no_trainer(tmp_path: Path) -> None:
+def test_damaged_slots_file_ends_no_trainer(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     slots.set_devices([""])
     low = Run(tmp_path, "low", (8, 9))
     low.thread.start()
-    wait_until(lambda: low.step == 1)
+    wait_until(lambda: low.step == 1, "a change")
     (slots.folder / "slots.json").write_text("{")
     low.thread.join(WAIT_S)
     assert low.step == 9
 
 
-def test_an_error_in_a_step_lets_the_process_save(tmp_path: Path) -> None:
+def test_error_during_step_lets_process_save(tmp_path: Path) -> None:
     def on_wait() -> None:
         if low.step:
             raise MillraceError("the flow run was cancelled")
@@ -385,16 +318,74 @@ def test_an_error_in_a_step_lets_the_process_save(tmp_path: Path) -> None:
     assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
 
 
-def test_a_killed_flow_keeps_its_slot_until_its_trainer_has_saved(tmp_path: Path) -> None:
+def test_killed_flow_keeps_slot_until_trainer_has_saved(tmp_path: Path) -> None:
     Slots(tmp_path).set_devices([""])
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
-    wait_until(lambda: (tmp_path / "step").exists())
+    parent = start_caller(tmp_path, "slow", 5)
     trainer = psutil.Process(int((tmp_path / "pid").read_text()))
-    trainer.suspend()  # it must not end before it was looked at
+    trainer.suspend()
     parent.send_signal(signal.SIGKILL)
-    assert parent.wait() == -signal.SIGKILL
+    parent.communicate()
+    assert parent.returncode == -signal.SIGKILL
     assert Slots(tmp_path).read_state().num_free == 0
     trainer.resume()
-    wait_until(lambda: Slots(tmp_path).read_state().num_free == 1)
+    wait_until(lambda: Slots(tmp_path).read_state().num_free == 1, "a change")
     assert not is_running(trainer.pid)
     assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()
+
+
+def test_growing_log_is_read_by_line(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-1.log"
+    log.write_bytes(b"one\n\xff two\r\n10%\r 99%\r100%\nthr")
+    tail = LogTail(log)
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["one", "\N{REPLACEMENT CHARACTER} two", "100%"]
+    assert (tail.rest, tail.is_at_end()) == ("thr", True)
+    assert list(tail.new_lines()) == []
+    with log.open("ab") as file:
+        file.write(b"ee\n\nfour")
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["three", ""]
+    assert tail.rest == "four"
+    log.unlink()
+    assert list(tail.new_lines()) == []
+    assert (tail.is_at_end(), tail.last_lines(3)) == (True, [])
+
+
+def test_large_log_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "MAX_READ_BYTES", 8)
+    log = tmp_path / "trainer-1.log"
+    log.write_bytes(b"one\ntwo\nthree\n")
+    tail = LogTail(log)
+    assert list(tail.new_lines()) == ["one", "two"]
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["three"]
+    assert tail.is_at_end()
+    assert tail.last_lines(9) == ["o", "three"]
+
+
+def test_last_lines_are_not_empty(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-1.log"
+    log.write_bytes(b"one\n\n  \ntwo\nthree\n")
+    assert LogTail(log).last_lines(2) == ["two", "three"]
+    assert LogTail(log).last_lines(9) == ["one", "two", "three"]
+
+
+def test_logs_have_numbers_of_their_processes(tmp_path: Path) -> None:
+    for name in ("trainer-2.log", "trainer-10.log", "trainer-3-copy.log", "trainer-.log", "trainer-4.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "trainer-11.log").mkdir()
+    assert trainer_logs(tmp_path) == {2: tmp_path / "trainer-2.log", 10: tmp_path / "trainer-10.log"}
+
+
+def test_trainer_has_module_path_of_its_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/first", here, "/second"])
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
+    found = trainer._environment()
+    places = found["PYTHONPATH"].split(os.pathsep)
+    assert [place for place in places if place in ("/first", "/second", here, "")] == ["/first", "/second", here]
+    assert places[-1] == here
+    assert found["TOKENIZERS_PARALLELISM"] == "true"
+    assert found["PYTHONFAULTHANDLER"] == CHILD_ENVIRONMENT["PYTHONFAULTHANDLER"] == "1"

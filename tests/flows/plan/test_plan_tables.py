@@ -1,4 +1,4 @@
-"""The plan in words: every line of it, and its sizes."""
+"""The printed plan: lines and sizes."""
 
 import json
 from dataclasses import replace
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan.plan import DiskBudget, RunPlan, TokenBudget
-from flows.plan.table import memory_note, show_memory, show_plan
+from flows.plan.plan import DiskBudget, RunPlan, TokenBudget, memory_note, show_memory, show_plan
 from flows.stages.stage import StageStatus
 from rlcore.storage.disk import RoomReport, size, unit_for
 from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
@@ -15,13 +14,12 @@ from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
 PHASES = {
     "generation": {"engine: weights": 2_000_000_000, "engine: cache": 500_000_000},
     "policy update": {"policy: gradients": 1_234_000_000, "engine: weights": 0},
-    "hand-over": {"engine: weights": 40_000_000},
+    "weight sync": {"engine: weights": 40_000_000},
 }
 UNKNOWN = MemoryPlan(Device("a GPU", 2, None), PHASES, 1_000_000_000)
 
 
 def card(usable_bytes: int, floor_bytes: int = 1_000_000_000) -> MemoryPlan:
-    """The phases on a card of known size."""
     return MemoryPlan(Device("a card", 2, usable_bytes + CONTEXT_BYTES), PHASES, floor_bytes)
 
 
@@ -32,7 +30,7 @@ PLAN = RunPlan(
     code_fingerprint="bbbb",
     stages=(
         StageStatus("dataset", "cccc", Path("/d"), True, "16 train"),
-        StageStatus("filter", None, None, False, "after its tokenizer is made"),
+        StageStatus("filter", None, None, False, "after its tokenizer is built"),
         StageStatus("train", "dddd", Path("/c"), True, "step 0-20"),
         StageStatus("train", "dddd", Path("/c"), False, "step 20-40"),
         StageStatus("train", "dddd", Path("/c"), False, "step 40-50"),
@@ -57,13 +55,13 @@ PLAN = RunPlan(
 )
 
 
-def test_no_row_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_not_cut_without_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     long = "starts from " + "/a/long/path" * 12
     show_plan(replace(PLAN, stages=(replace(PLAN.stages[0], detail=long), *PLAN.stages[1:])), as_json=False)
     assert f"{long}\n" in capsys.readouterr().out
 
 
-def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lines(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan(replace(PLAN, warning="warning: few rows"), as_json=False)
     out, err = capsys.readouterr()
     head, titles, *rest = out.splitlines()
@@ -72,21 +70,21 @@ def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[st
     assert (titles[:6], rest[0][:8]) == ("stage ", "dataset ")
     assert titles.split() == ["stage", "fingerprint", "state", "what"]
     assert rest[0].split() == ["dataset", "cccc", "done", "16", "train"]
-    assert rest[1].split() == ["filter", "not", "known", "yet", "to", "do", "after", "its", "tokenizer", "is", "made"]
+    assert " ".join(rest[1].split()) == "filter not known yet to do after its tokenizer is built"
     assert rest[2].split(maxsplit=4) == ["train", "dddd", "to", "do", "1 of 3 done; to do: step 20-40, step 40-50"]
     assert rest[3:] == [
         "training: committed step 20 of 50",
-        "tokens: 1,024 prompts and 8,192 answers a step, at most 1,300 tokens each: at most 10,649,600 a step, "
-        "319,488,000 in the steps left",
+        "tokens: 1,024 prompts and 8,192 responses per step, at most 1,300 tokens each: at most 10,649,600 per step, "
+        "319,488,000 in the remaining steps",
         "disk: a checkpoint 3.0 GB, at most 2 at a time, 1.0 GB in reserve: 4.0 GB still needed, 5.5 GB free",
         "  /root: 6.0 GB to write on this file system, 5.5 GB free; MISSING 1.5 GB",
         "  /shm: 2.0 MB to write on this file system, 2.0 MB free",
         "warning: few rows",
-        "memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted",
+        "memory: no plan: the model's config.json is not on this machine, or of an unknown kind",
     ]
 
 
-def test_many_chunks_are_cut_and_none_is_no_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_list_of_chunks_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     def row(*stages: StageStatus) -> str:
         show_plan(replace(PLAN, stages=stages), as_json=False)
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train "))
@@ -100,64 +98,50 @@ def test_many_chunks_are_cut_and_none_is_no_list(capsys: pytest.CaptureFixture[s
     assert row(*(replace(one, cached=True) for one in one_by_one)).endswith("done   20 of 20 done")
 
 
-def test_what_is_not_known_yet_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_parts_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     disk = replace(PLAN.disk, checkpoint_bytes=None)
     show_plan(replace(PLAN, disk=disk, published_model="org/model", memory=UNKNOWN), as_json=False)
     out = capsys.readouterr().out
-    assert "\ndisk: a checkpoint not known before the first, at most 2 at a time, " in out
-    assert "\nmodel: org/model is not on this machine; sizes are planned by its published config.json\n" in out
+    assert "\ndisk: a checkpoint unknown before the first, at most 2 at a time, " in out
+    assert "\nmodel: org/model is not on this machine; sizes are planned from its published config.json\n" in out
     assert "Install" not in out
     assert "memory:" not in out
 
 
-def test_memory_is_shown_by_phase_and_part_with_sums(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_table_has_phases_parts_and_sums(capsys: pytest.CaptureFixture[str]) -> None:
     show_memory(card(77_400_000_000))
     title, columns, rows = capsys.readouterr().out.partition("\npart ")
-    assert title.split() == [
-        "Memory",
-        "of",
-        "a",
-        "card,",
-        "77.4",
-        "GB",
-        "of",
-        "it",
-        "for",
-        "tensors,",
-        "GB",
-        "by",
-        "phase",
-    ]
+    assert " ".join(title.split()) == "Memory of a card, 77.4 GB of it for tensors, GB by phase"
     columns, *lines, note = rows.splitlines()
-    assert columns.split() == ["generation", "policy", "update", "hand-over"]
+    assert " ".join(columns.split()) == "generation policy update weight sync"
     assert [line.rstrip() for line in lines] == [
-        "engine: weights         2.000          0.000      0.040",
+        "engine: weights         2.000          0.000        0.040",
         "engine: cache           0.500",
         "policy: gradients                      1.234",
-        "sum                     2.500          1.234      0.040",
+        "sum                     2.500          1.234        0.040",
     ]
     assert note == "memory: fits, generation needs 2.5 GB"
     show_memory(card(2_000_000_000))
-    assert capsys.readouterr().out.splitlines()[-1] == memory_note(card(2_000_000_000)), "it is not wrapped"
+    assert capsys.readouterr().out.splitlines()[-1] == memory_note(card(2_000_000_000))
     show_memory(UNKNOWN)
     title, _, rows = capsys.readouterr().out.partition("\npart ")
-    assert title.split() == ["Memory", "of", "a", "GPU,", "GB", "by", "phase"]
+    assert " ".join(title.split()) == "Memory of a GPU, GB by phase"
     assert len(rows.splitlines()) == 5
 
 
-def test_the_note_on_memory_says_whether_it_fits() -> None:
+def test_memory_note() -> None:
     assert memory_note(card(2_500_000_000)) == "memory: fits, generation needs 2.5 GB"
     assert memory_note(card(2_499_999_999)) == (
-        "memory: generation needs 2.5 GB as planned; passes that run out will be cut finer (runtime.fit_memory=auto "
+        "memory: generation needs 2.5 GB as planned; passes that run out of memory are split (runtime.fit_memory=auto "
         "plans it)"
     )
     assert memory_note(card(2_000_000_000, floor_bytes=2_100_000_000)) == (
-        "memory: CANNOT FIT: 2.1 GB even with one longest answer a micro-batch"
+        "memory: CANNOT FIT: 2.1 GB even with one longest response per micro-batch"
     )
     assert memory_note(UNKNOWN) == ""
 
 
-def test_warm_start_memory_is_shown_for_a_known_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_start_memory_is_shown_for_known_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=card(3_000_000_000)), as_json=False)
     assert capsys.readouterr().out.splitlines()[-1] == "warm start: memory: fits, generation needs 2.5 GB"
     show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=UNKNOWN), as_json=False)
@@ -166,7 +150,7 @@ def test_warm_start_memory_is_shown_for_a_known_gpu(capsys: pytest.CaptureFixtur
     assert "\npolicy: gradients  " in out
 
 
-def test_the_plan_as_json_has_exactly_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan(PLAN, as_json=True)
     out = capsys.readouterr().out
     assert json.loads(out) == PLAN.to_json()
@@ -174,9 +158,9 @@ def test_the_plan_as_json_has_exactly_its_fields(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "told"),
+    ("num_bytes", "message"),
     [(0, "0.0 GB"), (99_999_999, "100.0 MB"), (1e8, "0.1 GB"), (1e5, "0.1 MB"), (99_900, "99.9 kB"), (1, "0.0 kB")],
 )
-def test_a_size_has_the_largest_fitting_unit(num_bytes: float, told: str) -> None:
-    assert size(num_bytes) == told
-    assert unit_for(num_bytes)[1] == told[-2:]
+def test_size_has_largest_fitting_unit(num_bytes: float, message: str) -> None:
+    assert size(num_bytes) == message
+    assert unit_for(num_bytes)[1] == message[-2:]

@@ -1,24 +1,26 @@
-"""What the stages of a run say of their results, and which results count as theirs."""
+"""Results of stages: their lines, their validity, and existing ones."""
 
+import json
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data.stage import StageResult
+from flows import chain
 from flows.chain import finished_result
-from flows.stages.export import ExportedWeights, best_step_to_export, find_weights
+from flows.progress import ValidationSummary, with_interval
+from flows.stages import train
+from flows.stages.export import Export, ExportBest, ExportedWeights, best_step_to_export, find_weights
+from flows.stages.inputs import describe_rows, record_inputs, suite_datasets, warn_of_few_rows
 from flows.stages.pass_rates import PassRateTable
 from flows.stages.report import ReportPage, find_report, report_fingerprint
-from flows.stages.rows import describe_rows, warn_of_few_rows
-from flows.stages.train import Chunk
-from flows.stages.validate import find_suite_results, find_validation
-from flows.work.checkpoints import checkpoint_name, committed_step
-from flows.work.open_run import OpenRun, with_absolute_paths
-from flows.work.recorded import MlflowContents, models_digest, settings_digest
-from flows.work.validation_summary import ValidationSummary, with_interval
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
+from flows.stages.train import Chunk, Train
+from flows.stages.validate import Evaluate, Validate, find_suite_results, find_validation
+from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
+from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
@@ -26,6 +28,8 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.tracking.lineage import Origin
+from rlcore.user_code import code_for_run
+from tests.flows.conftest import changed, commit
 from tests.helpers.validations import problem, result
 
 HERE = Path("here")
@@ -38,7 +42,6 @@ def config(tmp_path: Path) -> RunConfig:
 
 @pytest.fixture
 def layout(config: RunConfig) -> RunLayout:
-    """A run's folder with its settings and an empty journal."""
     layout = RunLayout.of(config)
     layout.validation.mkdir(parents=True)
     (layout.suites / "sums").mkdir(parents=True)
@@ -49,7 +52,7 @@ def layout(config: RunConfig) -> RunLayout:
 
 def test_results_as_lines() -> None:
     figures = {"critic/score/mean": 0.12345}
-    for told, expected in (
+    for message, expected in (
         (describe_rows(StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3})), "1,200 train, 3 x rows"),
         (
             PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False),
@@ -60,7 +63,7 @@ def test_results_as_lines() -> None:
         (ExportedWeights(HERE, 40, cached=False), "step 40"),
         (ReportPage(HERE, cached=False), "here"),
     ):
-        assert str(told).removesuffix(" (here)") == expected
+        assert str(message).removesuffix(" (here)") == expected
     again = ", skipped: done before"
     rows = StageResult(HERE, "f", cached=True, counts={"train": 9})
     assert describe_rows(rows) == f"9 train rows{again} (here)"
@@ -70,7 +73,7 @@ def test_results_as_lines() -> None:
     assert str(ReportPage(HERE, cached=True)) == "here, skipped: it is current"
 
 
-def test_a_judgement_names_its_sources_where_there_are_several() -> None:
+def test_validation_names_several_sources() -> None:
     one = {
         "val-core/openai/gsm8k/reward/mean@4": 0.25,
         "val-core/openai/gsm8k/reward/mean@4/ci_low": 0.2,
@@ -79,38 +82,32 @@ def test_a_judgement_names_its_sources_where_there_are_several() -> None:
         "val-core/openai/gsm8k/reward/std@4/ci_low": 0.1,
         "val-core/openai/gsm8k/reward/pass@4": 0.5,
     }
-    told = ValidationSummary("after", 40, HERE, cached=False, summary=one)
-    assert str(told) == told.headline() == "after (step 40): mean@4 0.250 [0.200, 0.300]"
+    message = ValidationSummary("after", 40, HERE, cached=False, summary=one)
+    assert str(message) == message.headline() == "after (step 40): mean@4 0.250 [0.200, 0.300]"
     two = one | {"val-core/countdown/reward/greedy": 0.5, "val-core/countdown/reward/greedy/ci_low": 0.4}
-    told = ValidationSummary("before", 0, HERE, cached=True, summary=two)
-    assert told.headline() == "before (step 0): openai/gsm8k mean@4 0.250 [0.200, 0.300], countdown greedy 0.500"
-    assert str(told) == f"{told.headline()}, skipped: done before"
+    message = ValidationSummary("before", 0, HERE, cached=True, summary=two)
+    assert message.headline() == "before (step 0): openai/gsm8k mean@4 0.250 [0.200, 0.300], countdown greedy 0.500"
+    assert str(message) == f"{message.headline()}, skipped: done before"
 
 
-def test_an_interval_has_two_ends_or_is_left_out() -> None:
+def test_interval_needs_two_ends() -> None:
     assert with_interval({"a": 0.5, "a/ci_low": 0.0, "a/ci_high": 0.59}, "a") == "0.500 [0.000, 0.590]"
     assert with_interval({"a": 0.5, "a/ci_low": 0.4}, "a") == "0.500"
     assert with_interval({"a": 0.5, "a/ci_high": 0.6}, "a") == "0.500"
     assert with_interval({"a": 0.5}, "b") == ""
 
 
-def test_a_warning_of_few_rows_begins_below_a_batch(config: RunConfig) -> None:
+def test_few_rows_warning_begins_below_a_batch(config: RunConfig) -> None:
     size = config.trainer.batch_size
     assert warn_of_few_rows(config, size, "of the dataset") == warn_of_few_rows(config, None, "of the dataset") == ""
-    many = config.model_copy(update={"trainer": config.trainer.model_copy(update={"batch_size": 2_000})})
+    many = changed(config, "trainer", batch_size=2_000)
     assert warn_of_few_rows(many, 1_999, "that are left") == (
-        "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt stands in a "
-        "batch more than once. Lower it and trainer.mini_batch_size, or give more rows"
+        "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt is in a "
+        "batch more than once. Lower it and trainer.mini_batch_size, or provide more rows"
     )
 
 
-def test_the_name_of_a_checkpoint() -> None:
-    assert [checkpoint_name(name) for name in ("0", "40", "last", "step-000040")] == [
-        "step-000000", "step-000040", "last", "step-000040",
-    ]  # fmt: skip
-
-
-def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
+def test_report_is_current_while_inputs_are_unchanged(layout: RunLayout) -> None:
     folder = layout.run_dir / "report"
     folder.mkdir()
     (folder / "report.html").touch()
@@ -124,7 +121,7 @@ def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
     files.append(layout.run_dir / "memory_plan.json")
     for file in files:
         write()
-        assert find_report(layout) == ReportPage(folder / "report.html", cached=True), "the folder may be a copy"
+        assert find_report(layout) == ReportPage(folder / "report.html", cached=True)
         file.write_text("changed")
         assert find_report(layout) is None, file
     write()
@@ -139,10 +136,10 @@ def test_a_report_is_current_while_its_files_are(layout: RunLayout) -> None:
     assert find_report(layout) is None
 
 
-def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
+def test_mlflow_record_is_complete_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
     last, best = ExportedWeights(HERE, 40, cached=True), ExportedWeights(HERE, 20, cached=True)
     assert models_digest(config, last, best) == "last 40, best 20, registered None"
-    more = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 99})})
+    more = changed(config, "trainer", total_steps=99)
     assert settings_fingerprint(more) == settings_fingerprint(config)
     assert settings_digest(more) != settings_digest(config)
     settings, report, models = settings_digest(config), report_fingerprint(layout), models_digest(config, last, best)
@@ -158,23 +155,17 @@ def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunL
         assert MlflowContents.read(layout) == MlflowContents()
 
 
-def test_best_weights_are_wanted_unless_last(config: RunConfig, layout: RunLayout) -> None:
+def test_best_weights_are_exported_unless_last(config: RunConfig, layout: RunLayout) -> None:
     assert best_step_to_export(config, layout, 0) is None
-    store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
-        state = TrainerState(
-            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        with store.writing(state, {"val-core/countdown/reward/mean@4": score}) as folder:
-            (folder / "weights").write_text("x")
+        commit(config, step, {"val-core/countdown/reward/mean@4": score})
     assert [best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
     for update in ({"enabled": False}, {"log_best": False}):
-        unwanted = config.model_copy(update={"tracking": config.tracking.model_copy(update=update)})
+        unwanted = changed(config, "tracking", **update)
         assert best_step_to_export(unwanted, layout, 3) is None
 
 
-def test_a_validation_counts_for_its_step_and_settings(config: RunConfig, layout: RunLayout, tmp_path: Path) -> None:
+def test_validation_is_valid_for_its_step_and_settings(config: RunConfig, layout: RunLayout, tmp_path: Path) -> None:
     made = result([problem(1, (1.0, 0.0), greedy=1.0), problem(2, (0.0, 0.0), greedy=0.0)])
     written = replace(made, step=2, settings=config.validation.evaluation)
     assert find_validation(config, layout, "after", 2) is None
@@ -184,55 +175,49 @@ def test_a_validation_counts_for_its_step_and_settings(config: RunConfig, layout
         "after", 2, layout.validation / "after.json", cached=True, summary=written.metrics()
     )
     assert find_validation(config, layout, "after", 1) is None
-    other = config.validation.model_copy(update={"num_resamples": config.validation.num_resamples + 1})
-    assert find_validation(config.model_copy(update={"validation": other}), layout, "after", 2) is None
-    seldom = config.validation.model_copy(update={"every_steps": config.validation.every_steps + 1})
-    assert find_validation(config.model_copy(update={"validation": seldom}), layout, "after", 2) == found
+    other = changed(config, "validation", num_resamples=config.validation.num_resamples + 1)
+    assert find_validation(other, layout, "after", 2) is None
+    seldom = changed(config, "validation", every_steps=config.validation.every_steps + 1)
+    assert find_validation(seldom, layout, "after", 2) == found
 
     suite = SuiteConfig(name="sums", data=config.data)
-    validation = config.validation.model_copy(update={"suites": (suite,)})
-    config = config.model_copy(update={"validation": validation})
-    assert find_validation(config, layout, "after", 2) is None, "what the suite is made of is not known"
+    config = changed(config, "validation", suites=(suite,))
+    assert find_validation(config, layout, "after", 2) is None
     inputs = RunInputs(tmp_path, tmp_path, suites={"sums": tmp_path / "rows"})
     inputs.write(config, layout)
-    assert find_validation(config, layout, "after", 2) is None, "the suite was not judged"
+    assert find_validation(config, layout, "after", 2) is None
     digest = suite_fingerprint(config, suite, tmp_path / "rows")
-    judged = replace(made, step=2, settings=suite.evaluation, suite=digest, data_source="sums")
+    evaluated = replace(made, step=2, settings=suite.evaluation, suite=digest, data_source="sums")
     file = layout.suites / "sums" / "after.json"
-    for another in (replace(judged, suite="other rows"), replace(judged, step=1)):
+    for another in (replace(evaluated, suite="other rows"), replace(evaluated, step=1)):
         another.write(file)
         assert find_validation(config, layout, "after", 2) is None
-    judged.write(file)
+    evaluated.write(file)
     found = find_validation(config, layout, "after", 2)
     assert found is not None
-    assert found.summary == written.metrics() | judged.metrics()
+    assert found.summary == written.metrics() | evaluated.metrics()
     assert len(found.summary) > len(written.metrics())
-    assert find_suite_results(config, layout, inputs, "after", 2) == [judged]
+    assert find_suite_results(config, layout, inputs, "after", 2) == [evaluated]
     assert find_suite_results(config, layout, replace(inputs, suites={}), "after", 2) is None
 
 
-def test_a_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
-    state = TrainerState(
-        step=2, policy_version=2, num_prompts_drawn=16, num_tokens=9, kl_coef=0.0,
-        settings_fingerprint=settings_fingerprint(config),
-    )  # fmt: skip
-    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-        (folder / "weights").write_text("x")
+def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
+    commit(config, 2)
     for name, step in (("before", 0), ("after", 2)):
-        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
-        judged.write(layout.validation / f"{name}.json")
+        evaluated = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
+        evaluated.write(layout.validation / f"{name}.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
     assert find_weights(layout.exported_model, 2) == ExportedWeights(layout.exported_model, 2, cached=True)
-    assert finished_result(OpenRun(config)) is None, "there is no report"
+    assert finished_result(OpenRun(config)) is None
     (layout.run_dir / "report").mkdir()
     page = layout.run_dir / "report" / "report.html"
     page.touch()
     known = {"fingerprint": report_fingerprint(layout), "html": str(page)}
     write_json_atomically(layout.run_dir / "report" / "source.json", known)
-    assert finished_result(OpenRun(config)) is None, "MLflow has nothing of it"
-    silent = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
-    assert finished_result(OpenRun(silent)) is None, "the settings on disk are others"
+    assert finished_result(OpenRun(config)) is None
+    silent = changed(config, "tracking", enabled=False)
+    assert finished_result(OpenRun(silent)) is None
     last = ExportedWeights(layout.exported_model, 2, cached=True)
     settings, models = settings_digest(config), models_digest(config, last, last)
     recorded = MlflowContents("1", "url", "", settings, report_fingerprint(layout), models).write(layout)
@@ -249,18 +234,98 @@ def test_a_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout
         assert finished_result(OpenRun(config)) is not None
 
 
-def test_without_a_checkpoint_a_run_is_at_step_0(config: RunConfig) -> None:
-    assert committed_step(config) == 0
-
-
-def test_kept_settings_name_the_root_and_the_store_absolutely(
+def test_recorded_settings_have_absolute_paths(
     config: RunConfig, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(layout.root.parent)
-    relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
+    relative = changed(config, "paths", root=layout.root.name)
     assert with_absolute_paths(relative, layout).paths.root == str(layout.root)
     assert with_absolute_paths(relative, layout).tracking.uri is None
-    tracking = config.tracking.model_copy(update={"uri": "sqlite:///x.db"})
-    assert with_absolute_paths(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (
+    assert with_absolute_paths(changed(config, "tracking", uri="sqlite:///x.db"), layout).tracking.uri == (
         f"sqlite:///{layout.root.parent}/x.db"
     )
+
+
+@pytest.fixture
+def run(artifacts_root: Path) -> Iterator[OpenRun]:
+    """A run with a checkpoint of its first step, without a trainer."""
+    size = ["data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
+    config = load_config(["experiment=debug", "warm_start.enabled=false", *size])
+    with open_run(config, ("millrace", "run")) as run:
+        commit(config, 1)
+        yield run
+        assert run.trainer.pid is None
+
+
+@pytest.fixture
+def rows(run: OpenRun) -> None:
+    chain.make_rows(run, chain.run_quietly)
+    record_inputs(run)
+
+
+@pytest.mark.usefixtures("rows")
+def test_existing_results_are_not_remade(run: OpenRun) -> None:
+    layout = run.layout
+    expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
+    assert Train(0, 1, is_last=False).find_or_make(run) == expected
+    assert not run.origin.command
+    evaluated = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.evaluation)
+    evaluated.write(layout.validation / "after.json")
+    known = ValidationSummary("after", 1, layout.validation / "after.json", cached=True, summary=evaluated.metrics())
+    assert Validate("last").find_or_make(run) == known
+    with published_directory(layout.exported_model, {"kind": "model", "step": 1}) as folder:
+        (folder / "weights").write_text("x")
+    last = ExportedWeights(layout.exported_model, 1, cached=True)
+    assert Export().find_or_make(run) == last
+    assert ExportBest().find_or_make(run) == last
+    assert Evaluate().find_or_make(run) == []
+
+
+@pytest.mark.usefixtures("rows")
+def test_start_is_recorded_once_per_process(
+    run: OpenRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "MAX_DIFF_CHARACTERS", 0)
+    train.record_start(run)
+    file = run.layout.run_json
+    noted = json.loads(file.read_text())
+    assert [stage["name"] for stage in noted["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
+    code = code_for_run(run.config)
+    assert noted["stages"][0]["fingerprint"] == code.fingerprint
+    assert ", ".join(code.sources) in json.dumps(noted["stages"][0])
+    assert noted["command"] == ["millrace", "run"]
+    assert (run.layout.run_dir / "code.diff").read_text() == ""
+    file.unlink()
+    train.record_start(run)
+    assert not file.exists()
+    run.is_origin_complete = False
+    run.command = ("millrace", "train")
+    file.mkdir()
+    with caplog.at_level(logging.WARNING):
+        train.record_start(run)
+    (message,) = (one for one in caplog.messages if "how the training was started is not recorded" in one)
+    assert message.startswith(f"{run.layout.run_dir}: how the training was started is not recorded: ")
+
+
+def test_chunk_bounds(run: OpenRun) -> None:
+    config = changed(run.config, "trainer", total_steps=5, steps_per_chunk=2)
+    assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
+    assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
+    assert Train.chunks(config, 1) == [Train(0, 1, True)]
+
+
+def test_datasets_of_suites_for_decontamination(run: OpenRun) -> None:
+    assert suite_datasets(run.config) == {}
+    suites = load_config(
+        [
+            "experiment=debug",
+            f"paths.root={run.layout.root}",
+            "filter.decontaminate=tell",
+            "validation.suites=[{name: sums, data: {task: countdown, template: bare, max_numbers: 3, number_high: 20, "
+            "target_high: 40, operations: ['+', '-'], train_size: 1, validation_size: 4}}]",
+        ]
+    )
+    found = suite_datasets(suites)
+    assert {name: folder.parent for name, folder in found.items()} == {"sums": run.layout.root / "datasets"}
+    off = changed(suites, "filter", decontaminate="off")
+    assert suite_datasets(off) == {}

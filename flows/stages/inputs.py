@@ -1,6 +1,6 @@
-"""What the stages of the rows share: where their results are, and lines about them."""
+"""Inputs of the training: rows, tokenizer, demonstrations and models; and calls of the trainer with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,31 +13,35 @@ from data.tokenizer import tokenizer_fingerprint
 from flows.progress import display, skipped_suffix
 from flows.stages.stage import StageStatus, remake_note
 from flows.work.open_run import OpenRun
+from flows.work.origin import require_same_inputs
 from flows.work.protocol import Progress
 from rlcore.config import RunConfig
 from rlcore.config.check import suite_settings
-from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_tokenizer
+from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_initial_policy, planned_tokenizer
+from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_finished_or_reason
+from rlcore.tracking.lineage import PASS_RATES_STAGE, Stage, stage_of
+from rlcore.user_code import code_for_run
 
 
 def root_of(config: RunConfig) -> Path:
-    """The root, absolute."""
+    """Return the absolute root."""
     return Path(config.paths.root).resolve()
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Make the dataset of a run or a suite, or find it; with a warning of unsound references."""
+    """Build the dataset of a run or a suite, or find it; with a warning about unsound references."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits, keep=True))
 
 
 def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
-    """Folder of the dataset of a run or a suite."""
+    """Return the folder of the dataset of a run or a suite."""
     return dataset_directory(dataset_fingerprint(config.data, config.data.seed, splits), root_of(config))
 
 
 def suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """Folders of the datasets of suites that the filter compares training rows with, by the suite's name."""
+    """Return the datasets of suites that the filter compares training rows with, by suite name."""
     suites = () if config.filter.decontaminate == "off" else config.validation.suites
     return {suite.name: planned_dataset(suite_settings(config, suite), SPLITS[1:]) for suite in suites}
 
@@ -57,7 +61,7 @@ def filter_rows(config: RunConfig, dataset: Path, **more: Any) -> StageResult:
 
 
 def planned_filtered(config: RunConfig, dataset: Path, **more: Any) -> Path:
-    """Folder of the filtered rows of a dataset. The tokenizer must be there."""
+    """Return the folder of the filtered rows of a dataset; the tokenizer must exist."""
     digest = filter_fingerprint(
         dataset.name,
         tokenizer_fingerprint(planned_tokenizer(config)),
@@ -70,85 +74,102 @@ def planned_filtered(config: RunConfig, dataset: Path, **more: Any) -> Path:
 
 
 def planned_rows(config: RunConfig) -> Path:
-    """Folder of the run's filtered rows. The tokenizer must be there."""
+    """Return the folder of the run's filtered rows; the tokenizer must exist."""
     return planned_filtered(config, planned_dataset(config), suites=suite_datasets(config))
 
 
 def planned_suite(config: RunConfig) -> Path:
-    """Folder of the filtered rows of a suite, by its settings. The tokenizer must be there."""
+    """Return the folder of the filtered rows of a suite, by its settings; the tokenizer must exist."""
     return planned_filtered(config, planned_dataset(config, SPLITS[1:]))
 
 
 def planned_demonstrations(config: RunConfig) -> Path | None:
-    """Folder of the tokenized demonstrations; None for a warm start without a file of them. The tokenizer must be
-    there."""
+    """Return the folder of the tokenized demonstrations, if any; the tokenizer must exist."""
     warm = config.warm_start
     if not warm.enabled or warm.demonstrations is None:
         return None
     from data.demonstrations import demonstrations_fingerprint, tokenized_directory
 
     digest = demonstrations_fingerprint(
-        warm,
-        planned_tokenizer(config),
-        seed=config.data.seed,
-        chat_template_kwargs=config.data.chat_template_kwargs,
+        warm, planned_tokenizer(config), seed=config.data.seed, chat_template_kwargs=config.data.chat_template_kwargs
     )
     return tokenized_directory(digest, root_of(config))
 
 
 def inputs_of(run: OpenRun) -> RunInputs:
-    """What the training takes from the stages of the rows, which are done."""
+    """Return the training inputs of a run whose rows are made."""
     config = run.config
     if run.inputs is None:
         suites = {suite.name: planned_suite(suite_settings(config, suite)) for suite in config.validation.suites}
-        if run.is_evaluation:  # it has the rows of suites alone
+        if run.is_evaluation:  # only rows of suites
             first = next(iter(suites.values()))
             run.inputs = RunInputs(first, planned_tokenizer(config), suites=suites)
         else:
-            demonstrations = planned_demonstrations(config)
-            run.inputs = RunInputs(
-                planned_rows(config), planned_tokenizer(config), planned_dataset(config), demonstrations, suites
-            )
+            rows, tokenizer = planned_rows(config), planned_tokenizer(config)
+            run.inputs = RunInputs(rows, tokenizer, planned_dataset(config), planned_demonstrations(config), suites)
     return run.inputs
 
 
-def has_tokenizer(config: RunConfig) -> tuple[bool, str]:
-    """Whether the tokenizer is there, and what is damaged of it."""
+def has_tokenizer(config: RunConfig) -> bool:
+    """Return whether the tokenizer exists, undamaged."""
     tokenizer = planned_tokenizer(config)
-    damage = read_finished_or_reason(tokenizer)[1]
-    return not damage and tokenizer.is_dir(), damage
+    return not read_finished_or_reason(tokenizer)[1] and tokenizer.is_dir()
 
 
-def status_of_rows(name: str, place: Path, what: str = "") -> StageStatus:
-    """Status of a stage whose result is a folder of rows."""
+def status_of_rows(
+    name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
+) -> StageStatus:
+    """Return the status of a stage whose result is a folder of rows, made with a tokenizer unless it is the dataset."""
+    damage = read_finished_or_reason(planned_tokenizer(config))[1]
+    place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
+    if place is None:
+        return StageStatus(name, None, None, False, remake_note(damage) or "after its tokenizer is built")
     manifest, damage = read_finished_or_reason(place)
     counts = {} if manifest is None else manifest.values["counts"]
     rows = ", ".join(f"{count:,} {split}" for split, count in counts.items())
     return StageStatus(name, place.name, place, manifest is not None, f"{what} {rows or remake_note(damage)}".strip())
 
 
-def status_without_tokenizer(name: str, damage: str) -> StageStatus:
-    """Status of a stage whose tokenizer is not made yet."""
-    return StageStatus(name, None, None, False, remake_note(damage) or "after its tokenizer is made")
-
-
 def describe_rows(result: StageResult) -> str:
-    """Rows of a dataset by split, whether they were there already, and what should be known of them."""
+    """Return the numbers of rows by split, with the warning of the result."""
     counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
     return f"{counts} rows{skipped_suffix(result.cached)} ({result.directory})\n{result.warning}".rstrip()
 
 
 def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
-    """A warning where training rows are fewer than a batch; '' where they are not, or not known."""
+    """Return a warning where training rows are fewer than a batch, else ''."""
     if rows is None or rows >= config.trainer.batch_size:
         return ""
     return (
         f"warning: trainer.batch_size={config.trainer.batch_size:,} is more than the {rows:,} training rows {where}, "
-        "so a prompt stands in a batch more than once. Lower it and trainer.mini_batch_size, or give more rows"
+        "so a prompt is in a batch more than once. Lower it and trainer.mini_batch_size, or provide more rows"
     )
 
 
 def show_rows(split: str, done: int, total: int) -> None:
-    """Show how far the filter is."""
+    """Show the progress of the filter."""
     if done < total:
         display().event(Progress(f"filter, rows of {split}", done, total, {}))
+
+
+def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[str, Any]:
+    """Record the inputs and call a command of the trainer process. Raises CheckpointError if the run has begun with
+    other rows."""
+    record_inputs(run)
+    return run.trainer.call(command, **arguments)
+
+
+def record_inputs(run: OpenRun) -> None:
+    """Record the stages before the training, where the trainer process reads its inputs. Raises CheckpointError if the
+    run has begun with other rows."""
+    inputs = inputs_of(run)
+    folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
+    if run.config.pass_rates.is_enabled:
+        folders[PASS_RATES_STAGE] = planned_pass_rates(run.config, inputs.filtered_directory)
+    code = code_for_run(run.config)
+    kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
+    stages = (kept, *(stage_of(name, folder) for name, folder in folders.items()))
+    if stages != run.origin.stages:
+        if not run.is_evaluation:  # its suites may have changed
+            require_same_inputs(run.config, run.layout, inputs)
+        run.note(stages=stages)

@@ -1,4 +1,4 @@
-"""The work of a process on a sweep: points to their ends, pruned, failed, resumed, within a budget."""
+"""Points of a sweep in one process: finished, pruned, failed, resumed, within a budget."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.sweep.drive import SweepWorker
+from flows.sweep.flow import SweepWorker
 from flows.sweep.result import rows_of
 from rlcore.config.sweep import Budget, Sweep, load_sweep
 from rlcore.errors import StopRequestedError
@@ -19,7 +19,7 @@ PRUNED = "pruning: {every_steps: 1, confidence: 0.5}\n"
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("flows.sweep.drive.POLL_S", 0)
+    monkeypatch.setattr("flows.sweep.flow.POLL_S", 0)
     with disable_run_logger():
         yield
 
@@ -30,12 +30,11 @@ def load(folder: Path, text: str, budget: Budget | None = None) -> Sweep:
 
 
 def states(drive: SweepWorker, sweep: Sweep) -> list[str]:
-    """States of the points by number."""
     rows = rows_of(sweep, drive.study.points())
     return [row["state"] for row in sorted(rows, key=lambda row: int(row["point"]))]
 
 
-def test_each_point_is_compared_with_those_before_it(tmp_path: Path) -> None:
+def test_points_are_compared_with_earlier_ones(tmp_path: Path) -> None:
     sweep, trainer = load(tmp_path, RATES + PRUNED), RunWriter()
     drive = SweepWorker(sweep, trainer, "call")
     assert drive.run() == ""
@@ -52,11 +51,11 @@ def test_each_point_is_compared_with_those_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped_at", range(1, 7))
-def test_a_stopped_sweep_resumes_to_what_an_undisturbed_one_gives(tmp_path: Path, stopped_at: int) -> None:
+def test_stopped_sweep_resumes_to_equal_results(tmp_path: Path, stopped_at: int) -> None:
     def stopped_and_resumed(root: Path, at: int | None) -> tuple[list[str], list[object]]:
         root.mkdir()
         sweep = load(root, RATES + PRUNED)
-        trainer = RunWriter(fails={} if at is None else {at: StopRequestedError("told to stop")})
+        trainer = RunWriter(fails={} if at is None else {at: StopRequestedError("requested to stop")})
         if at is not None:
             with pytest.raises(StopRequestedError):
                 SweepWorker(sweep, trainer, "first").run()
@@ -71,7 +70,7 @@ def test_a_stopped_sweep_resumes_to_what_an_undisturbed_one_gives(tmp_path: Path
     assert stopped_and_resumed(tmp_path / "stopped", stopped_at) == undisturbed
 
 
-def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path: Path) -> None:
+def test_score_is_mean_over_seeds_and_failed_seed_fails_point(tmp_path: Path) -> None:
     text = "seeds: [1, 2]\n" + RATES
     sweep, trainer = load(tmp_path, text), RunWriter(fails={2: ValueError("the scorer raised\nhere")})
     drive = SweepWorker(sweep, trainer, "first")
@@ -81,7 +80,7 @@ def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path:
     failed = rows_of(sweep, drive.study.points())[-1]
     assert (failed["error"], failed["score"]) == ("the scorer raised\nhere", None)
     assert [run["step"] for run in failed["runs"]] == [2, 0]
-    assert drive.spending.read()["steps"] == 14, "those that it has not done are not spent"
+    assert drive.spending.read()["steps"] == 14
 
     again = SweepWorker(sweep, trainer, "second")
     again.study.retry_failed()
@@ -92,7 +91,7 @@ def test_scores_are_means_over_seeds_and_a_failed_seed_fails_its_point(tmp_path:
         assert row["score"] == pytest.approx(sum(run["score"] for run in row["runs"]) / 2)
 
 
-def test_a_run_that_is_finished_already_is_not_trained(tmp_path: Path) -> None:
+def test_finished_run_is_not_trained(tmp_path: Path) -> None:
     trainer = RunWriter()
     SweepWorker(load(tmp_path, RATES), trainer, "call").run()
     listed = "objective: {direction: minimize}\nlist: [{optim.lr: 2e-4}, {optim.lr: 1e-4}]\n"
@@ -100,12 +99,12 @@ def test_a_run_that_is_finished_already_is_not_trained(tmp_path: Path) -> None:
     drive = SweepWorker(sweep, trainer, "call")
     drive.run()
     assert len(trainer.trained) == 4
-    assert [row["point"] for row in rows_of(sweep, drive.study.points())] == [1, 2], "the sweep minimizes"
+    assert [row["point"] for row in rows_of(sweep, drive.study.points())] == [1, 2]
     assert drive.spending.read()["runs"] == []
 
 
 @pytest.mark.parametrize("budget", [Budget(runs=3), Budget(steps=6)])
-def test_a_budget_ends_a_call_and_the_next_one_continues(tmp_path: Path, budget: Budget) -> None:
+def test_budget_ends_call_and_next_one_continues(tmp_path: Path, budget: Budget) -> None:
     sweep, trainer = load(tmp_path, "seeds: [1, 2]\n" + RATES, budget), RunWriter()
     first = SweepWorker(sweep, trainer, "first")
     first.run()
@@ -118,8 +117,8 @@ def test_a_budget_ends_a_call_and_the_next_one_continues(tmp_path: Path, budget:
     assert states(again, sweep) == ["finished"] * 4
 
 
-def test_a_point_whose_settings_are_refused_fails_alone(tmp_path: Path) -> None:
-    """Every value is sound beside the first of the other key; 8 prompts are no mini-batch of 16."""
+def test_point_with_refused_settings_fails_alone(tmp_path: Path) -> None:
+    """Each value is valid with the first one of the other key, but a mini-batch of 16 needs more than 8 prompts."""
     space = "{optim.lr: [1e-4], trainer.batch_size: [16, 8], trainer.mini_batch_size: [8, 16]}"
     sweep = load(tmp_path, f"random: {{num_points: 12, space: {space}}}\n")
     drive = SweepWorker(sweep, RunWriter(), "call")
@@ -132,15 +131,13 @@ def test_a_point_whose_settings_are_refused_fails_alone(tmp_path: Path) -> None:
         assert ("trainer.mini_batch_size" in row["error"]) == (row["state"] == "failed")
 
 
-def test_a_run_without_a_score_at_the_step_says_why(tmp_path: Path) -> None:
+def test_run_without_score_at_the_step_is_an_error(tmp_path: Path) -> None:
     sweep = load(tmp_path, "list: [{optim.lr: 1e-4}]\n")
     drive = SweepWorker(sweep, lambda *_: None, "call")
     assert "has no reward/mean@2 at step 2, since it was trained before" in drive.run()
 
 
-def test_a_process_waits_for_the_point_of_another_without_a_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_waits_for_point_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other process may wait for the slot that a trainer would hold."""
     sweep, trainer = load(tmp_path, "list: [{optim.lr: 1e-4}]\n"), RunWriter()
     other = SweepWorker(sweep, trainer, "another")
@@ -152,6 +149,6 @@ def test_a_process_waits_for_the_point_of_another_without_a_trainer(
         waits.append(len(trainer.trained))
         other.study.release(taken)
 
-    monkeypatch.setattr("flows.sweep.drive.wait_for_others", paused)
+    monkeypatch.setattr("flows.sweep.flow.wait_for_others", paused)
     SweepWorker(sweep, trainer, "call").run()
     assert (waits, len(trainer.trained)) == ([0], 1)
