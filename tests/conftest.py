@@ -1,4 +1,4 @@
-"""What every test shares: no telemetry, one thread, live shape checks, a folder for what a run writes."""
+"""Shared by every test: no telemetry, one thread, live shape checks, a folder for what a run writes."""
 
 import gc
 import os
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 REFERENCE = ("test_pipeline.py", "commands/test_tracking.py")
 SERVER = (
-    "server/test_guard.py", "stack/test_deploy.py", "stack/test_own.py", "sweep/test_flow.py",
+    "server/test_guard.py", "stack/test_deploy.py", "stack/test_user_deployment.py", "sweep/test_flow.py",
     "sweep/test_flow_workers.py", "test_tasks.py",
 )  # fmt: skip
 """Files of tests/flows: those around one finished run, and the others around one Prefect server. A server with that run
@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays, and is not looked at again."""
+    """Exempt what is imported from garbage collection."""
     gc.freeze()
     gc.enable()
 

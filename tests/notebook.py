@@ -12,7 +12,7 @@ PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
 
 
 def notebook() -> str:
-    """The notebook's file, without outputs: whoever opens it runs the cells."""
+    """The notebook's file, without outputs: the user runs the cells."""
     cells = []
     for number, part in enumerate(re.split(r"^```(?:python)?\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)):
         if lines := part.strip().splitlines(keepends=True):

@@ -88,7 +88,7 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
 
 
 def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """As `prepare`, each stage as a run of this root makes it: for tests of the stages."""
+    """Make each stage as a run of this root does: for tests of the stages."""
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.data.seed, root=root)
     tokenizer = ensure_tokenizer(config)

@@ -1,6 +1,6 @@
 """The golden runs: what five steps give, written down. A refactor leaves them as they are.
 
-python -m tests.e2e.golden     # writes tests/e2e/golden.json anew: only where numbers are meant to change
+python -m tests.e2e.golden     # rewrites tests/e2e/golden.json: only for an intended change of numbers
 """
 
 import json

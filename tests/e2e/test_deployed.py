@@ -92,7 +92,7 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     spec = spec_of(stack.root, "grid")
     obstacle = in_the_way(spec, stack.root)
 
-    # As a deployment, on a queue of its own; its children wait for each other in the queue `training`.
+    # A deployment on a separate queue; its children wait for each other in the queue `training`.
     run = stack.start("sweep/countdown-lr", spec=str(spec), overrides=list(UNTRACKED))
     for number in range(1, 3):  # a deadline for each: two processes, one after the other
 
@@ -172,7 +172,7 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
     assert "CANCELLED" in states_below(stack, run)
     begun = len(children_of(stack, run))
 
-    # Tried again in the page, it goes on with its study.
+    # Retried in the page, it continues its study.
     stack.retry_cancelled(run)
     for number in range(begun, begun + 4):  # a deadline for each: four processes, one after the other
 

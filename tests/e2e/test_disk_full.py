@@ -217,14 +217,14 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
 
 
 def test_a_save_that_takes_the_room_is_committed(undisturbed: SmallRun, disk: Path) -> None:
-    """Room for the checkpoint that is kept and one more, as the plan asks for, and for no third beside them."""
+    """Room for the checkpoint that is kept and one more, as the plan asks for, and for no third one."""
     words = [word for word in OVERRIDES if not word.startswith("trainer.")]
     chunks = ("trainer.total_steps=3", "trainer.steps_per_chunk=1", "checkpoint.wait_for_room_s=0")
     run = elsewhere(undisturbed, disk, *words, *chunks)
     size = 0
 
     def stop() -> bool:
-        """Asked after each step: before the first save is committed; when the second one lies there, not published."""
+        """Wait after step 2 until the second save is written and not published."""
         nonlocal size
         for folder in run.layout.checkpoints.glob(".tmp-step-000002-*"):
             while sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 0.9 * size:
@@ -258,8 +258,10 @@ def test_a_full_disk_is_noticed_before_a_chunk(undisturbed: SmallRun, disk: Path
         fault.fill(LEFT_BYTES)  # for the journal, and not for a checkpoint
         session.train(6)
     assert [pause[:2] for pause in fault.paused] == [(3, str(run.layout.checkpoints))]
-    told = [(event["event"], event["step"]) for event in events if event["event"] in ("paused_for_disk", "progress")]
-    assert told[:2] == [("paused_for_disk", 3), ("progress", 4)]
+    reported = [
+        (event["event"], event["step"]) for event in events if event["event"] in ("paused_for_disk", "progress")
+    ]
+    assert reported[:2] == [("paused_for_disk", 3), ("progress", 4)]
 
 
 def test_a_resume_on_a_full_disk_keeps_the_journal(undisturbed: SmallRun, disk: Path) -> None:

@@ -29,7 +29,7 @@ __all__ = ["config", "root", "run_dir"]
 
 
 class Trainer:
-    """A process that logs, saves every 10 steps and says so, in a session of its own."""
+    """A process that logs, saves every 10 steps and says so, in a new session."""
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]

@@ -41,7 +41,7 @@ FAILED = 1
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """In one process: the numbers are those of one rank under Ray."""
+    """One process has the numbers of one rank under Ray."""
     run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
     assert disturb(run, None)[0]["code"] == 0, said(run)
     return run

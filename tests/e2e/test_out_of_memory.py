@@ -1,4 +1,4 @@
-"""A pass of a run that finds no memory: the run goes on with the same numbers, and everybody hears of it."""
+"""A pass of a run that runs out of memory: the run continues with the same numbers, and reports it."""
 
 from pathlib import Path
 
@@ -39,8 +39,8 @@ def test_a_shortage_is_in_journal_mlflow_and_events(tmp_path: Path) -> None:
         last["text"]
     )
     assert "allocate" in str(last["refusal"])
-    told = [event for event in heard if event["event"] == "out_of_memory"]
-    assert [{**event.data, "event": event.name, "step": event.step} for event in found] == told
+    reported = [event for event in heard if event["event"] == "out_of_memory"]
+    assert [{**event.data, "event": event.name, "step": event.step} for event in found] == reported
     assert [record.metrics.get("perf/num_passes_redone") for record in read_journal(short.layout.journal)[1:]] == [2, 2]
 
     steps, expected = steps_of(short), steps_of(plain)

@@ -40,13 +40,13 @@ TEXTS = [
 
 
 def plain(folder: Path) -> PreTrainedModel:
-    """As transformers alone computes it."""
+    """Load the model by transformers alone."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 
 
 def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """Of each token that is in the loss, one sequence after another; 0 elsewhere."""
+    """Return the log-probability of each token in the loss, 0 elsewhere."""
     tokens = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
     return twin(model, Batch(*tokens, weights=torch.ones_like(batch.loss_mask)), 1.0)[0]
 

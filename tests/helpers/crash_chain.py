@@ -2,7 +2,7 @@
 
     python -m tests.helpers.crash_chain ROOT OVERRIDE...       prints what was hit as JSON
 
-A child is killed (SIGKILL) right before a chosen operation on a file, or by the parent some time after it has gone on.
+A child is killed (SIGKILL) right before a chosen operation on a file, or by the parent some time after its progress.
 Forked, since a start of Python with torch costs more than the whole run.
 """
 

@@ -4,7 +4,7 @@
 
 PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
 "journal", "nth": which time from 1, "to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its
-program, "signals": ["SIGTERM", ...], "aside": whether the trainer goes on meanwhile, since it starts that process,
+program, "signals": ["SIGTERM", ...], "aside": whether the trainer continues meanwhile, since it starts that process,
 "sleep_s": how long it then does nothing, "late_s": how much longer ago a stop counts as asked for, "env": variables
 of the start}. OUT gets what each came to.
 
@@ -121,7 +121,7 @@ def listen(disturbance: Disturbance) -> None:
 
 
 def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
-    """In the fork: the trainer itself. Does not return."""
+    """Run the trainer in the fork. Does not return."""
     code = 99
     try:
         disturbance = None if plan is None else Disturbance(plan)

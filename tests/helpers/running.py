@@ -37,7 +37,7 @@ def write_record(run: SmallRun) -> Path:
 
 
 def start(run_dir: Path, log: Path) -> BaseProcess:
-    """The trainer process in a session of its own, its output in a file."""
+    """Start the trainer process in a new session, with its output in a file."""
     return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
 
 
@@ -48,7 +48,7 @@ def finish(run_dir: Path, log: Path) -> None:
 
 
 def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
-    """What each start came to, see `tests.helpers.disturbed`."""
+    """Return the outcome of each start, see `tests.helpers.disturbed`."""
     run_dir = write_record(run)
     file, out, log = (run.layout.run_dir / name for name in ("plan.json", "out.json", "out.log"))
     file.write_text(json.dumps(plan))
@@ -64,7 +64,7 @@ def said(run: SmallRun) -> str:
 
 
 def steps_of(run: SmallRun) -> dict[int, dict[str, float]]:
-    """The journal's metrics by step, without those of the machine; each step stands there once."""
+    """The journal's metrics by step, without those of the machine; each step is there once."""
     records = read_journal(run.layout.journal)
     assert [record.step for record in records] == list(range(len(records)))
     return {record.step: repeatable(dict(record.metrics)) for record in records}

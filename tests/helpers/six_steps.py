@@ -11,7 +11,7 @@ QUIET = "tracking.enabled=false"
 
 
 def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
-    """Settings of the run, or of its beginning: training goes on while a checkpoint is written, but not at its end."""
+    """Return the settings of the run, or of its beginning, where no step follows the last checkpoint."""
     return (*BASE, f"trainer.total_steps={total}", f"trainer.steps_per_chunk={chunk}")
 
 

@@ -21,9 +21,8 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
-from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, root_login
 from flows.stack.control import down, up
-from flows.stack.state import read_stack
+from flows.stack.state import CLIENT_LOGIN, SECRET_FILE, read_stack, root_login
 from rlcore.storage.locks import read_holder
 from tests import SHARED_STAGES
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
@@ -48,12 +47,12 @@ class Stack:
 
     @property
     def login(self) -> str:
-        """Of its servers."""
+        """The login of its servers."""
         return root_login(self.root)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What `millrace up` prints for a shell."""
+        """The variables that `millrace up` prints for a shell."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     @property
@@ -129,7 +128,7 @@ class Stack:
         self.set_state(run_id, RETRY)
 
     def wait(self, run_id: str, *states: str) -> dict[str, Any]:
-        """Until it is in one of these states; any other end is a failure."""
+        """Wait until it is in one of these states; any other end is a failure."""
         wait_until(lambda: self.run(run_id)["state_type"] in (*states, *ENDS), f"{run_id} is {states}")
         found = self.run(run_id)
         assert found["state_type"] in states, (found["state"]["type"], found["state"]["message"])
@@ -145,7 +144,7 @@ class Stack:
         return found
 
     def wait_for_step(self, name: str, step: int) -> None:
-        """Until the run's journal has that step."""
+        """Wait until the run's journal has that step."""
 
         def is_there() -> bool:
             found = list(self.root.glob(f"runs/{name}-*/metrics.jsonl"))
@@ -168,7 +167,7 @@ class Stack:
         return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
 
     def mlflow_status(self, name: str) -> str:
-        """What MLflow says of the run."""
+        """Return the status of the run in MLflow."""
         query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
         with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
             ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
@@ -186,7 +185,7 @@ class Stack:
                 assert secret.encode() not in file.read_bytes(), f"{file} says a secret"
 
     def log(self, service: str = "flow-runs") -> str:
-        """What a service has written, or all flow runs."""
+        """Return the log of a service, or of all flow runs."""
         return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
 
 

@@ -101,15 +101,15 @@ def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("recorded", "port", "told"),
+    ("recorded", "port", "reported"),
     [
         ("3.0.0", None, r"(?s)mlflow is up at http://here in version 3\.0\.0.*millrace down"),
         (version("mlflow"), 5001, "--mlflow-port 5001: mlflow is up already at http://here"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, port: int | None, told: str) -> None:
+def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, port: int | None, reported: str) -> None:
     write_stack(tmp_path, StackState(services=(replace(service("mlflow"), version=recorded),)))
-    with pytest.raises(MillraceError, match=told):
+    with pytest.raises(MillraceError, match=reported):
         up(tmp_path, mlflow_port=port)
 
 

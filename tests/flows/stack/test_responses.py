@@ -44,10 +44,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "runs" / "bare").mkdir(parents=True)
     words = {HOSTILE if token == 3 else f"w{token}": token for token in range(60)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(root / "tokenizer.json"))
-    told = ResponseWriter(root / "runs" / TOLD / "answers", AnswersConfig())
-    told.add(hostile_tokens(Made(1).of_step(1)))
-    told.start_part()
-    told.wait()
+    reported = ResponseWriter(root / "runs" / TOLD / "answers", AnswersConfig())
+    reported.add(hostile_tokens(Made(1).of_step(1)))
+    reported.start_part()
+    reported.wait()
     Origin(RunConfig(), stages=(Stage("tokenizer", "t", str(root)),)).write(root / "runs" / TOLD)
     writer = ResponseWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
@@ -81,8 +81,8 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         assert one["pieces"] is None, "a run without a tokenizer's file"
         assert one["ground_truth"] == "is 1"
     assert {visit["step"] for visit in together["visits"]} >= set(range(1, 21))
-    told = client.get("/answers/find", params={"run": TOLD}).json()["rows"][0]
-    (answer, _) = client.get("/answers/together", params={"run": TOLD, "key": told["key"]}).json()["answers"]
+    reported = client.get("/answers/find", params={"run": TOLD}).json()["rows"][0]
+    (answer, _) = client.get("/answers/together", params={"run": TOLD, "key": reported["key"]}).json()["answers"]
     assert answer["pieces"][0] == HOSTILE
     assert [piece.strip() for piece in answer["pieces"][1:]] == [f"w{token}" for token in answer["token_ids"][1:]]
     bare = client.get("/answers", follow_redirects=False)
