@@ -88,7 +88,7 @@ docs: $(VENV)/.installed-dev
 # docs/settings.md and docs/python.ipynb are written by what they describe; tests compare.
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.documents
-	$(BIN)/python -m tests.notebook
+	$(BIN)/python -m tests.helpers.notebook
 
 # Keeps .venv and artifacts/: the one costs minutes, the other is your runs.
 clean:

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from rlcore.runtime.local import LocalGroup
-from tests.share_of_digits import LEARNING
-from tests.small_run import prepare, train
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import prepare, train
 
 FILE = Path(__file__).with_name("golden.json")
 STEPS = 5

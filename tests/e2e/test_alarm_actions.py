@@ -12,7 +12,7 @@ from rlcore.trainer.alarms import SKIPPED
 from tests.helpers.harmful import HARM
 from tests.helpers.running import steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 pytestmark = pytest.mark.slow
 

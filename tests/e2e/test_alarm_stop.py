@@ -7,8 +7,8 @@ import pytest
 from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of
-from tests.share_of_digits import LEARNING
-from tests.small_run import SmallRun
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 

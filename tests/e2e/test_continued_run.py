@@ -17,8 +17,8 @@ from rlcore.tracking.delivery import read_state
 from tests.helpers.running import steps_of, weights_of, write_record
 from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
+from tests.helpers.small_run import SmallRun
 from tests.helpers.whole_run import WholeRun
-from tests.small_run import SmallRun
 
 __all__ = ["undisturbed"]
 

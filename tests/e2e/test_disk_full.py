@@ -20,7 +20,7 @@ from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
 from tests.helpers.running import answers_of, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
 
 pytestmark = pytest.mark.slow

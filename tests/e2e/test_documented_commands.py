@@ -25,9 +25,9 @@ from rlcore import sandbox
 from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
 from rlcore.config.sweep_load import load_sweep
-from tests.file_shapes import write_files, write_tokenizer
+from tests.helpers.file_shapes import write_files, write_tokenizer
+from tests.helpers.hub_server import Repository, serving, use_hub
 from tests.helpers.pages import BLOCK
-from tests.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CONFIGS
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 

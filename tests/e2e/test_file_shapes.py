@@ -16,9 +16,9 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.runtime.local import LocalGroup
-from tests.file_shapes import DEMONSTRATIONS, PROBLEMS, write_files, write_model
 from tests.flows.conftest import in_this_process, journal
-from tests.small_run import SmallRun, train, warm_start
+from tests.helpers.file_shapes import DEMONSTRATIONS, PROBLEMS, write_files, write_model
+from tests.helpers.small_run import SmallRun, train, warm_start
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 COMMANDS = [

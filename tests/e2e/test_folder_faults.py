@@ -15,7 +15,7 @@ from tests.helpers.published import edit_manifest, flip
 from tests.helpers.running import steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 from tests.storage.small_disk import mounted
 
 __all__ = ["undisturbed"]

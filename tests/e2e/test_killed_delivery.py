@@ -11,7 +11,7 @@ from rlcore.config import RunConfig
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state, sync_run
 from rlcore.tracking.journal import Record, iter_lines
-from tests.forked import ForkedCommand
+from tests.helpers.forked import ForkedCommand
 from tests.helpers.mlflow import (
     client_of,
     config,

@@ -14,7 +14,7 @@ from rlcore.run.inputs import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 pytestmark = [
     pytest.mark.lengthy,

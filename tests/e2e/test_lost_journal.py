@@ -14,7 +14,7 @@ from tests.helpers.running import steps_of as steps_in_order
 from tests.helpers.running import weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, undisturbed
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 __all__ = ["undisturbed"]
 

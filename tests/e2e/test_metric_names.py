@@ -10,7 +10,7 @@ from rlcore.tracking.catalog import describe
 from rlcore.tracking.journal import read_journal
 from tests.helpers.metrics_page import reference_log
 from tests.helpers.sessions import session_of
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
 SETTINGS = (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlcore.evaluation.result import ValidationResult
 from tests.helpers.running import finish, steps_of, write_record
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 EASY = (
     "{task:countdown,train_size:30,validation_size:12,min_numbers:2,max_numbers:2,number_high:9,target_high:9,"

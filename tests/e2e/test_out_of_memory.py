@@ -11,7 +11,7 @@ from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.mlflow import client_of, main_run, points
 from tests.helpers.running import disturb, said, steps_of
 from tests.helpers.sessions import elsewhere, run_to_the_end
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 SETTINGS = (
     "trainer.steps_per_chunk=2", "trainer.total_steps=2", "validation.every_steps=0", "tracking.enabled=false",

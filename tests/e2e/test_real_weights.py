@@ -25,9 +25,9 @@ from rlcore.models.tokenizer import load_tokenizer
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.worker import Worker
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import prepare, train
 from tests.models.tiny import Batch, twin
-from tests.share_of_digits import LEARNING
-from tests.small_run import prepare, train
 
 CPU = torch.device("cpu")
 ROUNDING = 5e-5

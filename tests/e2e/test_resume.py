@@ -15,7 +15,7 @@ import pytest
 from rlcore.run.process import EXIT_RESUMABLE
 from rlcore.runtime.cluster import ray_folder
 from tests.helpers.running import DEADLINE_S, finish, small, start, steps_of, weights_of, write_record
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 STEPS = 6
 

@@ -13,7 +13,7 @@ from rlcore.config.fingerprint import run_id
 from tests.helpers.hub_model import HUB_ID, cache_of
 from tests.helpers.running import finish, steps_of, weights_of, write_record
 from tests.helpers.sessions import elsewhere, run_to_the_end, session_of
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 SHORT = ("validation.every_steps=0", "tracking.enabled=false", "runtime.stop_deadline_s=200")
 PPO = (
@@ -27,7 +27,7 @@ TWO_STEPS = (
 HUB_RUN = """
 import runpy, sys
 from pathlib import Path
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 from tests.helpers.running import write_record
 run_dir = write_record(prepare(Path(sys.argv[1]), *sys.argv[2:]))
 print(run_dir, flush=True)

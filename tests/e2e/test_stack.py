@@ -27,8 +27,8 @@ from tests.flows.conftest import numbers, wait_until
 from tests.helpers.attempts import Attempt, told_to_a_page
 from tests.helpers.chromium import open_tab
 from tests.helpers.serving import serving
+from tests.helpers.small_run import prepare
 from tests.helpers.stack import RETRY, SUSPEND, Stack, stack_up
-from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
 
 LONG = ("trainer.total_steps=60", "trainer.steps_per_chunk=20", "validation.every_steps=20")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_record
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 

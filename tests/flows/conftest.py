@@ -18,8 +18,8 @@ import pytest
 
 from flows.cli import app, exit_code
 from flows.server.api import LocalServer
-from tests.forked import ForkedCommand
-from tests.repeatable import repeatable
+from tests.helpers.forked import ForkedCommand
+from tests.helpers.repeatable import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"

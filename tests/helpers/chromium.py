@@ -10,7 +10,7 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from tests.programs import CHROMIUM
+from tests.helpers.programs import CHROMIUM
 
 START_TIMEOUT_S = 60.0
 KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39, "c": 67}

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.sessions import run_to_the_end, verified_steps
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 OPERATIONS = (
     ("os.mkdir", "checkpoints/.tmp-step-", 2),  # a save begins

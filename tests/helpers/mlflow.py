@@ -17,7 +17,7 @@ from mlflow.entities import Run
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.tracking.delivery import Delivery, delivery_lock
 from rlcore.tracking.journal import read_journal
-from tests.forked import fork_module
+from tests.helpers.forked import fork_module
 
 SERVER_START_S = 200.0
 

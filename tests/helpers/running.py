@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from rlcore.responses.store import parts_of
 from rlcore.tracking.journal import read_journal
-from tests.forked import fork_module, run_module
-from tests.repeatable import repeatable
-from tests.small_run import SmallRun, prepare
+from tests.helpers.forked import fork_module, run_module
+from tests.helpers.repeatable import repeatable
+from tests.helpers.small_run import SmallRun, prepare
 
 OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")
 DEADLINE_S = 240

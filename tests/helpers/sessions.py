@@ -8,7 +8,7 @@ from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
 from rlcore.run.session import Session
 from tests.helpers.running import write_record
-from tests.small_run import NoSignals, SmallRun, prepare
+from tests.helpers.small_run import NoSignals, SmallRun, prepare
 
 Event = Mapping[str, object]
 

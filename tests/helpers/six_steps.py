@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.sessions import run_to_the_end
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 # Two steps and a half an epoch: a batch holds the end of one and the beginning of the next.
 BASE = ("data.train_size=20", "validation.every_steps=2")

@@ -20,8 +20,8 @@ from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.worker import Worker
-from tests.share_of_digits import LEARNING
-from tests.small_run import prepare
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import prepare
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from rlcore.trainer.experience import Experience
 from rlcore.types import Score, TrainBatch
 from rlcore.workers.worker import Worker
 from tests.batching.rows import packed as packed_batch
-from tests.small_run import prepare, train
+from tests.helpers.small_run import prepare, train
 
 
 def test_a_loss_that_is_not_a_number_is_found_with_its_rows(tmp_path: Path) -> None:

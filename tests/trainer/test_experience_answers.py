@@ -25,7 +25,7 @@ from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, Stre
 from rlcore.trainer.generate import generate
 from rlcore.types import Rollout
 from rlcore.workers.worker import Worker
-from tests.small_run import SmallRun, prepare, train
+from tests.helpers.small_run import SmallRun, prepare, train
 
 
 @pytest.fixture(scope="module")

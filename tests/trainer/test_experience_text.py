@@ -13,8 +13,8 @@ from rlcore.rollout.engine import make_requests
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.workers.worker import Worker
+from tests.helpers.small_run import prepare
 from tests.helpers.tagged_tokenizer import tagged
-from tests.small_run import prepare
 
 LENGTH = 64
 

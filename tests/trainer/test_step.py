@@ -18,7 +18,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.workers.worker import Worker
-from tests.small_run import SmallRun, prepare, train
+from tests.helpers.small_run import SmallRun, prepare, train
 
 STEPS = 3
 Usual = Callable[[str], list[dict[str, float]]]

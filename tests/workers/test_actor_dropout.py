@@ -9,7 +9,7 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.runtime.local import LocalGroup
 from rlcore.workers.trained_model import MiniBatch
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 from tests.workers.ranks import batch_from, random_batch
 
 

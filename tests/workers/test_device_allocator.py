@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_module
+from tests.helpers.forked import run_module
 
 
 def printed_by(what: str, environment: dict[str, str], folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from rlcore.errors import DeviceMemoryError, RankMemoryError
 from rlcore.models.memory import is_out_of_memory
 from rlcore.workers.passes import GROW_AFTER, MicroBatchRunner, OomRetry
 from tests.helpers.passes import answers, needs
-from tests.side_by_side import run_side_by_side
+from tests.helpers.side_by_side import run_side_by_side
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.lengthy)])

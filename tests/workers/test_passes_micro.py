@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 from rlcore.runtime.local import LocalGroup
-from tests.small_run import prepare, train
+from tests.helpers.small_run import prepare, train
 
 META = torch.device("meta")
 """A device from which nothing can be read."""

@@ -9,7 +9,7 @@ import pytest
 from rlcore.runtime.local import LocalGroup
 from rlcore.workers import worker as module
 from rlcore.workers.worker import Worker
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 
 def test_the_old_models_are_gone_before_new_ones_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tests.flows.conftest import Millrace
 from tests.helpers.hub_model import HUB_ID, cache_of
 from tests.helpers.published import edit_manifest, flip
 from tests.helpers.sessions import run_to_the_end, session_of
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 OVERRIDES = (
     "trainer.total_steps=4", "validation.every_steps=2", "checkpoint.keep_last=4", "tracking.enabled=false",

@@ -15,7 +15,7 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import with_scorer
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 
 @pytest.fixture(scope="module")

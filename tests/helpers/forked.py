@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SERVER = multiprocessing.get_context("forkserver")
 # Of the command line what costs most; not Prefect, which reads its settings from the environment when it is imported.
 SERVER.set_forkserver_preload(

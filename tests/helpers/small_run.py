@@ -31,7 +31,7 @@ from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests import SHARED_STAGES
-from tests.repeatable import repeatable
+from tests.helpers.repeatable import repeatable
 
 
 class NoSignals(StopFlag):

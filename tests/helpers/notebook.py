@@ -1,13 +1,13 @@
 """docs/python.ipynb, made of docs/python.md: its text and its blocks as cells.
 
-python -m tests.notebook
+python -m tests.helpers.notebook
 """
 
 import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
 
 
