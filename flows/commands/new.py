@@ -84,19 +84,14 @@ def new(
     file = Path(f"{name}.yaml" if kind == "experiment" else f"{name}.py")
     _require_free(kind, name, file)
     command = COMMANDS[kind].format(name=name)
-    write_text_atomically(file, file_content(kind, name, command))
-    print(f"{file.absolute()} is written; it runs unchanged:\n  {command}")
-
-
-def file_content(kind: str, name: str, command: str) -> str:
-    """Return the text of the new file."""
     text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
     if kind == "task":
         from data import multiplication
 
         source = Path(multiplication.__file__).read_text(encoding="utf-8")
         text += source.split('"""', 2)[2].removeprefix("\n").replace('"multiplication"', f'"{name}"')
-    return text
+    write_text_atomically(file, text)
+    print(f"{file.absolute()} is written; it runs unchanged:\n  {command}")
 
 
 def _require_free(kind: str, name: str, file: Path) -> None:

@@ -265,15 +265,11 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
         lines.append(f"  MLflow   {with_program_path(f'millrace ui --root {quote(str(root))}')}")
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
-    if api is not None:
-        lines.append(f"  Prefect  {_prefect_hint(api, root)}")
-    return lines
-
-
-def _prefect_hint(api: "PrefectApi", root: Path) -> str:
-    """Return the address of Prefect's pages, or the command that starts them."""
+    if api is None:
+        return lines
     if api.home is None:
-        return api.url.removesuffix("/api")
+        return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
     if api.home == root / "prefect":
-        return with_program_path(f"millrace up --root {quote(str(root))} --workers 0")
-    return f"PREFECT_HOME={quote(str(api.home))} {with_program_path('prefect server start')}"
+        return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))} --workers 0')}"]
+    server = with_program_path("prefect server start")
+    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.home))} {server}"]

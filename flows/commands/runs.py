@@ -239,8 +239,7 @@ def slots(
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
     per_gpu: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Slots of each GPU, for runs that share one.", show_default="1"),
+        int | None, typer.Option(min=1, max=64, help="Slots of each GPU, for runs that share one.", show_default="1")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

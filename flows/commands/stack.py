@@ -39,12 +39,7 @@ def up(
     from flows.stack import control
 
     control.up(
-        root,
-        ray=ray,
-        workers=workers,
-        prefect_port=prefect_port,
-        mlflow_port=mlflow_port,
-        notify_block=notify_block,
+        root, ray=ray, workers=workers, prefect_port=prefect_port, mlflow_port=mlflow_port, notify_block=notify_block
     )
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError, DataError, MillraceError
+from rlcore.report.page import responses_page, truth_text
 from rlcore.responses.query import (
     MAX_DIGITS,
     Query,
@@ -60,7 +61,7 @@ def responses_app(root: Path) -> Starlette:
 
     runs = Runs(root)
     routes = {
-        "": _page,
+        "": lambda _: HTMLResponse(responses_page()),
         "runs": lambda _: JSONResponse(runs.newest_first()),
         "find": runs.find,
         "together": runs.same_prompt,
@@ -69,12 +70,6 @@ def responses_app(root: Path) -> Starlette:
         routes=[Route(URL_PREFIX + path, answer) for path, answer in routes.items()],
         exception_handlers={MillraceError: refuse},
     )
-
-
-def _page(request: Request) -> Response:
-    from rlcore.report.page import responses_page
-
-    return HTMLResponse(responses_page())
 
 
 class Runs:
@@ -120,8 +115,6 @@ class Runs:
 
     def same_prompt(self, request: Request) -> Response:
         """Return the responses to one response's prompt at its step with their tokens, and the prompt's other steps."""
-        from rlcore.report.page import truth_text
-
         layout = self._layout(request.query_params.get("run", ""))
         found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)

@@ -265,7 +265,11 @@ def stop_flows(flows: Sequence[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             flow.terminate()
     _, left = psutil.wait_procs(family, timeout=STOP_WAIT_S)
-    kill([member for member in left if TRAINER not in _command_line(member)])
+    others = []
+    for member in left:
+        with suppress(psutil.NoSuchProcess):
+            others += [member] if TRAINER not in member.cmdline() else []
+    kill(others)
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
@@ -289,12 +293,5 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
     except psutil.NoSuchProcess:
         return []

@@ -115,10 +115,7 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
     assert weights_of(run) == weights_of(calm)
 
     broken.touch()
-    with (
-        session_of(run) as session,
-        pytest.raises(UnscoredError, match=r"validation after: .*96"),
-    ):
+    with session_of(run) as session, pytest.raises(UnscoredError, match=r"validation after: .*96"):
         session.validate("last", "after")
     assert not (run.layout.validation / "after.json").exists()
     assert not list(run.layout.answers.glob("*after*"))

@@ -16,12 +16,7 @@ from rlcore.tracking.journal import read_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
 from tests.helpers.small_run import SmallRun
 
-pytestmark = [
-    pytest.mark.lengthy,
-    pytest.mark.multiprocess,
-    pytest.mark.needs_ray,
-    pytest.mark.timeout(8 * WAIT_S),
-]
+pytestmark = [pytest.mark.lengthy, pytest.mark.multiprocess, pytest.mark.needs_ray, pytest.mark.timeout(8 * WAIT_S)]
 
 STEPS = 30
 KEPT = ("checkpoint.keep_last=1", "checkpoint.keep_best=0")

@@ -73,10 +73,7 @@ leave(command)
 
 @pytest.mark.parametrize(
     ("how", "code", "out", "err"),
-    [
-        pytest.param("succeeds", 0, "its result\n", "", marks=pytest.mark.lengthy),
-        ("fails", 1, "", "our own error\n"),
-    ],
+    [pytest.param("succeeds", 0, "its result\n", "", marks=pytest.mark.lengthy), ("fails", 1, "", "our own error\n")],
 )
 def test_a_flow_without_its_server_ends_as_its_work(how: str, code: int, out: str, err: str, tmp_path: Path) -> None:
     environment = os.environ | {"PREFECT_CLIENT_MAX_RETRIES": "1"}

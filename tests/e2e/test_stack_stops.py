@@ -19,12 +19,7 @@ ENDLESS = ["trainer.total_steps=100000", "validation.every_steps=0"]
 PHASES = {"gen": "local", "update_actor": "ray", "save_checkpoint": "local"}
 """Phases of a step, and by what the trainer works in it."""
 
-pytestmark = [
-    pytest.mark.lengthy,
-    pytest.mark.prefect,
-    pytest.mark.slow,
-    pytest.mark.timeout(4 * WAIT_S),
-]
+pytestmark = [pytest.mark.lengthy, pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(4 * WAIT_S)]
 
 
 @pytest.fixture(scope="module")

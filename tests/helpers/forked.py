@@ -112,11 +112,7 @@ class ForkedCommand(subprocess.Popen[str]):
 
 
 def _forked(
-    module: str,
-    arguments: Sequence[str],
-    outputs: Sequence[int],
-    environment: Mapping[str, str],
-    folder: Path = ROOT,
+    module: str, arguments: Sequence[str], outputs: Sequence[int], environment: Mapping[str, str], folder: Path = ROOT
 ) -> BaseProcess:
     """Start the module; `outputs`, descriptors of its standard output and error, are its own from now on."""
     process: BaseProcess = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
