@@ -39,15 +39,15 @@ def test_a_run_without_its_server_saves_and_ends_at_sigterm(
 RUNS = """
 import os, sys
 from pathlib import Path
-from flows.cli import leave
+from flows.cli import run_and_exit
 from flows.commands.run import command_flow
 from flows.server.api import _servers, start_prefect
 
 def command():
     api = start_prefect(Path(sys.argv[1]))
     from prefect import flow
-    from flows.server.watch import watched
-    from flows.tasks import kept, call_flow, task_of
+    from flows.server.watch import watch_flow_run
+    from flows.tasks import call_flow, keep_outcome, run_task
     from rlcore.errors import MillraceError
 
     def work():
@@ -57,17 +57,17 @@ def command():
         return "its result"
 
     def stages():
-        with watched():
-            return task_of("stage", "stage", work, str)
+        with watch_flow_run():
+            return run_task("stage", "stage", work, str)
 
     @flow
     def chain():
-        return kept(stages)
+        return keep_outcome(stages)
 
     with command_flow(api, verbose=False):
         print(call_flow(None, chain), flush=True)
 
-leave(command)
+run_and_exit(command)
 """
 
 

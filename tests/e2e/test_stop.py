@@ -106,8 +106,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_a_dying_parent_is_no_second_signal(tmp_path: Path) -> None:
     code = f"import os, subprocess, sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-    code += "from flows.server.launch import tethered\n"
-    code += f"subprocess.Popen(tethered([sys.executable, '-c', {WAITING!r}, {str(tmp_path)!r}])).wait()"
+    code += "from flows.server.launch import tethered_command\n"
+    code += f"subprocess.Popen(tethered_command([sys.executable, '-c', {WAITING!r}, {str(tmp_path)!r}])).wait()"
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_until(lambda: (tmp_path / "ready").exists())
     (trainer,) = psutil.Process(parent.pid).children()
