@@ -58,10 +58,10 @@ def test_a_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) 
 def test_a_log_that_takes_no_more_ends_no_run() -> None:
     code = (
         "import sys\n"
-        "from flows.cli import leave\n"
+        "from flows.cli import run_and_exit\n"
         "from flows.progress import PlainDisplay, display, use_display\n"
         "with use_display(PlainDisplay()):\n"
-        "    leave(lambda: [display().line('of a run'), print('going on', file=sys.stderr)])\n"
+        "    run_and_exit(lambda: [display().line('of a run'), print('going on', file=sys.stderr)])\n"
     )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
