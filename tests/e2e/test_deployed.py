@@ -143,7 +143,6 @@ def wait_until_held(stack: Stack, run: str) -> None:
 
 
 def states_below(stack: Stack, run: str) -> list[str]:
-    """States of a flow run's children."""
     return sorted(child["state_type"] for child in children_of(stack, run))
 
 

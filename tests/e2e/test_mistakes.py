@@ -169,7 +169,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new user's folder."""
     folder = tmp_path_factory.mktemp("new")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -6,14 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.helpers.mlflow import wait_until
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_record
 from tests.helpers.small_run import SmallRun
 
@@ -95,13 +94,6 @@ while os.getppid() == parent:
 time.sleep(0.5)
 open(sys.argv[1] + "/saved", "w").close()
 """
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "still false after 60 s"
-        time.sleep(0.02)
 
 
 def test_a_dying_parent_is_no_second_signal(tmp_path: Path) -> None:

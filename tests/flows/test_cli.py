@@ -31,7 +31,6 @@ class Here(Millrace):
         self._capsys = capsys
 
     def __call__(self, verb: str, *settings: str) -> Finished:
-        """Run a command to its end."""
         return in_this_process(self._capsys, *self.words(verb, *settings))
 
 

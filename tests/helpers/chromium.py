@@ -77,7 +77,6 @@ class Tab:
         return self.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.innerText)")
 
     def wait(self, expression: str) -> None:
-        """Wait until an expression is true."""
         end = time.monotonic() + START_TIMEOUT_S
         while not self.value(expression):
             assert time.monotonic() < end, f"never true: {expression}"

@@ -99,7 +99,6 @@ class ForkedCommand(subprocess.Popen[str]):
         """Nothing: the fork server waits for it."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit code, once it has ended."""
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)

@@ -71,7 +71,7 @@ def _refuse_more_than_four(num_sequences: int) -> None:
 
 
 def _refuse_the_second_rank(num_sequences: int) -> None:
-    """The same in one rank alone."""
+    """Request more memory than there is in one rank alone."""
     if dist.get_rank() == 1:
         _refuse_more_than_four(num_sequences)
 

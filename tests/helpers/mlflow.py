@@ -57,7 +57,6 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """Kill it, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -127,7 +126,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
 
 @contextmanager
 def delivery_of(run_dir: Path) -> Iterator[Delivery]:
-    """The delivery of a run."""
     with delivery_lock(run_dir):
         yield Delivery(run_dir)
 

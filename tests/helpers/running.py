@@ -59,7 +59,6 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
 
 
 def said(run: SmallRun) -> str:
-    """The log of all starts."""
     return (run.layout.run_dir / "out.log").read_text()
 
 

@@ -42,12 +42,10 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Prefect's API."""
         return read_stack(self.root).prefect_api_url
 
     @property
     def login(self) -> str:
-        """The login of its servers."""
         return root_login(self.root)
 
     @property
@@ -57,7 +55,6 @@ class Stack:
 
     @property
     def api(self) -> Api:
-        """Prefect's filters."""
         return Api(self.url, self.login)
 
     @contextmanager
@@ -70,7 +67,6 @@ class Stack:
             yield client
 
     def prefect(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Prefect's own command line."""
         environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect"), "PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
             [sys.executable, "-m", "prefect", "--no-prompt", *words],
@@ -83,7 +79,6 @@ class Stack:
         )
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None) -> Any:
-        """A request to Prefect's API."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Authorization": basic(self.login)}
         request = urllib.request.Request(f"{self.url}/{path}", data, headers)
@@ -98,7 +93,6 @@ class Stack:
                 time.sleep(1)
 
     def deployment(self, name: str) -> dict[str, Any]:
-        """A deployment by `flow/name`."""
         found: dict[str, Any] = self.ask(f"deployments/name/{name}")
         return found
 
@@ -108,7 +102,6 @@ class Stack:
         return str(made["id"])
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """A flow run."""
         found: dict[str, Any] = self.ask(f"flow_runs/{run_id}")
         return found
 
@@ -135,7 +128,6 @@ class Stack:
         return found
 
     def newest(self, flow: str = "pipeline") -> dict[str, Any]:
-        """The flow run that began last."""
         return self.api.filter("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_DESC", limit=1)[0]
 
     def run_dir(self, name: str) -> Path:
@@ -153,7 +145,6 @@ class Stack:
         wait_until(is_there, f"step {step} of {name}")
 
     def trainer(self, name: str) -> psutil.Process:
-        """Who trains it now."""
         holder = read_holder(self.run_dir(name) / "run.lock")
         assert holder is not None
         return psutil.Process(holder.pid)
@@ -163,7 +154,6 @@ class Stack:
         return psutil.Process(int(self.run(run_id)["infrastructure_pid"].rpartition(":")[2]))
 
     def steps_saved(self, name: str) -> list[int]:
-        """Steps of the run's checkpoints."""
         return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
 
     def mlflow_status(self, name: str) -> str:

@@ -50,7 +50,6 @@ pruning: {pruner: median, every_steps: 1, options: {n_startup_trials: 2}}
 
 
 def spec_of(folder: Path, name: str) -> Path:
-    """A sweep's file, written there."""
     file = folder / f"{name}.yaml"
     file.write_text(SPECS[name])
     return file

@@ -13,7 +13,6 @@ from rlcore.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working folder of the command."""
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)

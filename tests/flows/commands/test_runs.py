@@ -73,7 +73,6 @@ def begin(layout: RunLayout, *finish: str) -> None:
 
 @contextmanager
 def worked_on(layout: RunLayout) -> Iterator[None]:
-    """This process works on the run."""
     with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
         yield
 
@@ -138,13 +137,6 @@ def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> No
     failure, head, _ = failure_in_report()
     assert failure == ""
     assert "failed" not in head
-
-
-def test_a_run_stopped_while_waiting_is_stopped(layout: RunLayout) -> None:
-    with worked_on(layout):
-        record_stop_request(layout.run_dir, Holder.me())
-        assert status_of(layout.run_dir).state == "stopping"
-    assert status_of(layout.run_dir).state == "stopped"
 
 
 def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
