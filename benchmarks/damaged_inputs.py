@@ -1,14 +1,17 @@
-"""A small run is damaged on disk in some fifty ways (bits, rows, permissions, kinds of file) and started again.
+"""Damage a small run on disk in some fifty ways (bits, rows, permissions, kinds of file) and start it again.
 
-    python -m benchmarks.damaged_inputs                    # all of them
-    python -m benchmarks.damaged_inputs --only journal     # those whose name holds the word
+    python -m benchmarks.damaged_inputs                    # all cases
+    python -m benchmarks.damaged_inputs --only journal     # cases with the word in their name
     python -m benchmarks.damaged_inputs --list
 
-A run of six steps is stopped after four, and another is left finished. Each case copies one of them, does its damage,
-and starts the same command again (`millrace train`). A case passes in one of three ways: the numbers and weights equal
-the undisturbed run's, and the console names what was damaged; one clear refusal that names it; or, where a journal has
-lost steps that no checkpoint can bring back, equal weights, and the gap on the console and in the report. A traceback,
-a hang, other numbers, or silence fail it. Writes build/results/damaged_inputs.json; --out names another file.
+A run of six steps is stopped after four, and another is finished. Each case copies one of them, damages it, and starts
+the same command (`millrace train`). A case passes in one of three ways:
+
+- numbers and weights equal those of the undisturbed run, and the console names what was damaged;
+- one clear refusal names it;
+- a journal lost steps that no checkpoint restores: the weights are equal, and console and report name the gap.
+
+A traceback, a hang, other numbers, or silence fail it. Writes build/results/damaged_inputs.json, or --out.
 """
 
 import argparse
@@ -19,8 +22,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -37,234 +42,185 @@ RUN = (
 )  # fmt: skip
 STEPS, STOPPED_AT = 6, 4
 START_LIMIT_S = 900
-DEEP = b"[" * 200_000
 UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-"""Before a command of root's: permissions then hold for it too."""
+"""Prefix of a command of root, for which permissions then hold."""
 
-
-@dataclass(frozen=True)
-class Place:
-    """The files of a copied run."""
-
-    root: Path
-
-    def one(self, pattern: str) -> Path:
-        """The only path below the root that fits."""
-        (found,) = self.root.glob(pattern)
-        return found
-
-    @property
-    def run(self) -> Path:
-        """The run's folder."""
-        return self.one("runs/*")
-
-    @property
-    def newest(self) -> Path:
-        """The newest checkpoint."""
-        return max(self.run.glob("checkpoints/step-*"))
-
-    @property
-    def journal(self) -> Path:
-        """The run's journal."""
-        return self.run / "metrics.jsonl"
+Action = Callable[[Path], object]
+"""Damages the path that it gets."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """`named`: what the console has to name, where it is not '' (a damage that touches nothing that is read again).
+    """`path`: pattern below the workspace. `name`: what the console must name, or '' if nothing reads it.
 
-    `finished`: done to the finished run. `limited`: started without root's right to read everything.
+    `finished`: damages the finished run. `limited`: starts without root's permission to read everything.
     """
 
-    do: Callable[[Place], object]
-    named: str
+    path: str
+    action: Action
+    name: str
     finished: bool = False
     limited: bool = False
 
+    def apply(self, root: Path) -> None:
+        """Damage the only path that fits."""
+        (path,) = root.glob(self.path)
+        self.action(path)
 
-def flip_byte(path: Path, share: float = 0.5, *, quietly: bool = False) -> None:
-    """Flip a bit; `quietly`: the file's times stay."""
+
+def _flip_bit(path: Path, *, keep_times: bool = False) -> None:
     times, content = path.stat(), bytearray(path.read_bytes())
-    content[int(len(content) * share)] ^= 1
+    content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    if quietly:
+    if keep_times:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def rows(path: Path, order: Callable[[int], list[int]]) -> None:
-    """Write a parquet file's rows in another order, or some of them."""
-    table = pq.read_table(path)
-    pq.write_table(table.take(order(table.num_rows)), path)
+def _reorder(order: Callable[[int], list[int]]) -> Action:
+    def write(path: Path) -> None:
+        table = pq.read_table(path)
+        pq.write_table(table.take(order(table.num_rows)), path)
+
+    return write
 
 
-def replace_with(path: Path, make: Callable[[Path], object]) -> None:
-    """Something else under a name."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    make(path)
+def _replace(make: Action) -> Action:
+    def replace(path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        make(path)
+
+    return replace
 
 
-def loop(path: Path) -> None:
-    """A link to itself."""
-    path.symlink_to(path)
+def _cut(path: Path, size: int = 40) -> None:
+    os.truncate(path, path.stat().st_size - size)
 
 
-def unreadable(path: Path) -> None:
-    """Every read is an input/output error."""
-    path.symlink_to("/proc/self/mem")
+def _deep_json(path: Path) -> None:
+    path.write_bytes(b"[" * 200_000 + b"\n")
 
 
-def lines(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
-    """Change a file's lines."""
-    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
-
-
-def of_step(line: bytes, step: int) -> bool:
-    """Whether a line of the journal holds this step's metrics."""
-    found = json.loads(line)
-    return "metrics" in found and bool(found["step"] == step)
-
-
-def without_keys(path: Path) -> None:
-    """A manifest that fits its own digest and lacks what a checkpoint's says."""
+def _without_keys(path: Path) -> None:
+    """Write a manifest with a valid digest that lacks a checkpoint's keys."""
     document = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "metrics"}
     document["manifest_sha256"] = manifest_digest(document)
     path.write_text(json.dumps(document))
 
 
-def digit(line: bytes) -> bytes:
-    """Another last digit of the first score in a line."""
+def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
+    """Change the line of a step in a journal."""
+
+    def rewrite(path: Path) -> None:
+        lines = path.read_bytes().splitlines(keepends=True)
+        found = [json.loads(line) for line in lines]
+        is_step = ["metrics" in record and record["step"] == step for record in found]
+        path.write_bytes(b"".join(change(line) if hit else line for line, hit in zip(lines, is_step, strict=True)))
+
+    return rewrite
+
+
+def _change_digit(line: bytes) -> bytes:
+    """Change the last digit of the first score."""
     begin = line.index(b'"critic/score/mean":') + len(b'"critic/score/mean":')
     end = begin + len(line[begin:].split(b",")[0].rstrip(b"}\n"))
     return line[: end - 1] + bytes([line[end - 1] ^ 1]) + line[end:]
 
 
-def journal_lines(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Place], object]:
-    """The same for the run's journal."""
-    return lambda at: lines(at.journal, change)
+def _drop(_line: bytes) -> bytes:
+    return b""
 
 
-def set_mode(pattern: str, mode: int = 0) -> Callable[[Place], object]:
-    """Take permissions away."""
-    return lambda at: at.one(pattern).chmod(mode)
+def _set_mode(mode: int = 0) -> Action:
+    return lambda path: path.chmod(mode)
 
 
-CHECKPOINT = "runs/*/checkpoints/step-000004"
+DATASET, FILTERED, MODEL = "datasets/*", "filtered/*", "models/*"
+CHECKPOINT, NEWEST = "runs/*/checkpoints/step-000004", "step-000004"
+SHARDS = f"{CHECKPOINT}/policy"
+JOURNAL, LINES = "runs/*/metrics.jsonl", "metrics.jsonl"
+ROWS, WEIGHTS, MANIFEST = "train.parquet", "model.safetensors", "manifest.json"
+LOOP = _replace(lambda path: path.symlink_to(path))
+READ_ERROR = _replace(lambda path: path.symlink_to("/proc/self/mem"))
+PIPE, FOLDER, FILE = _replace(os.mkfifo), _replace(Path.mkdir), _replace(Path.touch)
+REVERSED, HALF = _reorder(lambda n: list(range(n))[::-1]), _reorder(lambda n: list(range(n // 2)))
 DAMAGES: Mapping[str, Damage] = {
     # ------------------------------------------------------------- bits
-    "bit: dataset, training rows": Damage(lambda at: flip_byte(at.one("datasets/*/train.parquet")), "train.parquet"),
-    "bit: dataset, manifest": Damage(lambda at: flip_byte(at.one("datasets/*/manifest.json")), "manifest.json"),
-    "bit: filtered training rows": Damage(lambda at: flip_byte(at.one("filtered/*/train.parquet")), "train.parquet"),
-    "bit: filtered held-out rows": Damage(
-        lambda at: flip_byte(at.one("filtered/*/validation.parquet")), "validation.parquet"
+    "bit: dataset, training rows": Damage(f"{DATASET}/{ROWS}", _flip_bit, ROWS),
+    "bit: dataset, manifest": Damage(f"{DATASET}/{MANIFEST}", _flip_bit, MANIFEST),
+    "bit: filtered training rows": Damage(f"{FILTERED}/{ROWS}", _flip_bit, ROWS),
+    "bit: filtered held-out rows": Damage(f"{FILTERED}/validation.parquet", _flip_bit, "validation.parquet"),
+    "bit: filtered rows, manifest": Damage(f"{FILTERED}/{MANIFEST}", _flip_bit, MANIFEST),
+    "bit: tokenizer": Damage("tokenizers/*/tokenizer.json", _flip_bit, "tokenizer.json"),
+    "bit: initial policy, weights": Damage(f"{MODEL}/{WEIGHTS}", _flip_bit, WEIGHTS),
+    "bit: initial policy, weights, same times": Damage(
+        f"{MODEL}/{WEIGHTS}", partial(_flip_bit, keep_times=True), WEIGHTS
     ),
-    "bit: filtered rows, manifest": Damage(lambda at: flip_byte(at.one("filtered/*/manifest.json")), "manifest.json"),
-    "bit: tokenizer": Damage(lambda at: flip_byte(at.one("tokenizers/*/tokenizer.json")), "tokenizer.json"),
-    "bit: start model, weights": Damage(
-        lambda at: flip_byte(at.one("models/*/model.safetensors")), "model.safetensors"
-    ),
-    "bit: start model, weights, times as before": Damage(
-        lambda at: flip_byte(at.one("models/*/model.safetensors"), quietly=True), "model.safetensors"
-    ),
-    "bit: start model, config": Damage(lambda at: flip_byte(at.one("models/*/config.json")), "config.json"),
-    "bit: start model, tokenizer": Damage(lambda at: flip_byte(at.one("models/*/tokenizer.json")), "tokenizer.json"),
-    "bit: newest checkpoint, shard": Damage(
-        lambda at: flip_byte(next((at.newest / "policy").glob("*.safetensors"))), "step-000004"
-    ),
-    "bit: newest checkpoint, state": Damage(lambda at: flip_byte(at.newest / "state.json"), "step-000004"),
-    "bit: newest checkpoint, manifest": Damage(lambda at: flip_byte(at.newest / "manifest.json"), "step-000004"),
-    "bit: exported weights": Damage(
-        lambda at: flip_byte(at.run / "model" / "model.safetensors"), "model.safetensors", finished=True
-    ),
-    "bit: start model of a finished run": Damage(
-        lambda at: flip_byte(at.one("models/*/model.safetensors")), "model.safetensors", finished=True
-    ),
-    "bit: a number in the journal": Damage(
-        journal_lines(lambda all: [digit(line) if of_step(line, 3) else line for line in all]), "metrics.jsonl"
-    ),
-    "bit: a number in the journal, before all checkpoints": Damage(
-        journal_lines(lambda all: [digit(line) if of_step(line, 1) else line for line in all]), "metrics.jsonl"
-    ),
+    "bit: initial policy, config": Damage(f"{MODEL}/config.json", _flip_bit, "config.json"),
+    "bit: initial policy, tokenizer": Damage(f"{MODEL}/tokenizer.json", _flip_bit, "tokenizer.json"),
+    "bit: newest checkpoint, shard": Damage(SHARDS, lambda at: _flip_bit(_first_shard(at)), NEWEST),
+    "bit: newest checkpoint, state": Damage(f"{CHECKPOINT}/state.json", _flip_bit, NEWEST),
+    "bit: newest checkpoint, manifest": Damage(f"{CHECKPOINT}/{MANIFEST}", _flip_bit, NEWEST),
+    "bit: exported weights": Damage(f"runs/*/model/{WEIGHTS}", _flip_bit, WEIGHTS, finished=True),
+    "bit: initial policy of a finished run": Damage(f"{MODEL}/{WEIGHTS}", _flip_bit, WEIGHTS, finished=True),
+    "bit: a number in the journal": Damage(JOURNAL, _change_step(3, _change_digit), LINES),
+    "bit: a number in the journal, before all checkpoints": Damage(JOURNAL, _change_step(1, _change_digit), LINES),
     "bit: a line of the journal, before all checkpoints": Damage(
-        journal_lines(lambda all: [b"|" + line[1:] if of_step(line, 1) else line for line in all]), "metrics.jsonl"
+        JOURNAL, _change_step(1, lambda line: b"|" + line[1:]), LINES
     ),
     # ------------------------------------------------------------- rows
-    "rows: filtered, reversed": Damage(
-        lambda at: rows(at.one("filtered/*/train.parquet"), lambda n: list(range(n))[::-1]), "train.parquet"
-    ),
-    "rows: filtered, half of them": Damage(
-        lambda at: rows(at.one("filtered/*/train.parquet"), lambda n: list(range(n // 2))), "train.parquet"
-    ),
-    "rows: dataset, reversed": Damage(
-        lambda at: rows(at.one("datasets/*/train.parquet"), lambda n: list(range(n))[::-1]), "train.parquet"
-    ),
-    "rows: journal, the last step": Damage(
-        journal_lines(lambda all: [line for line in all if not of_step(line, 4)]), "metrics.jsonl"
-    ),
-    "rows: journal, a step in the middle": Damage(
-        journal_lines(lambda all: [line for line in all if not of_step(line, 1)]), "metrics.jsonl"
-    ),
-    "rows: journal, cut within a line": Damage(
-        lambda at: os.truncate(at.journal, at.journal.stat().st_size - 40), "metrics.jsonl"
-    ),
-    "rows: journal, of a finished run": Damage(
-        journal_lines(lambda all: [line for line in all if not of_step(line, 6)]), "metrics.jsonl", finished=True
-    ),
-    "rows: journal, lost": Damage(lambda at: at.journal.unlink(), "metrics.jsonl"),
-    "rows: journal, lost, of a finished run": Damage(lambda at: at.journal.unlink(), "metrics.jsonl", finished=True),
-    "rows: attempts, lost": Damage(lambda at: (at.run / "attempts.jsonl").unlink(), ""),
-    "rows: attempts, nested deeply": Damage(lambda at: (at.run / "attempts.jsonl").write_bytes(DEEP + b"\n"), ""),
-    "rows: a validation, cut": Damage(lambda at: os.truncate(at.run / "validation" / "step-000000.json", 100), ""),
+    "rows: filtered, reversed": Damage(f"{FILTERED}/{ROWS}", REVERSED, ROWS),
+    "rows: filtered, half of them": Damage(f"{FILTERED}/{ROWS}", HALF, ROWS),
+    "rows: dataset, reversed": Damage(f"{DATASET}/{ROWS}", REVERSED, ROWS),
+    "rows: journal, the last step": Damage(JOURNAL, _change_step(4, _drop), LINES),
+    "rows: journal, a step in the middle": Damage(JOURNAL, _change_step(1, _drop), LINES),
+    "rows: journal, cut within a line": Damage(JOURNAL, _cut, LINES),
+    "rows: journal, of a finished run": Damage(JOURNAL, _change_step(6, _drop), LINES, finished=True),
+    "rows: journal, lost": Damage(JOURNAL, Path.unlink, LINES),
+    "rows: journal, lost, of a finished run": Damage(JOURNAL, Path.unlink, LINES, finished=True),
+    "rows: attempts, lost": Damage("runs/*/attempts.jsonl", Path.unlink, ""),
+    "rows: attempts, nested deeply": Damage("runs/*/attempts.jsonl", _deep_json, ""),
+    "rows: a validation, cut": Damage("runs/*/validation/step-000000.json", _cut, ""),
     # ------------------------------------------------------------- permissions
-    "rights: newest checkpoint": Damage(set_mode(CHECKPOINT), "step-000004", limited=True),
-    "rights: newest checkpoint, manifest": Damage(set_mode(f"{CHECKPOINT}/manifest.json"), "step-000004", limited=True),
-    "rights: newest checkpoint, shards": Damage(set_mode(f"{CHECKPOINT}/policy"), "step-000004", limited=True),
-    "rights: checkpoints": Damage(set_mode("runs/*/checkpoints"), "checkpoints", limited=True),
-    "rights: dataset": Damage(set_mode("datasets/*"), "datasets", limited=True),
-    "rights: filtered training rows": Damage(set_mode("filtered/*/train.parquet"), "train.parquet", limited=True),
-    "rights: start model, weights": Damage(set_mode("models/*/model.safetensors"), "model.safetensors", limited=True),
-    "rights: journal": Damage(set_mode("runs/*/metrics.jsonl"), "metrics.jsonl", limited=True),
-    "rights: the run's folder, read-only": Damage(set_mode("runs/*", 0o500), "runs/", limited=True),
+    "mode: newest checkpoint": Damage(CHECKPOINT, _set_mode(), NEWEST, limited=True),
+    "mode: newest checkpoint, manifest": Damage(f"{CHECKPOINT}/{MANIFEST}", _set_mode(), NEWEST, limited=True),
+    "mode: newest checkpoint, shards": Damage(SHARDS, _set_mode(), NEWEST, limited=True),
+    "mode: checkpoints": Damage("runs/*/checkpoints", _set_mode(), "checkpoints", limited=True),
+    "mode: dataset": Damage(DATASET, _set_mode(), "datasets", limited=True),
+    "mode: filtered training rows": Damage(f"{FILTERED}/{ROWS}", _set_mode(), ROWS, limited=True),
+    "mode: initial policy, weights": Damage(f"{MODEL}/{WEIGHTS}", _set_mode(), WEIGHTS, limited=True),
+    "mode: journal": Damage(JOURNAL, _set_mode(), LINES, limited=True),
+    "mode: the run's folder, read-only": Damage("runs/*", _set_mode(0o500), "runs/", limited=True),
     # ------------------------------------------------------------- kinds of file
-    "kind: newest checkpoint, a file": Damage(lambda at: replace_with(at.newest, Path.touch), "step-000004"),
-    "kind: newest checkpoint, a link to itself": Damage(lambda at: replace_with(at.newest, loop), "step-000004"),
-    "kind: newest manifest, a folder": Damage(
-        lambda at: replace_with(at.newest / "manifest.json", Path.mkdir), "step-000004"
-    ),
-    "kind: newest manifest, a pipe": Damage(
-        lambda at: replace_with(at.newest / "manifest.json", os.mkfifo), "step-000004"
-    ),
-    "kind: newest manifest, unreadable": Damage(
-        lambda at: replace_with(at.newest / "manifest.json", unreadable), "step-000004"
-    ),
-    "kind: newest manifest, nested deeply": Damage(
-        lambda at: (at.newest / "manifest.json").write_bytes(DEEP), "step-000004"
-    ),
-    "kind: newest manifest, without keys": Damage(lambda at: without_keys(at.newest / "manifest.json"), "step-000004"),
-    "kind: newest checkpoint, a shard is a pipe": Damage(
-        lambda at: replace_with(next((at.newest / "policy").glob("*.safetensors")), os.mkfifo), "step-000004"
-    ),
-    "kind: journal, a pipe": Damage(lambda at: replace_with(at.journal, os.mkfifo), "metrics.jsonl"),
-    "kind: journal, a folder": Damage(lambda at: replace_with(at.journal, Path.mkdir), "metrics.jsonl"),
-    "kind: samples, a file": Damage(lambda at: replace_with(at.run / "samples", Path.touch), "samples"),
-    "kind: checkpoints, a file": Damage(lambda at: replace_with(at.run / "checkpoints", Path.touch), "checkpoints"),
-    "kind: record, a pipe": Damage(lambda at: replace_with(at.run / "run.json", os.mkfifo), "run.json"),
-    "kind: filtered manifest, a folder": Damage(
-        lambda at: replace_with(at.one("filtered/*/manifest.json"), Path.mkdir), "filtered"
-    ),
-    "kind: start model, a link to itself": Damage(lambda at: replace_with(at.one("models/*"), loop), "models"),
-    "kind: dataset, a file": Damage(lambda at: replace_with(at.one("datasets/*"), Path.touch), "datasets"),
-    "kind: export, nested deeply": Damage(
-        lambda at: (at.run / "model" / "manifest.json").write_bytes(DEEP), "manifest.json", finished=True
-    ),
+    "kind: newest checkpoint, a file": Damage(CHECKPOINT, FILE, NEWEST),
+    "kind: newest checkpoint, a link to itself": Damage(CHECKPOINT, LOOP, NEWEST),
+    "kind: newest manifest, a folder": Damage(f"{CHECKPOINT}/{MANIFEST}", FOLDER, NEWEST),
+    "kind: newest manifest, a pipe": Damage(f"{CHECKPOINT}/{MANIFEST}", PIPE, NEWEST),
+    "kind: newest manifest, unreadable": Damage(f"{CHECKPOINT}/{MANIFEST}", READ_ERROR, NEWEST),
+    "kind: newest manifest, nested deeply": Damage(f"{CHECKPOINT}/{MANIFEST}", _deep_json, NEWEST),
+    "kind: newest manifest, without keys": Damage(f"{CHECKPOINT}/{MANIFEST}", _without_keys, NEWEST),
+    "kind: newest checkpoint, a shard is a pipe": Damage(SHARDS, lambda at: PIPE(_first_shard(at)), NEWEST),
+    "kind: journal, a pipe": Damage(JOURNAL, PIPE, LINES),
+    "kind: journal, a folder": Damage(JOURNAL, FOLDER, LINES),
+    "kind: answers, a file": Damage("runs/*/answers", FILE, "answers"),
+    "kind: checkpoints, a file": Damage("runs/*/checkpoints", FILE, "checkpoints"),
+    "kind: record, a pipe": Damage("runs/*/run.json", PIPE, "run.json"),
+    "kind: filtered manifest, a folder": Damage(f"{FILTERED}/{MANIFEST}", FOLDER, "filtered"),
+    "kind: initial policy, a link to itself": Damage(MODEL, LOOP, "models"),
+    "kind: dataset, a file": Damage(DATASET, FILE, "datasets"),
+    "kind: export, nested deeply": Damage(f"runs/*/model/{MANIFEST}", _deep_json, MANIFEST, finished=True),
 }
+
+
+def _first_shard(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a run has come to: each step's metrics without those of the machine, and digests of weights and result."""
+    """Repeatable metrics of each step, digest of the weights, and the last validation."""
 
     steps: dict[int, dict[str, float]]
     weights: str
@@ -273,7 +229,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`verdict`: equal, refused, gap told, or what went wrong. `told`: the console's lines about it."""
+    """`verdict`: one of `PASSED`, or what went wrong. `output`: the console's lines that name the damage."""
 
     name: str
     verdict: str
@@ -281,87 +237,82 @@ class Outcome:
     output: tuple[str, ...]
 
 
-PASSED = ("equal", "refused", "gap told")
+PASSED = ("equal", "refused", "gap reported")
 
 
-def start(root: Path, steps: int = STEPS, *, limited: bool = False) -> tuple[int | None, str]:
-    """The command; its exit code (None: it did not end) and what it said."""
-    before = UNPRIVILEGED if limited and os.getuid() == 0 else ()
-    command = [*before, sys.executable, "-m", "flows.cli", "train", *overrides(steps), f"paths.root={root}"]
-    with tempfile.TemporaryFile() as said:
+def _start(root: Path, steps: int = STEPS, *, limited: bool = False) -> tuple[int | None, str]:
+    """Run the command. Return its exit code (None: it did not end) and its output."""
+    prefix = UNPRIVILEGED if limited and os.getuid() == 0 else ()
+    command = [*prefix, sys.executable, "-m", "flows.cli", "train", *_overrides(steps), f"paths.root={root}"]
+    with tempfile.TemporaryFile() as output:
         try:
             code: int | None = subprocess.run(
-                command, cwd=REPOSITORY, stdout=said, stderr=said, timeout=START_LIMIT_S, check=False
+                command, cwd=REPOSITORY, stdout=output, stderr=output, timeout=START_LIMIT_S, check=False
             ).returncode
         except subprocess.TimeoutExpired:
             code = None
-        said.seek(0)
-        return code, said.read().decode(errors="replace")
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
 
 
-def overrides(steps: int) -> list[str]:
-    """The settings of a run of so many steps."""
+def _overrides(steps: int) -> list[str]:
     return [*RUN, f"trainer.total_steps={steps}"]
 
 
-def numbers_of(root: Path) -> Numbers:
-    """Of the run under a root."""
-    where = layout(root, overrides(STEPS))
-    weights = hashlib.sha256((where.exported_model / "model.safetensors").read_bytes()).hexdigest()
+def _numbers(root: Path) -> Numbers:
+    where = layout(root, _overrides(STEPS))
+    weights = hashlib.sha256((where.exported_model / WEIGHTS).read_bytes()).hexdigest()
     validation = json.loads((where.validation / f"step-{STEPS:06}.json").read_bytes())
     records = read_journal(where.journal) if where.journal.exists() else []
     return Numbers({record.step: repeatable(dict(record.metrics)) for record in records}, weights, validation)
 
 
-def report_names_gap(root: Path) -> bool:
-    """Whether the report says that something is missing of the journal."""
-    where = layout(root, overrides(STEPS))
+def _report_names_gap(root: Path) -> bool:
+    where = layout(root, _overrides(STEPS))
     command = [sys.executable, "-m", "flows.cli", "report", str(where.run_dir)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     missing = json.loads((where.run_dir / "report" / "report.json").read_bytes())["missing"]
     return any("metrics.jsonl" in line for line in missing)
 
 
-def try_one(name: str, base: Path, expected: Numbers) -> Outcome:
-    """Copy, damage, start again, judge."""
+def _try_damage(name: str, base: Path, expected: Numbers) -> Outcome:
     damage = DAMAGES[name]
     with tempfile.TemporaryDirectory(prefix="damaged-") as folder:
         root = Path(folder) / "root"
         shutil.copytree(base, root)
-        damage.do(Place(root))
+        damage.apply(root)
         try:
-            code, said = start(root, limited=damage.limited)
-            verdict = verdict_of(damage, root, expected, code, said)
+            code, output = _start(root, limited=damage.limited)
+            verdict = _verdict(damage, root, expected, code, output)
         finally:
             subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, capture_output=True)
-    about = [line for line in said.splitlines() if damage.named and damage.named in line]
-    return Outcome(name, verdict, code, tuple(line.replace(folder, "...")[:400] for line in about))
+    lines = [line for line in output.splitlines() if damage.name and damage.name in line]
+    return Outcome(name, verdict, code, tuple(line.replace(folder, "...")[:400] for line in lines))
 
 
-def verdict_of(damage: Damage, root: Path, expected: Numbers, code: int | None, output: str) -> str:
-    """The verdict on a start."""
+def _verdict(damage: Damage, root: Path, expected: Numbers, code: int | None, output: str) -> str:
     if code is None:
         return "hang"
     if "Traceback" in output:
         return "traceback"
-    is_named = damage.named in output
+    is_named = damage.name in output
     if code != 0:
         return "refused" if is_named else "refused without a name"
-    found = numbers_of(root)
+    found = _numbers(root)
     if (found.weights, found.validation) != (expected.weights, expected.validation):
-        return "other numbers" if is_named else "other numbers without a word"
+        return "other numbers" if is_named else "other numbers, not reported"
     if found.steps == expected.steps:
-        return "equal" if is_named else "equal without a word"
-    if damage.named != "metrics.jsonl":
+        return "equal" if is_named else "equal, not reported"
+    if damage.name != "metrics.jsonl":
         return "other metrics"
-    return "gap told" if is_named and report_names_gap(root) else "gap without a word"
+    return "gap reported" if is_named and _report_names_gap(root) else "gap not reported"
 
 
 def main() -> None:
-    """Command line."""
+    """Run the chosen cases. Exit with 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a word in the names of the cases")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "results" / "damaged_inputs.json")
     arguments = parser.parse_args()
     chosen = [name for name in DAMAGES if arguments.only in name]
@@ -372,18 +323,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="damaged-base-") as folder:
         stopped, finished = Path(folder) / "stopped", Path(folder) / "finished"
         for root, steps in ((stopped, STOPPED_AT), (finished, STEPS)):
-            code, said = start(root, steps)
-            assert code == 0, said
-        expected = numbers_of(finished)
+            code, output = _start(root, steps)
+            assert code == 0, output
+        expected = _numbers(finished)
         for name in chosen:
-            outcome = try_one(name, finished if DAMAGES[name].finished else stopped, expected)
+            outcome = _try_damage(name, finished if DAMAGES[name].finished else stopped, expected)
             outcomes.append(outcome)
             print(json.dumps(asdict(outcome)), flush=True)
     failed = [outcome.name for outcome in outcomes if outcome.verdict not in PASSED]
-    counts = {
-        verdict: sum(one.verdict == verdict for one in outcomes) for verdict in sorted({o.verdict for o in outcomes})
-    }
-    result = {"cases": len(outcomes), "verdicts": counts, "failed": failed}
+    verdicts = Counter(sorted(outcome.verdict for outcome in outcomes))
+    result = {"cases": len(outcomes), "verdicts": verdicts, "failed": failed}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({**result, "outcomes": [asdict(one) for one in outcomes]}, indent=1) + "\n")
     print(json.dumps(result))

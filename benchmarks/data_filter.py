@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measured import Cost, peak_mb, write_result
+from results import Cost, peak_mb, write_result
 
 from data.filter import filter_dataset
 from data.tasks import build_dataset

@@ -1,16 +1,16 @@
-"""What must hold on a device with vLLM as engine, each with figures and PASS or FAIL.
+"""Check a device with vLLM as engine: values and PASS or FAIL for each check.
 
 python -m benchmarks.device_checks --out checks.json             # on a GPU, Llama-3.2-1B's shape
 python -m benchmarks.device_checks --only short_memory plan
-python -m benchmarks.device_checks --only warm_start handover --model FOLDER     # a real model, such as SmolLM2-135M
+python -m benchmarks.device_checks --only warm_start weight_sync --model FOLDER     # a real model, such as SmolLM2-135M
 python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
 
-short_memory   an update that runs out of memory is done again in finer micro-batches, with the same numbers
-handover       30 weight syncs without a false alarm; a stale layer is found
-logprobs       mean |engine's - trainer's| log-probability over the answers of a step
-correction     importance correction off, truncated and masked: the loss against sums by hand
-plan           the memory plan beside what each phase of a step held
-warm_start     20 supervised steps of the model: on the device, which is free again afterwards
+short_memory   an update that runs out of memory is repeated in more micro-batches, with the same numbers
+weight_sync    30 weight syncs without a false alarm; a stale layer is found
+logprobs       mean |engine's - trainer's| log-probability over the responses of a step
+correction     importance correction off, truncated and masked: loss against sums by hand
+plan           memory plan against the measured memory of each phase
+warm_start     20 supervised steps on the device, which is free afterwards
 demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
 """
 
@@ -25,42 +25,42 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import command, numbers, plan, short_memory, warm_start, wrong_weight_sync
+from benchmarks.checks import by_command, numbers, plan, short_memory, wrong_weight_sync
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.harness import describe_lengths
 from benchmarks.shapes import SHAPES, model_of
 
 ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
-    "plan": plan.check,  # first: nothing has grown yet
+    "plan": plan.check,  # first, before memory has grown
     "logprobs": numbers.differences,
     "correction": numbers.correction,
     "short_memory": short_memory.check,
-    "handover": wrong_weight_sync.check,
+    "weight_sync": wrong_weight_sync.check,
 }
 BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
-    "demo": command.demo,
-    "warm_start": warm_start.check,
+    "demo": by_command.demo,
+    "warm_start": by_command.warm_start,
 }
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """All that were asked for; an error fails its check alone."""
+    """Run the chosen checks. An error fails its check only."""
     short_memory.prepare()
     found: dict[str, Any] = {}
 
-    def keep(name: str, check: Callable[[], Verdict]) -> None:
+    def add(name: str, check: Callable[[], Verdict]) -> None:
         found[name] = _run_check(name, check)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(_summary(arguments, found), indent=1) + "\n")
 
     for name in BY_COMMAND:  # before the rig takes the GPU
         if name in arguments.only:
-            keep(name, lambda name=name: BY_COMMAND[name](arguments, scratch / name))
+            add(name, lambda name=name: BY_COMMAND[name](arguments, scratch / name))
     wanted = [name for name in ON_THE_RIG if name in arguments.only]
     if wanted:
         rig = Rig(arguments, model_of(arguments, scratch))
         for name in wanted:
-            keep(name, lambda name=name: ON_THE_RIG[name](rig))
+            add(name, lambda name=name: ON_THE_RIG[name](rig))
         rig.close()
     return _summary(arguments, found)
 
@@ -80,7 +80,7 @@ def _run_check(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
         verdict = check()
-        found = {"pass": verdict.ok, **verdict.figures}
+        found = {"pass": verdict.ok, **verdict.values}
     except Exception as error:
         traceback.print_exc()
         found = {"pass": False, "error": f"{type(error).__name__}: {error}"[:2_000]}
@@ -90,18 +90,18 @@ def _run_check(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line. Exit code 1 if a check failed."""
+    """Run the checks. Exit with 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*BY_COMMAND, *ON_THE_RIG]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--prompts", type=int, default=32)
     describe_lengths(parser, mean=120.0, longest=512)
-    parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
+    parser.add_argument("--model", type=Path, help="folder for the model, reused if it exists")
     parser.add_argument("--demo-steps", type=int, default=4)
     parser.add_argument("--demo", nargs="*", default=[], help="more settings of the demo, as on the command line")
     parser.add_argument("--overrides", nargs="*", default=[], help="settings of the rig, as on the command line")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the values")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         found = run(arguments, Path(scratch))

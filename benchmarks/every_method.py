@@ -1,12 +1,12 @@
-"""Every loss, advantage and correction: a short training on the demo with each, held-out reward before and after.
+"""Train the demo briefly with every loss, advantage and correction.
 
-    nice python -m benchmarks.every_method                      # those that the file lacks, one after the other
-    python -m benchmarks.every_method --jobs 25                 # at once, where there are as many cores
-    nice python -m benchmarks.every_method --only gspo gdpo     # these, also where the file has them
+    nice python -m benchmarks.every_method                      # methods that the file lacks, one by one
+    python -m benchmarks.every_method --jobs 25                 # concurrently, with as many cores
+    nice python -m benchmarks.every_method --only gspo gdpo     # also if the file has them
     python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 
-Each begins with a warm start to the same reward. Needs no Prefect and no MLflow; a finished run is not run again.
-Merges each run into build/results/every_method.json as it ends, and prints a Markdown table.
+Each begins with a warm start to the same reward. Finished runs are not repeated. Each run is merged into
+build/results/every_method.json as it ends. At the end a Markdown table is printed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.seeds import RESULTS, read_seed
+from benchmarks.seeds import RESULTS, read_seed, table
 from rlcore.config.algo import ADVANTAGES, POLICY_LOSSES
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
@@ -26,7 +26,7 @@ from rlcore.run.layout import RunLayout
 DEMO = ("experiment=countdown_demo", "runtime.backend=local", "tracking.enabled=false", "seed=1")
 LENGTHS = ("trainer.total_steps", "trainer.steps_per_chunk", "validation.every_steps")
 TWO_UPDATES = "trainer.mini_batch_size=32"
-"""Optimizer steps a batch of losses and corrections: with one the ratio is 1, and several are the same."""
+"""Two optimizer steps per batch. With one the ratio is 1, and several methods are equal."""
 SETTINGS = {
     **{name: (TWO_UPDATES, f"algo.policy_loss={name}") for name in POLICY_LOSSES},
     "gspo": (TWO_UPDATES, "algo=gspo"),
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def train(name: str, overrides: list[str]) -> dict[str, object]:
-    """Train with a method, unless that has been done; its validations and seconds."""
+    """Train with a method unless that is done. Return its validations and seconds."""
     arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
     begun = time.perf_counter()
     command = [sys.executable, "-m", "flows.cli", "train", *arguments]
@@ -56,31 +56,15 @@ def train(name: str, overrides: list[str]) -> dict[str, object]:
     return {**run, "command_s": round(time.perf_counter() - begun, 1)}
 
 
-def table(runs: list[dict[str, object]]) -> str:
-    """Before, after and rise of each method."""
-    lines = ["| method | before | after | rise |", "| --- | --- | --- | --- |"]
-    for run in runs:
-        points = run["validations"]
-        assert isinstance(points, list)
-        shown = [
-            f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (points[0], points[-1])
-        ]
-        lines.append(
-            f"| `{run['method']}` | {shown[0]} | {shown[1]} | {points[-1]['sampled'] - points[0]['sampled']:+.3f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
-    """Command line; 1 if a training failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="settings as on the command line, for each method")
     parser.add_argument("--only", nargs="+", choices=SETTINGS, help="these methods, also those that the file has")
     parser.add_argument("--steps", type=int, default=30, help="of each training; validated before and after")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent trainings")
     parser.add_argument("--to", type=Path, default=RESULTS / "every_method.json", metavar="FILE", help="merged into")
     given = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")  # runtime.threads_per_worker is what torch takes
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")  # torch uses runtime.threads_per_worker
     done = {run["method"]: run for run in json.loads(given.to.read_text())} if given.to.exists() else {}
     failed = 0
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -97,7 +81,7 @@ def main() -> int:
             given.to.parent.mkdir(parents=True, exist_ok=True)
             given.to.write_text(json.dumps([done[each] for each in SETTINGS if each in done], indent=1) + "\n")
             print(f"{run['method']}: {run['command_s']} s", flush=True)
-    print(table([done[each] for each in SETTINGS if each in done]))
+    print(table([done[each] for each in SETTINGS if each in done], "method", lambda run: f"`{run['method']}`"))
     return 1 if failed else 0
 
 

@@ -1,17 +1,16 @@
-"""A whole GRPO step of the reference run's share of one GPU: seconds of each phase, tokens a second, MFU.
+"""Time a GRPO step of one GPU's share of the reference run: seconds per phase, tokens per second, MFU.
 
     python -m benchmarks.grpo_step                                   # on a GPU, with vLLM
-    python -m benchmarks.grpo_step model.share_prompts=true          # each prompt computed once for its answers
-    python -m benchmarks.grpo_step --ranks 2                         # the same batch on two GPUs: strong scaling
-    python -m benchmarks.grpo_step --ranks 2 --prompts 256           # twice the batch: weak scaling
+    python -m benchmarks.grpo_step model.share_prompts=true          # compute each prompt once
+    python -m benchmarks.grpo_step --ranks 2                         # strong scaling
+    python -m benchmarks.grpo_step --ranks 2 --prompts 256           # weak scaling
     python -m benchmarks.grpo_step --shape=tiny --engine=hf --prompts=8 --mean=12 --longest=32 --steps=2    # rehearsal
 
-veRL's GRPO benchmark (Llama-3.2-1B, GSM8K, 8 GPUs) gives each GPU 128 prompts of 107 tokens, 5 answers to each, mean
-183 tokens, at most 1,024, 4 mini-batches, low_var_kl against a reference. Here the same step runs in the real trainer:
-real engine, real scoring pool, real optimizer with float32 weights. Weights are random in the model's shape, and the
-answers' lengths are drawn once from a geometric distribution, so every step has the same work.
+verl's GRPO benchmark (Llama-3.2-1B, GSM8K, 8 GPUs) gives each GPU 128 prompts of 107 tokens with 5 responses, mean 183
+and at most 1,024 tokens, in 4 mini-batches with low_var_kl against a reference. This script runs that step in the real
+trainer, with random weights and lengths drawn once from a geometric distribution, so that all steps have equal work.
 
---engine=none writes random answers at once: to look at the training's phases alone.
+--engine=none returns random responses immediately, to measure the phases of training.
 """
 
 import argparse
@@ -25,21 +24,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import PHASES, describe_lengths, draw_lengths, has, run_steps
-from benchmarks.limits import Work, as_json, least_seconds, measure_rates
-from benchmarks.shapes import SHAPES, matrix_weights, model_of
+from benchmarks.harness import PHASES, describe_lengths, draw_lengths, run_steps
+from benchmarks.shapes import SHAPES, model_of
 from rlcore.batching.balance import Sizes
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
 REFERENCE_TOKENS_PER_S = 2_092.46
-"""Tokens a second and GPU of the reference run on H100."""
+"""Tokens per second and GPU of the reference run on H100."""
 PROMPT_TOKENS, SAMPLES = 107, 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
-    """The reference experiment with `prompts` of its batch on one rank in this process, or on several under Ray."""
+    """Compose the reference experiment with `prompts` prompts, in this process or on several ranks under Ray."""
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
     backend = "local" if ranks == 1 else "ray"
     overrides = [
@@ -57,11 +55,10 @@ def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) 
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Warm up, measure, and put the figures together."""
     config = settings(arguments, directory, ranks=arguments.ranks)
     vocab_size = SHAPES[arguments.shape]["vocab_size"]
-    num_answers = arguments.prompts * config.rollout.samples_per_prompt
-    lengths = draw_lengths(num_answers, arguments.mean, arguments.longest)
+    num_responses = arguments.prompts * config.rollout.samples_per_prompt
+    lengths = draw_lengths(num_responses, arguments.mean, arguments.longest)
     steps = run_steps(
         config,
         directory,
@@ -75,40 +72,36 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         trace=arguments.trace,
     )
     memory = {"peak_allocated_gb": steps.peak.allocated_gb, "peak_reserved_gb": steps.peak.reserved_gb}
-    return figures(arguments, config, steps.results) | memory
+    return metrics(arguments, config, steps.results) | memory
 
 
-def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Medians over the measured steps, against the limits of this device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates = measure_rates(device)
+def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[StepResult]) -> dict[str, Any]:
+    """Return medians over the measured steps. MFU is None on a device without a known peak."""
+
+    def median(name: str) -> float | None:
+        values = [result.metrics[name] for result in results if name in result.metrics]
+        return statistics.median(values) if values else None
+
     first = results[0]
-    phases = {
-        name: statistics.median(result.metrics[f"timing_s/{name}"] for result in results)
-        for name in PHASES
-        if has(first, name)
-    }
+    phases = {name: seconds for name in PHASES if (seconds := median(f"timing_s/{name}")) is not None}
     step_s = statistics.median(result.metrics["perf/time_per_step"] for result in results)
-    work = work_of(arguments.shape, first, config)
-    least = least_seconds(work, rates)
+    assert first.batch is not None, "a step of reinforcement learning has a batch"
+    sizes = Sizes.from_batch(first.batch.packed, share_prompts=config.model.share_prompts)
     tokens = int(first.metrics["perf/total_num_tokens"])
-    update_flops = 6.0 * (work.body + work.head) * tokens / arguments.ranks
-    name = "training/rollout_probs_diff_mean"
     speed = tokens / step_s / arguments.ranks
-    apart = [result.metrics[name] for result in results if name in result.metrics]
     return {
-        "what": "GRPO step of veRL's Llama-3.2-1B GSM8K benchmark",
+        "what": "GRPO step of verl's Llama-3.2-1B GSM8K benchmark",
         "shape": arguments.shape,
         "engine": arguments.engine,
         "ranks": arguments.ranks,
         "prompts": arguments.prompts,
         "longest": arguments.longest,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         "torch": torch.__version__,
         "overrides": arguments.overrides,
         "steps": len(results),
         "tokens": tokens,
-        "computed_tokens": work.tokens * arguments.ranks,
+        "computed_tokens": sizes.num_computed(),
         "answer_tokens": sum(len(one.response_ids) for one in first.experience.rollouts),
         "step_s": step_s,
         "tokens_per_s": speed,
@@ -116,72 +109,38 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "phases_s": phases,
         "rest_s": step_s - sum(phases.values()),
         "update_tokens_per_s": tokens / phases["update_actor"],
-        # 6 x parameters (tied embeddings once) x all tokens, as the field counts; of the measured matrix rate
-        "update_mfu": update_flops / phases["update_actor"] / rates.matrix_flops,
-        # what is really computed: shared prompts once, the head at answer tokens alone, attention's products counted
-        "update_mfu_computed": 3 * work.forward_flops / phases["update_actor"] / rates.matrix_flops,
-        "least_s": least,
-        "share_of_limits": sum(least.values()) / step_s,
-        "rates": as_json(rates),
-        "probs_diff_mean": statistics.median(apart) if apart else None,
+        "update_mfu": median("perf/mfu/actor"),
+        "update_mfu_verl": median("perf/mfu_verl/actor"),
+        "probs_diff_mean": median("training/rollout_probs_diff_mean"),
     }
 
 
-def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
-    """What one step computes on each rank."""
-    known = SHAPES[shape]
-    assert result.batch is not None, "a step of reinforcement learning has a batch"
-    computed = Sizes.from_batch(result.batch.packed, share_prompts=config.model.share_prompts).num_computed()
-    heads, ranks = known["num_attention_heads"], config.runtime.num_workers
-    body, head = matrix_weights(shape)
-    lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]
-    return Work(
-        body=body,
-        head=head,
-        tokens=computed // ranks,
-        answer_tokens=sum(len(one.response_ids) for one in result.experience.rollouts) // ranks,
-        longest_answer=max(len(one.response_ids) for one in result.experience.rollouts),
-        updates=-(-config.trainer.batch_size // config.trainer.mini_batch_size),
-        reference=config.algo.kl.where != "off",
-        old_pass=has(result, "old_log_prob"),
-        attended=sum(length * (length + 1) // 2 for length in lengths) // ranks,
-        width=heads * known.get("head_dim", known["hidden_size"] // heads),
-        layers=known["num_hidden_layers"],
-    )
-
-
-def show(found: dict[str, Any]) -> None:
-    """The phase table."""
+def _print_table(found: dict[str, Any]) -> None:
     device = f"{found['ranks']} x {found['device']}"
     print(f"\n{device}, {found['engine']}, median of {found['steps']} steps, {found['tokens']:,} tokens")
-    print(f"{'phase':<16}{'seconds':>9}{'share':>8}{'least':>9}")
-    for name, value in found["phases_s"].items():
-        least = found["least_s"].get(name)
-        print(f"{name:<16}{value:>9.3f}{value / found['step_s']:>8.1%}{'' if least is None else f'{least:>9.3f}'}")
-    print(f"{'rest':<16}{found['rest_s']:>9.3f}{found['rest_s'] / found['step_s']:>8.1%}")
-    print(f"{'step':<16}{found['step_s']:>9.3f}{1:>8.1%}{sum(found['least_s'].values()):>9.3f}")
-    ratio = found["ratio_to_reference"]
-    print(
-        f"{found['tokens_per_s']:,.0f} tokens/s/GPU{'' if ratio is None else f', {ratio:.2f} times the reference'}; "
-        f"update MFU {found['update_mfu']:.3f} ({found['update_mfu_computed']:.3f} of what is really computed); "
-        f"{found['share_of_limits']:.1%} of the physical limits; peak memory {found['peak_reserved_gb']:.1f} GB"
-    )
+    print(f"{'phase':<16}{'seconds':>9}{'share':>8}")
+    for name, value in {**found["phases_s"], "rest": found["rest_s"], "step": found["step_s"]}.items():
+        print(f"{name:<16}{value:>9.3f}{value / found['step_s']:>8.1%}")
+    line = f"{found['tokens_per_s']:,.0f} tokens/s/GPU"
+    if found["ratio_to_reference"] is not None:
+        line += f", {found['ratio_to_reference']:.2f} times the reference"
+    if found["update_mfu"] is not None:
+        line += f"; update MFU {found['update_mfu']:.3f} ({found['update_mfu_verl']:.3f} as verl counts)"
+    print(f"{line}; peak memory {found['peak_reserved_gb']:.1f} GB")
 
 
 def describe_step(parser: argparse.ArgumentParser) -> None:
-    """Arguments that say what a step is, and where its model and figures lie."""
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm")
-    parser.add_argument("--prompts", type=int, default=128, help="of a step, of all ranks")
+    parser.add_argument("--prompts", type=int, default=128, help="prompts of a step, over all ranks")
     describe_lengths(parser)
     parser.add_argument("--scorers", type=int, default=4, help="scoring processes")
-    parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    parser.add_argument("--model", type=Path, help="folder for the model, reused if it exists")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("overrides", nargs="*", help="settings, as on the command line")
 
 
 def main() -> None:
-    """Run and print; with --out also as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     describe_step(parser)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the batch")
@@ -192,7 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = model_of(arguments, Path(scratch))
         found = run(arguments, directory)
-    show(found)
+    _print_table(found)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n")
 

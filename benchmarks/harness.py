@@ -1,8 +1,4 @@
-"""Whole training steps in the real trainer, with work that is the same in every step.
-
-Prompts are random tokens, weights random in a model's shape, and the answers' lengths are drawn once: speed and memory
-depend on these alone. Engine, scoring pool, optimizer and the trainer's step are the real ones.
-"""
+"""Whole training steps of the real trainer with equal work: random prompts and weights, lengths drawn once."""
 
 import argparse
 import contextlib
@@ -38,8 +34,10 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """`WorkerGroup` of the settings' ranks whose answers have given lengths; without `real`, random answers at once.
-    Each step gives a rank's lengths to other prompts: nothing that was worked out for the step before fits again."""
+    """`WorkerGroup` whose responses have given lengths. Without `real` they are random and immediate.
+
+    Each step assigns the lengths to other prompts, so that no cached assignment fits.
+    """
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
         self._group = start_workers(config, directory)
@@ -50,13 +48,11 @@ class FixedLengths:
         self._version = 0
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """The verb."""
         if verb is Worker.sync_weights:
             return self.begin(verb, [args] * self.world_size).result()
         return self._group.each(verb, *args, **kwargs)
 
     def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
-        """The verb, with the hand-over's version noted."""
         if verb is Worker.sync_weights:
             self._version = arguments[0][0]
             if not self._real:
@@ -64,13 +60,11 @@ class FixedLengths:
         return self._group.begin(verb, arguments)
 
     def send(self, values: Sequence[Any]) -> Sequence[Any]:
-        """The values, as the group sends them."""
         return self._group.send(values)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
     ) -> None:
-        """Answers as they end; the requests get their lengths."""
         arguments = self._limited(arguments)
         if self._real:
             self._group.stream(verb, arguments, take)
@@ -79,16 +73,15 @@ class FixedLengths:
             take(rank, [(index, self._random(request)) for index, request in enumerate(requests)])
 
     def close(self) -> None:
-        """End the workers."""
         self._group.close()
 
     def _limited(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        lengths = iter(self.lengths)  # of rank 0's requests first
+        lengths = iter(self.lengths)  # rank 0's requests first
         limited = []
         for requests, *more in arguments:
             own = np.roll(list(itertools.islice(lengths, len(requests))), self._version).tolist()
             limited.append(([replace(one, max_tokens=most) for one, most in zip(requests, own, strict=True)], *more))
-        assert next(lengths, None) is None, "a length for each request"
+        assert next(lengths, None) is None, "one length per request"
         return limited
 
     def _random(self, request: SamplingRequest) -> Rollout:
@@ -104,7 +97,7 @@ class FixedLengths:
 
 
 def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Geometric, cut at the longest, scaled to the mean; the longest occurs at least once."""
+    """Draw geometric lengths, cut at `longest`, scaled to `mean`. The first is the longest."""
     drawn = np.random.default_rng(7).geometric(1 / mean, count).clip(1, longest)
     drawn = (drawn * (mean * count / drawn.sum())).round().astype(int).clip(1, longest)
     drawn[0] = longest
@@ -112,13 +105,12 @@ def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
 
 
 def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, longest: int = 1_024) -> None:
-    """Arguments for `draw_lengths`; by default the reference run's."""
-    parser.add_argument("--mean", type=float, default=mean, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=longest, help="longest answer, tokens")
+    parser.add_argument("--mean", type=float, default=mean, help="mean tokens of a response")
+    parser.add_argument("--longest", type=int, default=longest, help="most tokens of a response")
 
 
 class Loop:
-    """The trainer on its worker, one step after the other from step 0."""
+    """Steps of the trainer from step 0."""
 
     def __init__(self, trainer: Trainer, kl_coef: float) -> None:
         self._trainer = trainer
@@ -126,11 +118,10 @@ class Loop:
 
     @property
     def version(self) -> int:
-        """Of the weights that the last finished step has handed over."""
+        """Policy version of the last weight sync."""
         return self._state.policy_version
 
     def step(self) -> StepResult:
-        """The next step."""
         result = self._trainer.step(self._state, epoch=0)
         self._state = result.state
         return result
@@ -140,7 +131,7 @@ class Loop:
 def worker_group(
     config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
 ) -> Iterator[FixedLengths]:
-    """The workers with their engines, ended at the end; the engines have no weights yet."""
+    """Open the workers. Their engines have no weights yet."""
     group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
     try:
         yield group
@@ -159,7 +150,7 @@ def training_loop(
     vocab_size: int,
     real_prompts: Sequence[Prompt] = (),
 ) -> Iterator[Loop]:
-    """Training from step 0 with the weights that the workers have, on random prompts or on those given."""
+    """Open a training from step 0 with the workers' weights, on random prompts or on `real_prompts`."""
     rng = np.random.default_rng(3)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
@@ -207,7 +198,7 @@ def run_steps(
     real: bool = True,
     trace: bool = False,
 ) -> Steps:
-    """Start the worker, take `warm_up` steps, then `measured` ones; each is told as it ends."""
+    """Start the workers, take `warm_up` steps, then `measured` ones, and print each."""
     results: list[StepResult] = []
     with worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group:
         with training_loop(
@@ -225,12 +216,12 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def watched_memory(wanted: bool = True) -> Iterator[Callable[[], float]]:
-    """The most memory of the GPU in use while inside, GB of 1e9 bytes, by torch, vLLM, the driver and others alike.
+def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the most GPU memory in use inside, by all processes, in GB of 1e9 bytes.
 
-    0 on a CPU. It asks the driver every 20 ms, which costs the engine some of its time.
+    It is 0 on a CPU. The driver is asked each `every_s` seconds.
     """
-    if not wanted or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         yield lambda: 0.0
         return
     most = 0
@@ -238,7 +229,7 @@ def watched_memory(wanted: bool = True) -> Iterator[Callable[[], float]]:
 
     def watch() -> None:
         nonlocal most
-        while not done.wait(0.02):
+        while not done.wait(every_s):
             free, total = torch.cuda.mem_get_info()
             most = max(most, total - free)
 
@@ -253,7 +244,7 @@ def watched_memory(wanted: bool = True) -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def _profiled(wanted: bool) -> Iterator[None]:
-    """Print where the time of a step goes, if asked."""
+    """Print the profile of the block if requested."""
     if not wanted:
         yield
         return
@@ -266,11 +257,6 @@ def _profiled(wanted: bool) -> Iterator[None]:
 
 
 def seconds_line(result: StepResult) -> str:
-    """Phases of one step."""
-    phases = (f"{name} {result.metrics[f'timing_s/{name}']:.2f}" for name in PHASES if has(result, name))
+    seconds = {name: result.metrics.get(f"timing_s/{name}") for name in PHASES}
+    phases = (f"{name} {value:.2f}" for name, value in seconds.items() if value is not None)
     return f"{result.metrics['perf/time_per_step']:.2f} s = {', '.join(phases)}"
-
-
-def has(result: StepResult, phase: str) -> bool:
-    """Whether the step had that phase."""
-    return f"timing_s/{phase}" in result.metrics

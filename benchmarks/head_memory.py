@@ -1,10 +1,10 @@
-"""Peak memory of log-probability and entropy of M tokens: chunked head against full logits, forward and backward.
+"""Measure the peak memory of log-probabilities and entropies: chunked head against full logits.
 
     python benchmarks/head_memory.py                    # 8,192 tokens; on a CPU the full version takes about 25 GB
     python benchmarks/head_memory.py --tokens=512 --chunk-tokens=128 --hidden=16        # a sixteenth of it
 
-Each version runs in a process of its own. On a CPU the figure is the process's highest resident memory less what it
-held before the pass, on CUDA the allocator's peak less the same; weights and inputs are in neither.
+Each version runs in a separate process. The result is the highest resident memory (CPU) or the allocator's peak (CUDA),
+less the memory before, so without weights and inputs.
 """
 
 import argparse
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 150_000
 LOSSES = {"logprob": "value", "logprob-and-entropy": "grad"}
-"""What has a gradient, and the entropy mode that this means. The entropy itself is computed in both."""
+"""Loss -> entropy mode. The entropy is computed in both."""
 
 
 def main() -> None:
-    """Measure both versions for both losses and print bytes and ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens of the micro-batch")
     parser.add_argument("--chunk-tokens", type=int, default=2_048, help="model.head_chunk_tokens")
@@ -52,16 +51,15 @@ def main() -> None:
 
 
 def in_new_process(version: str, entropy: str) -> int:
-    """Peak bytes of one version, measured where nothing ran before."""
     command = [sys.executable, __file__, *sys.argv[1:], "--one", version, entropy]
-    # Fresh pages for every large tensor, given back when it dies: resident memory then follows the tensors.
+    # Fresh pages for large tensors, released with them, so that resident memory follows the tensors.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return int(json.loads(done.stdout))
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Bytes at the peak of one forward and backward over the bytes before it."""
+    """Return the peak bytes of one forward and backward, less the bytes before."""
     import torch
 
     from rlcore.models.head import token_logprobs_and_entropy
@@ -90,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def full_logits(
     hidden: "Tensor", weight: "Tensor", targets: "Tensor", *, with_gradient: bool
 ) -> "tuple[Tensor, Tensor]":
-    """The usual way: all logits in float32, log-softmax, entropy from the probabilities."""
+    """Compute log-probabilities and entropies from float32 logits of all tokens."""
     import torch
 
     logprobs = (hidden @ weight.t()).float().log_softmax(dim=-1)
@@ -101,7 +99,6 @@ def full_logits(
 
 
 def held_bytes(device: str) -> int:
-    """Bytes held now."""
     if device == "cuda":
         import torch
 
@@ -111,7 +108,7 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Most bytes held at one time since the start (CPU) or since `held_bytes` (CUDA)."""
+    """Return the most bytes since the start (CPU) or since `held_bytes` (CUDA)."""
     if device == "cuda":
         import torch
 

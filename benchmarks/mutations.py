@@ -1,28 +1,26 @@
-"""Random mutations of the sources: how many of them does a test notice?
+"""Count how many random mutations of the sources a test notices.
 
     pip install pytest-cov
     COVERAGE_FILE=/tmp/lines python -m pytest -n 2 --dist loadfile -m "not lengthy" \\
         --cov=rlcore --cov=flows --cov=data --cov-context=test --cov-report=      # which test executes which line
-    python -m benchmarks.mutations --lines /tmp/lines                             # 8 in each folder
+    python -m benchmarks.mutations --lines /tmp/lines                             # 8 per folder
     python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/plan
-    python -m benchmarks.mutations --list                                         # what would be tried
+    python -m benchmarks.mutations --list                                         # list them
 
 A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, a
-condition, or a statement that goes (a call, a raise, a break, a `+=`). It is made in a copy of the checkout, where the
-tests that execute its statement run up to the first failure: the 20 quickest in a child of this process, which has
-imported the libraries, then the others. Where --lines has none (it knows neither other processes nor what an import
-executes), the folder's own tests run. A run that takes longer than --limit is noticed too. At the end the tests that
-noticed one run without any mutation: one that fails there has noticed nothing. Writes each mutation and the test that
-noticed it to --out (JSON); folders that were not tried now stay in it. Whether an unnoticed one changes any behaviour
-is for a reader to say, as `equivalent` in that file, which is kept: the exit code is 0.
+condition, or a deleted statement (a call, a raise, a break, a `+=`). In a copy of the checkout, the tests that execute
+its statement run up to the first failure, first the 20 quickest. Without --lines, or where it has no test, the folder's
+tests run. A run over --limit counts as noticed. At the end the noticing tests run without a mutation, and those that
+fail do not count.
+
+Writes each mutation and its test to --out (JSON), keeping folders that were not tried. Whether an unnoticed mutation
+changes any behavior is for a reader to write, as `equivalent` in that file, which is kept. The exit code is 0.
 """
 
 import argparse
 import ast
-import contextlib
 import copy
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -35,7 +33,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +50,18 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 FIRST = 20
-"""So many tests run before the others of a line; most mutations are noticed by these."""
-LIBRARIES = ("torch", "transformers", "datasets", "pandas", "pyarrow.parquet", "mlflow.tracking", "prefect", "ray")
-"""What takes longest to import, and holds nothing of ours."""
+"""Tests of a line that run first. They notice most mutations."""
 NO_TESTS = 5
-"""Exit code of pytest: none of them is in `not lengthy`, say."""
+"""Exit code of pytest without tests, as when all are lengthy."""
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 @dataclass
 class Mutation:
-    """In `file`, the text from `start` to `end` (line from 1, column) becomes `new`; `statement`: its first line.
+    """Replacement of the text from `start` to `end` (line from 1, column) by `new`. `statement`: its first line.
 
-    `tried`: how many test functions that execute its statement; 0: the folder's tests. `noticed_by`: a test, "limit".
-    `equivalent`: why no behaviour differs, written by a reader.
+    `tried`: number of tests that execute the statement; 0: the folder's tests ran. `noticed_by`: a test, or "limit".
+    `equivalent`: why no behavior differs, written by a reader.
     """
 
     folder: str
@@ -81,7 +76,6 @@ class Mutation:
     equivalent: str | None = None
 
     def apply(self, source: str) -> str:
-        """The mutated source."""
         lines = source.splitlines(keepends=True)
         (first, left), (last, right) = self.start, self.end
         head = lines[first - 1].encode()[:left].decode()
@@ -89,8 +83,7 @@ class Mutation:
         return "".join([*lines[: first - 1], head + self.new + tail, *lines[last:]])
 
 
-def mutants(node: ast.AST) -> Iterator[ast.AST]:
-    """Changed copies of one node."""
+def _mutants(node: ast.AST) -> Iterator[ast.AST]:
     changed = copy.deepcopy(node)
     match node, changed:
         case ast.Compare(ops=[operator]), ast.Compare() if type(operator) in COMPARED:
@@ -118,15 +111,15 @@ def mutants(node: ast.AST) -> Iterator[ast.AST]:
     yield changed
 
 
-def places(folder: str, file: Path) -> Iterator[Mutation]:
-    """Every mutation of one file; annotations and decorators are left alone."""
+def _mutations_of(folder: str, file: Path) -> Iterator[Mutation]:
+    """Yield every mutation of a file except in annotations and decorators."""
     source = file.read_text()
     tree = ast.parse(source)
     left_alone: set[ast.AST] = set()
     for node in ast.walk(tree):
         asides = [getattr(node, name, None) for name in ("annotation", "returns")] + getattr(node, "decorator_list", [])
         left_alone.update(inner for aside in asides if aside is not None for inner in ast.walk(aside))
-    # Of the statements around a line the last one begins nearest to it.
+    # The innermost statement around a line begins last.
     begins = sorted({node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)})
     conditions = {node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp)}
     for node in ast.walk(tree):
@@ -134,7 +127,7 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
             continue
         start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset or 0)
         turned = [ast.UnaryOp(ast.Not(), node)] if node in conditions and not isinstance(node, ast.Compare) else []
-        for changed in [*mutants(node), *turned]:
+        for changed in [*_mutants(node), *turned]:
             new = ast.unparse(changed)
             if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare):
                 new = f"({new})"
@@ -143,33 +136,33 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
             mutation = Mutation(folder, str(file.relative_to(ROOT)), start, end, old, new, statement)
             try:
                 ast.parse(mutation.apply(source))
-            except SyntaxError:  # inside an f-string, say
+            except SyntaxError:  # such as inside an f-string
                 continue
             yield mutation
 
 
 def sample_mutations(folders: list[str], each: int, seed: int) -> list[Mutation]:
-    """`each` random mutations of every folder, which do not depend on the other folders."""
+    """Draw `each` random mutations of every folder, independent of the other folders."""
     found = []
     for folder in folders:
         chance = random.Random(f"{seed} {folder}")
         root = ROOT / folder
         files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
-        every = [mutation for file in files for mutation in places(folder, file)]
+        every = [mutation for file in files for mutation in _mutations_of(folder, file)]
         found += chance.sample(every, min(each, len(every)))
     return found
 
 
-def own_tests(folder: str) -> str:
-    """Path of a folder's tests."""
+def _tests_of(folder: str) -> str:
     parts = Path(folder).parts
     return "/".join(["tests", *(parts[1:2] if parts[0] == "rlcore" else parts[:1])])
 
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """File -> line -> the test functions that execute it in their own process, by a coverage file with contexts. First
-    comes the one that executes the fewest lines of the sources: it takes the least time, and says the most.
+    """Return file -> line -> test functions that execute it, by a coverage file with contexts.
+
+    The first test executes the fewest lines of the sources: it is the quickest and most specific.
     """
     from coverage import CoverageData
 
@@ -178,7 +171,7 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
     found = {}
     executed: Counter[str] = Counter()
     for file in data.measured_files():
-        # Such as tests/e2e/test_stop.py::test_it[case]|run; one of an import is empty.
+        # such as tests/e2e/test_stop.py::test_it[case]|run; empty for an import
         by_line = {
             line: {re.split(r"[\[|]", name)[0] for name in names if name}
             for line, names in data.contexts_by_lineno(file).items()
@@ -192,12 +185,12 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
-    """The first test that fails in the checkout; "limit" where they take longer than that; None where all pass."""
-    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", *arguments(tests)]
+    """Return the first test that fails in the checkout, "limit" after a timeout, or None."""
+    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", *_pytest_arguments(tests)]
     process = subprocess.Popen(
         command,
         cwd=checkout,
-        env=os.environ | environment(checkout),
+        env=os.environ | _environment(checkout),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -208,54 +201,19 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "limit"
-    return failed_test(output, process.returncode)
+    return _failed_test(output, process.returncode)
 
 
-def quick_failure(checkout: Path, tests: list[str], limit_s: float) -> str | None:
-    """As `first_failure`, in a child of this process, whose libraries it need not import."""
-    for library in LIBRARIES:
-        import_module(library)
-    with tempfile.NamedTemporaryFile("r") as output:
-        child = multiprocessing.get_context("fork").Process(target=_test_here, args=(checkout, tests, output.name))
-        child.start()
-        assert child.pid, "it has been started"
-        child.join(limit_s)
-        is_late = child.is_alive()
-        with contextlib.suppress(ProcessLookupError):  # what the tests have started may be left
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-        return "limit" if is_late else failed_test(output.read(), child.exitcode)
-
-
-def _test_here(checkout: Path, tests: list[str], output: str) -> None:
-    import pytest
-
-    os.setsid()
-    os.chdir(checkout)
-    descriptor = os.open(output, os.O_WRONLY)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.environ.update(environment(checkout))
-    sys.path.insert(0, str(checkout))
-    sys.dont_write_bytecode = True
-    # Two of the libraries bring a plugin, whose asserts pytest would have rewritten at its import.
-    code = pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist", *arguments(tests)])
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def environment(checkout: Path) -> dict[str, str]:
-    """Variables of a process that tests the checkout."""
+def _environment(checkout: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def arguments(tests: list[str]) -> list[str]:
-    """Arguments of pytest, which shares this checkout's cache: it holds a real model."""
+def _pytest_arguments(tests: list[str]) -> list[str]:
+    """Return arguments of pytest, which shares this checkout's cache with its real model."""
     return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
 
 
-def failed_test(output: str, code: int | None) -> str | None:
-    """The test that failed by pytest's output and exit code; None where all passed."""
+def _failed_test(output: str, code: int | None) -> str | None:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     if failed:
         return failed[1]
@@ -263,11 +221,11 @@ def failed_test(output: str, code: int | None) -> str | None:
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write what is known, and a reader's words on what is not noticed; other folders and seeds stay as they are."""
+    """Write the results. Other folders and a reader's remarks are kept."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
-    said = {(one.file, one.old, one.new): one.equivalent for one in before}
+    remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:
-        one.equivalent = None if one.noticed_by else said.get((one.file, one.old, one.new))
+        one.equivalent = None if one.noticed_by else remarks.get((one.file, one.old, one.new))
     folders = {one.folder for one in mutations}
     every = sorted([one for one in before if one.folder not in folders] + mutations, key=lambda one: one.folder)
     table = {}
@@ -283,14 +241,13 @@ def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
 
 
 def main() -> None:
-    """Try them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", default=FOLDERS)
-    parser.add_argument("--each", type=int, default=8, help="mutations of a folder")
+    parser.add_argument("--each", type=int, default=8, help="mutations per folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one mutation")
     parser.add_argument("--lines", type=Path, help="coverage file of the tests, with contexts")
-    parser.add_argument("--processes", type=int, default=2, help="of pytest")
+    parser.add_argument("--processes", type=int, default=2, help="processes of pytest")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "results" / "mutations.json")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
@@ -301,7 +258,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
-        checkout.chmod(0o755)  # a test that gives up the rights of the superuser reads it too
+        checkout.chmod(0o755)  # tests without superuser rights read it too
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -312,11 +269,9 @@ def main() -> None:
             known = tests_by_line(chosen.lines).get(one.file, {}) if chosen.lines else {}
             tests = known.get(one.start[0]) or known.get(one.statement) or []
             one.tried = len(tests)
-            if tests:
-                one.noticed_by = quick_failure(checkout, tests[:FIRST], chosen.limit)
-            others = tests[FIRST:] if tests else [own_tests(one.folder)]
-            if others and one.noticed_by is None:
-                one.noticed_by = first_failure(checkout, others, chosen.limit, chosen.processes)
+            for some in (tests[:FIRST], tests[FIRST:]) if tests else ([_tests_of(one.folder)],):
+                if some and one.noticed_by is None:
+                    one.noticed_by = first_failure(checkout, some, chosen.limit, chosen.processes)
             (checkout / one.file).write_text(source)
             shown = one.noticed_by or "NOT NOTICED"
             print(f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {shown}", flush=True)
@@ -325,8 +280,8 @@ def main() -> None:
             if one.noticed_by and "::" in one.noticed_by:
                 by_test[one.noticed_by.partition("[")[0]].append(one)
         while by_test and (failed := first_failure(checkout, sorted(by_test), chosen.limit, chosen.processes)):
-            print(f"without a mutation too: {failed}")
-            if (name := failed.partition("[")[0]) not in by_test:  # "limit", say
+            print(f"fails without a mutation too: {failed}")
+            if (name := failed.partition("[")[0]) not in by_test:  # such as "limit"
                 break
             for one in by_test.pop(name):
                 one.noticed_by = None

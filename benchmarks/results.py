@@ -1,4 +1,4 @@
-"""What a piece of work costs: seconds on the clock, seconds of processors, memory at the peak."""
+"""Cost of a piece of work, and files of results."""
 
 import json
 import os
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 @dataclass(slots=True)
 class Cost:
-    """Measures a `with` block. Processor time is that of this process, and of children that ended within the block."""
+    """Seconds of a `with` block. Processor time is of this process and of children that ended inside."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -39,17 +39,17 @@ def _cpu_s() -> float:
 
 
 def peak_mb() -> float:
-    """Most memory that this process ever held, in MB (1e6 bytes)."""
+    """Return the most resident memory of this process so far, in MB (1e6 bytes)."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e6, 1)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on; `load` is the number of processes that wanted a core, by the minute."""
+    """Return facts about the machine. `load`: number of processes that wanted a core in the last minute."""
     return {"cores": os.cpu_count(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 2)}
 
 
 def write_result(name: str, figures: Mapping[str, Any]) -> Path:
-    """Keep figures in build/results."""
+    """Write metrics to build/results."""
     path = RESULTS / f"{name}.json"
     RESULTS.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Several seeds of one experiment: held-out reward by step, the rise of each, a picture of all.
+"""Run several seeds of an experiment and draw their held-out reward by step.
 
     python benchmarks/seeds.py                                    # countdown_demo, seeds 1 2 3
     python benchmarks/seeds.py --experiment countdown_ppo_demo --seeds 1 2 3
-    python benchmarks/seeds.py --experiment smollm2_countdown --read ROOT/runs/NAME ...     # runs made elsewhere
+    python benchmarks/seeds.py --experiment smollm2_countdown --read ROOT/runs/NAME ...     # existing runs
     python benchmarks/seeds.py --experiment smollm2_countdown_lora --read build/results/smollm2_countdown_seeds.json RUN
 
-Runs `millrace run` for each seed (a finished one is not run again), reads the validations that the runs have kept, and
-writes build/results/<experiment>_seeds.{json,svg} and prints a Markdown table.
+Runs `millrace run` for each seed, reads the runs' validations, writes build/results/<experiment>_seeds.{json,svg} and
+prints a Markdown table. Finished runs are not repeated.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.config.compose import load_config
@@ -25,7 +26,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 
 def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, object]:
-    """Run one seed; its held-out figures by step and the seconds that the command took."""
+    """Run one seed. Return its held-out metrics by step and the seconds of the command."""
     arguments = [f"experiment={experiment}", f"seed={seed}", *overrides]
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-m", "flows.cli", "run", *arguments], check=True)
@@ -34,7 +35,7 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
 
 
 def read_seed(layout: RunLayout) -> dict[str, object]:
-    """Held-out figures by step that the run's folder keeps, and the last step's explained variance of a critic."""
+    """Read held-out metrics by step, and the critic's last explained variance."""
     settings = json.loads(layout.run_json.read_text())["settings"]
     lora = settings["model"]["lora"]
     results = sorted(
@@ -61,7 +62,6 @@ def read_seed(layout: RunLayout) -> dict[str, object]:
 
 
 def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
-    """Held-out reward by step: a line for each seed, its 95% interval as a band."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -72,7 +72,7 @@ def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
         points = run["validations"]
         assert isinstance(points, list)
         steps = [point["step"] for point in points]
-        (line,) = axes.plot(steps, [point["sampled"] for point in points], marker="o", ms=3, label=named(run))
+        (line,) = axes.plot(steps, [point["sampled"] for point in points], marker="o", ms=3, label=_label(run))
         axes.fill_between(
             steps,
             [point["low"] for point in points],
@@ -87,29 +87,29 @@ def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
     figure.savefig(file)
 
 
-def named(run: dict[str, object]) -> str:
-    """A run's seed, and its adapters' rank or its critic if it has one."""
+def _label(run: dict[str, object]) -> str:
     adapters = f", LoRA of rank {run['lora_rank']}" if "lora_rank" in run else ""
     return f"seed {run['seed']}{adapters}{', with a critic' if run['last_step'] else ''}"
 
 
-def table(runs: list[dict[str, object]]) -> str:
-    """Before, after and rise of each seed."""
-    lines = ["| seed | before | after | rise | greedy before | greedy after |", "| --- | --- | --- | --- | --- | --- |"]
+def table(runs: list[dict[str, object]], column: str, label: Callable[[dict[str, object]], str]) -> str:
+    """Return a Markdown table of the rewards before and after each run."""
+    lines = [
+        f"| {column} | before | after | rise | greedy before | greedy after |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for run in runs:
         points = run["validations"]
         assert isinstance(points, list)
         first, last = points[0], points[-1]
         shown = [f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (first, last)]
-        rise = last["sampled"] - first["sampled"]
         greedy = [f"{point['greedy']:.3f}" if "greedy" in point else "" for point in (first, last)]
-        cells = [named(run).removeprefix("seed "), *shown, f"{rise:+.3f}", *greedy]
+        cells = [label(run), *shown, f"{last['sampled'] - first['sampled']:+.3f}", *greedy]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="countdown_demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -128,7 +128,7 @@ def main() -> None:
     stem = RESULTS / f"{arguments.experiment}_seeds"
     stem.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
     draw(arguments.experiment, runs, stem.with_suffix(".svg"))
-    print(table(runs))
+    print(table(runs, "seed", lambda run: _label(run).removeprefix("seed ")))
 
 
 if __name__ == "__main__":

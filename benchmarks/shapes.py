@@ -1,4 +1,4 @@
-"""Model directories of known shapes with random weights: speed and memory depend on the shape alone.
+"""Model directories of known shapes with random weights.
 
 python -m benchmarks.shapes llama3.2-1b FOLDER
 """
@@ -31,18 +31,8 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def matrix_weights(shape: str) -> tuple[int, int]:
-    """Weights of the matrix products: of all layers, and of the head."""
-    known = SHAPES[shape]
-    heads, hidden = known["num_attention_heads"], known["hidden_size"]
-    head_dim = known.get("head_dim", hidden // heads)
-    projections = hidden * head_dim * (2 * heads + 2 * known["num_key_value_heads"])
-    body = known["num_hidden_layers"] * (projections + 3 * hidden * known["intermediate_size"])
-    return body, known["vocab_size"] * hidden
-
-
 def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Config, bfloat16 weights drawn with deviation 0.02, and a tokenizer with a word for each id."""
+    """Write config, bfloat16 weights of deviation 0.02, and a tokenizer with a word for each id."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,7 +49,7 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def model_of(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """The folder that `--model` names, else one in `scratch`; a model of `--shape` is made where none is."""
+    """Return the folder of `--model`, else one in `scratch`, with a model of `--shape`."""
     folder: Path = arguments.model or scratch / "model"
     if not (folder / "config.json").exists():
         make_model(arguments.shape, folder)
@@ -70,7 +60,7 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ("<bos>", "<eos>", "<pad>", "<unk>")  # found inside words too, so no word may contain one
+    special = ("<bos>", "<eos>", "<pad>", "<unk>")  # no word may contain one
     vocabulary = {(special[index] if index < 4 else f"w{index}"): index for index in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -81,7 +71,6 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)

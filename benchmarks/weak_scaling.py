@@ -1,12 +1,11 @@
-"""Weak scaling of the GRPO step over the GPUs of one machine, each card beside its own speed alone.
+"""Measure weak scaling of the GRPO step over the GPUs of one machine.
 
     python -m benchmarks.weak_scaling --gpus 2 --prompts 128 --out weak.json model.zero_stage=1
     python -m benchmarks.weak_scaling --prompts 4 --shape=tiny --engine=hf --mean=12 --longest=32   # rehearsal on a CPU
 
-First every card takes `benchmarks.grpo_step` with its share of the prompts by itself, all at one moment, so that each
-has its part of the processors; then all cards take all prompts together. Ranks wait for each other, so together they
-have the speed of the slowest card: the ratio is to that card's own. Cards differ by some percent at the same electric
-power. All other options are `benchmarks.grpo_step`'s.
+First every card runs `benchmarks.grpo_step` with its share of the prompts alone, all concurrently, so that each has its
+part of the processors. Then all cards run all prompts together. Ranks wait for each other, so the ratio is to the
+slowest card's own time. Further options are those of `benchmarks.grpo_step`.
 """
 
 import argparse
@@ -21,25 +20,22 @@ from typing import Any
 
 
 def steps_of(cards: Sequence[str], prompts: int, options: Sequence[str], out: Path) -> subprocess.Popen[bytes]:
-    """The benchmark on some cards, on its way."""
     command = [sys.executable, "-m", "benchmarks.grpo_step", f"--ranks={len(cards)}", f"--prompts={prompts}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(cards)}
     return subprocess.Popen([*command, f"--out={out}", *options], env=environment)
 
 
 def wait_for(running: Sequence[subprocess.Popen[bytes]], files: Sequence[Path]) -> list[dict[str, Any]]:
-    """What each has written."""
     if any([process.wait() for process in running]):
-        sys.exit("a run has failed: its output stands above")
+        sys.exit("a run failed, see its output above")
     return [json.loads(file.read_text()) for file in files]
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=128, help="of a step, on each GPU")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    parser.add_argument("--prompts", type=int, default=128, help="prompts of a step on each GPU")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments, options = parser.parse_known_args()
     cards = [str(card) for card in range(arguments.gpus)]
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +44,7 @@ def main() -> None:
         alone = wait_for(own, files[:-1])
         (together,) = wait_for([steps_of(cards, arguments.gpus * arguments.prompts, options, files[-1])], files[-1:])
     found = {
-        "what": "weak scaling of a GRPO step: the slowest card's own seconds over those of all together",
+        "what": "weak scaling of a GRPO step: the slowest card's own seconds over those of all cards",
         "weak": max(run["step_s"] for run in alone) / together["step_s"],
         "alone": alone,
         "together": together,

@@ -1,8 +1,4 @@
-"""Makes the site of the repository's own pages, for mkdocs (`make docs`): nothing is written twice.
-
-README, CONTRIBUTING, CHANGELOG and the page of the metrics lie outside of docs/; the site has them as pages. A link to
-another file of the repository leads to a copy of it. A link that leads nowhere fails the build.
-"""
+"""Hooks of mkdocs (`make docs`) that add the repository's pages outside of docs/ and the files that pages link to."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -18,12 +14,12 @@ PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
     "metrics.md": "rlcore/tracking/metrics.md",
 }
-"""Page of the site -> file of the repository, where they differ from docs/."""
+"""Page of the site -> file of the repository outside of docs/."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the decisions, which have no order but their numbers."""
+    """Add the decisions to the navigation, in the order of their numbers."""
     decisions = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/decisions").glob("*.md"))
     for section in config.nav:
         if "Decisions" in section:
@@ -44,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to where the site has the file."""
+    """Rewrite links to the places of their files on the site."""
     here = page.file.src_uri
 
     def on_site(link: re.Match[str]) -> str:
@@ -58,18 +54,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _source(page: str) -> PurePosixPath:
-    """The file of the repository that a page of the site is made of."""
+    """Return the source file of a page of the site."""
     return PurePosixPath(PAGES.get(page, f"docs/{page}"))
 
 
 def _target(source: PurePosixPath, link: str) -> str | None:
-    """The file of the repository that a link leads to; None where there is none, which the build tells."""
+    """Return the file of the repository that a link leads to, or None. The build reports dead links."""
     path = (ROOT / source.parent / link).resolve()
     return path.relative_to(ROOT).as_posix() if path.is_file() and path.is_relative_to(ROOT) else None
 
 
 def _on_site(target: str) -> str:
-    """Where the site has a file of the repository."""
+    """Return the place on the site of a file of the repository."""
     pages = {source: name for name, source in PAGES.items()}
     if target in pages:
         return pages[target]

@@ -1,1 +1,1 @@
-"""The checks of `benchmarks.device_checks`, a file each, and the rig that they share."""
+"""Checks of `benchmarks.device_checks`, and the rig that they share."""

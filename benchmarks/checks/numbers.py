@@ -1,4 +1,4 @@
-"""The engine's log-probabilities against the trainer's, and what the importance correction makes of the difference."""
+"""Checks of the engine's log-probabilities against the trainer's, and of the importance correction."""
 
 import dataclasses
 import math
@@ -19,16 +19,15 @@ from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}
-"""Mean |difference| of log-probabilities, for an engine in bfloat16 and in float32."""
+"""Largest mean |difference| of log-probabilities for an engine in bfloat16 (True) and in float32."""
 NOISE = 0.1
-"""Standard deviation of what is added to the engine's log-probabilities, so that there is something to correct."""
+"""Standard deviation of the noise added to the engine's log-probabilities."""
 OVER_CAP = 0.2
-"""Share of the ratios that the cap must cut, about."""
+"""Approximate share of the ratios above the cap."""
 
 
 def differences(rig: Rig) -> Verdict:
-    """Over all answers of a step; in bfloat16 also how far each of the two is from float32 arithmetic on the same
-    weights, which is what rounding costs either of them."""
+    """Compare all responses of a step. In bfloat16 also measure how far each side is from float32 arithmetic."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -36,7 +35,7 @@ def differences(rig: Rig) -> Verdict:
     num_micro = -(-batch.num_tokens // rig.config.trainer.max_tokens_per_micro_batch)
     (trainers,) = rig.group.begin(Worker.old_logprobs, [(batch, num_micro)]).result()
     apart = (trainers - batch.behavior_logprobs)[batch.loss_mask].abs()
-    figures = {
+    values = {
         "tokens": len(apart),
         "mean": apart.mean().item(),
         "median": apart.median().item(),
@@ -48,15 +47,15 @@ def differences(rig: Rig) -> Verdict:
     if rig.bfloat16:
         (exact,) = rig.group.begin(_in_float32, [(batch, num_micro)]).result()
         for name, found in (("trainer", trainers), ("engine", batch.behavior_logprobs)):
-            figures[f"{name}_from_float32"] = (found - exact)[batch.loss_mask].abs().mean().item()
-    return Verdict(figures["mean"] <= figures["bound"], figures)
+            values[f"{name}_from_float32"] = (found - exact)[batch.loss_mask].abs().mean().item()
+    return Verdict(values["mean"] <= values["bound"], values)
 
 
 def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
-    """Log-probabilities under the start model, its weights rounded to bfloat16 and nothing else."""
+    """Compute log-probabilities in float32 under the initial policy with bfloat16-rounded weights."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
-    assert worker._place is not None, "the rig has set it up"
+    assert worker._place is not None, "the rig has set up the worker"
     device = worker._place.device
     policy = load_policy(worker._model_directory, model=plain, device=device).to(torch.bfloat16).to(torch.float32)
     with torch.no_grad():
@@ -64,7 +63,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """The loss of a step under each mode against sums by hand; both corrections must change it."""
+    """Compare a step's loss under each mode with sums by hand. Both corrections must change it."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept
@@ -89,7 +88,7 @@ def _corrected(rig: Rig) -> Verdict:
     mask = batch.packed.loss_mask
     ratios = (batch.old_logprobs - batch.packed.behavior_logprobs)[mask].double().exp()
     cap = float(f"{max(1.0001, ratios.quantile(1 - OVER_CAP).item()):.4f}")
-    figures: dict[str, Any] = {"noise_added": NOISE, "cap": cap, "losses": {}}
+    values: dict[str, Any] = {"noise_added": NOISE, "cap": cap, "losses": {}}
     tolerance = 2e-4 if rig.bfloat16 else 2e-5
     ok = True
     for mode in ("off", "truncate", "mask"):
@@ -98,14 +97,14 @@ def _corrected(rig: Rig) -> Verdict:
             ratios = (batch.old_logprobs - batch.packed.behavior_logprobs)[mask].double().exp()
         weights = [_weight(mode, ratio, cap) for ratio in ratios.tolist()]
         advantages = batch.advantages[mask].double().tolist()
-        # One update: the policy is the old one, every ratio of it is 1 and no clip acts.
+        # One update: the policy is the old one, so every ratio is 1 and nothing is clipped.
         by_hand = -math.fsum(w * a for w, a in zip(weights, advantages, strict=True)) / len(advantages)
-        figures["losses"][mode] = {"product": metrics["actor/pg_loss"], "by_hand": by_hand}
+        values["losses"][mode] = {"product": metrics["actor/pg_loss"], "by_hand": by_hand}
         ok &= abs(metrics["actor/pg_loss"] - by_hand) <= tolerance
-    plain = figures["losses"]["off"]["by_hand"]
-    changed = [abs(figures["losses"][mode]["product"] - plain) for mode in ("truncate", "mask")]
-    figures |= {"tolerance": tolerance, "changed_by": changed}
-    return Verdict(ok and min(changed) > 2 * tolerance, figures)
+    plain = values["losses"]["off"]["by_hand"]
+    changed = [abs(values["losses"][mode]["product"] - plain) for mode in ("truncate", "mask")]
+    values |= {"tolerance": tolerance, "changed_by": changed}
+    return Verdict(ok and min(changed) > 2 * tolerance, values)
 
 
 def _weight(mode: str, ratio: float, cap: float) -> float:
@@ -117,16 +116,16 @@ def _weight(mode: str, ratio: float, cap: float) -> float:
 
 
 def _step_and_batch(rig: Rig, *overrides: str) -> tuple[Any, Any]:
-    """A step's metrics, and what its update was given."""
+    """Take a step. Return its metrics and the batch of its update."""
     seen: list[Any] = []
-    module: Any = step_module  # which does not export what it imports
+    module: Any = step_module  # its imports are not exported
     estimate: Callable[..., Any] = module.estimate
 
-    def noting(*arguments: Any, **named: Any) -> Any:
+    def record(*arguments: Any, **named: Any) -> Any:
         seen.append(estimate(*arguments, **named))
         return seen[-1]
 
-    module.estimate = noting
+    module.estimate = record
     try:
         result = rig.step(*overrides)
     finally:

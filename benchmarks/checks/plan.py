@@ -1,4 +1,4 @@
-"""The memory plan beside what each phase of a step really held."""
+"""Check of the memory plan against the measured memory of each phase."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,43 +23,41 @@ PHASES = {
 }
 GB = 1e9
 TOLERANCE = 0.15
-"""Of a phase's measured bytes: how far off the plan may be before it needs another constant."""
+"""Largest relative difference of the plan from a phase's measured bytes."""
 
 
 def check(rig: Rig) -> Verdict:
-    """One whole step, answers included, after another, so that the optimizer has its moments. Without a GPU the plan
-    alone. Planned for the micro-batches that the step really has."""
+    """Compare the plan with the second step, whose optimizer has moments. Without a GPU only compute the plan."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
     rollouts = rig.step().experience.rollouts
     num_tokens = sum(len(one.prompt.token_ids) + len(one.response_ids) for one in rollouts)
     tokens = -(-num_tokens // -(-num_tokens // rig.config.trainer.max_tokens_per_micro_batch))
     plan = planning.plan_memory(rig.config, shape, detect_device(rig.config), tokens=tokens)
-    figures: dict[str, Any] = {"device": plan.device.name, "micro_batch_tokens": tokens, "phases": {}}
+    values: dict[str, Any] = {"device": plan.device.name, "micro_batch_tokens": tokens, "phases": {}}
     measured = _measured(rig) if rig.device.type == "cuda" else {}
     for phase, parts in plan.phases.items():
         planned = sum(parts.values()) / GB
         found = measured.get(phase)
-        figures["phases"][phase] = {
+        values["phases"][phase] = {
             "planned_gb": round(planned, 2),
             "parts_gb": {name: round(size / GB, 2) for name, size in parts.items()},
             **(found or {}),
             "plan_over_measured": None if found is None else round(planned / found["tensors_gb"], 3),
         }
-    ratios = [one["plan_over_measured"] for one in figures["phases"].values() if one["plan_over_measured"]]
-    figures["context_planned_gb"] = planning.CONTEXT_BYTES / GB
+    ratios = [one["plan_over_measured"] for one in values["phases"].values() if one["plan_over_measured"]]
+    values["context_planned_gb"] = planning.CONTEXT_BYTES / GB
     near = all(abs(1 - 1 / ratio) <= TOLERANCE for ratio in ratios)
     if measured:
-        # What a run's report sets beside the plan: the pool of a sleeping engine must not stand in it.
-        figures["reported_peak_gb"] = rig.step(reset=False).metrics["perf/max_memory_allocated_gb"]
+        # The report compares this with the plan, so the pool of a sleeping engine must be excluded.
+        values["reported_peak_gb"] = rig.step(reset=False).metrics["perf/max_memory_allocated_gb"]
         most = max(one["tensors_gb"] for one in measured.values())
-        near = near and abs(figures["reported_peak_gb"] / most - 1) <= TOLERANCE
-    return Verdict(near, figures)
+        near = near and abs(values["reported_peak_gb"] / most - 1) <= TOLERANCE
+    return Verdict(near, values)
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """GB by phase: peak of torch's tensors without what a sleeping engine has given back, peak that torch reserved,
-    and most of the GPU in use by anybody (context and CUDA graphs included)."""
+    """Return GB by phase: peak tensors without a sleeping engine's pool, peak reservation, most use by all."""
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 
@@ -92,5 +90,5 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 
 
 def _put_to_sleep(worker: Worker) -> None:
-    """What the verb begins with; done before, so that its first moment does not count as the phase before."""
+    """Put the engine to sleep before a method, so that its first moment does not count as the earlier phase."""
     worker.engine.sleep()

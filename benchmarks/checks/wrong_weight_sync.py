@@ -1,6 +1,6 @@
-"""Weight syncs after real optimizer steps: a right one raises no alarm, one that keeps an old layer is found.
+"""Check that right weight syncs raise no alarm and that one with an old layer is found.
 
-Between two syncs the weights move by one step, which no log-probability shows above the rounding of bfloat16.
+One optimizer step changes log-probabilities less than the rounding of bfloat16 does.
 """
 
 import statistics
@@ -20,7 +20,7 @@ RATE = "optim.lr=1e-5"
 
 
 def check(rig: Rig) -> Verdict:
-    """Thirty right weight syncs, then one in which the middle layer arrives as it was before the step."""
+    """Do thirty right weight syncs, then one in which the middle layer is one step old."""
     rig.group.each(Worker.reset)
     with rig.loop(RATE, real_prompts=rig.real_prompts()) as loop:
         steps = []
@@ -53,14 +53,14 @@ def check(rig: Rig) -> Verdict:
 
 
 def _weights(worker: Worker) -> dict[str, Tensor]:
-    """All weights in the engine's type."""
+    """Copy all weights in the engine's type."""
     dtype = next(worker.engine.model.parameters()).dtype  # type: ignore[attr-defined]
     return {name: tensor.to(dtype, copy=True) for name, tensor in worker.actor.weights()}
 
 
 @contextmanager
 def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
-    """Replace some tensors on their way to vLLM by old ones."""
+    """Replace some tensors sent to vLLM by old ones."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:

@@ -1,1 +1,1 @@
-"""TRL's GRPOTrainer and ours beside each other: `python -m benchmarks.vs_trl`, a process for each side."""
+"""Comparison of TRL's GRPOTrainer with ours: `python -m benchmarks.vs_trl`, a process for each side."""

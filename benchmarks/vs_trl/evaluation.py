@@ -1,4 +1,4 @@
-"""The judge of `benchmarks.vs_trl`: held-out rewards of the weights that all sides kept, with one engine for all.
+"""Held-out rewards of the weights of all sides of `benchmarks.vs_trl`, with one engine.
 
 python -m benchmarks.vs_trl.evaluation DIR vllm      # started by benchmarks.vs_trl
 """
@@ -25,14 +25,14 @@ from rlcore.workers.worker import Worker
 
 
 def evaluate(jobs: Sequence[Job]) -> None:
-    """Add to each side's report, which lies beside its folder, the points of its learning curve one by one."""
+    """Add the points of the learning curve to each side's report next to its folder, one by one."""
     group = LocalGroup(settings(jobs[0]), jobs[0].model)
     try:
         for job in jobs:
             file = Path(job.folder).with_suffix(".json")
             report = json.loads(file.read_text()) if file.exists() else {"side": job.name, "seed": job.seed}
             report["held_out"] = []
-            for step in filter(lambda step: job.weights(step).exists(), (0, *job.judged_steps)):
+            for step in filter(lambda step: job.weights(step).exists(), (0, *job.evaluated_steps)):
                 point = _evaluate_step(job, group, step)
                 print(f"{job.name}, seed {job.seed}: {json.dumps(point)}", flush=True)
                 report["held_out"].append(point)
@@ -42,8 +42,7 @@ def evaluate(jobs: Sequence[Job]) -> None:
 
 
 def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
-    """Rewards of the weights after a step: sampled, with its 95% interval, and greedy. The workers' own check shows
-    that the engine computes with them."""
+    """Return rewards of the weights after a step: sampled, with its 95% interval, and greedy."""
     config = settings(job)
     weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
     set_model_state_dict(
@@ -53,21 +52,21 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
     group.each(Worker.sync_weights, step)
     with ScoringPool(job.scorer, config.reward) as scoring:
-        answerer = ResponseSampler(config, group, scoring, text_decoder(load_tokenizer(job.model)))
-        found = validate(answerer, prompts, name=f"step-{step}", step=step, policy_version=step)
-    figures = found.metrics()
+        sampler = ResponseSampler(config, group, scoring, text_decoder(load_tokenizer(job.model)))
+        found = validate(sampler, prompts, name=f"step-{step}", step=step, policy_version=step)
+    metrics = found.metrics()
     sampled = f"val-core/{found.data_source}/reward/mean@{found.num_samples}"
     return {
         "step": step,
-        "sampled": figures[sampled],
-        "low": figures[f"{sampled}/ci_low"],
-        "high": figures[f"{sampled}/ci_high"],
-        "greedy": figures[f"val-core/{found.data_source}/reward/greedy"],
+        "sampled": metrics[sampled],
+        "low": metrics[f"{sampled}/ci_low"],
+        "high": metrics[f"{sampled}/ci_high"],
+        "greedy": metrics[f"val-core/{found.data_source}/reward/greedy"],
     }
 
 
 def saved_weights(out: Path, engine: str) -> list[Job]:
-    """The jobs whose weights lie in `out`, with `engine` in place of the one that they trained with."""
+    """Return the jobs with weights in `out`, with another engine."""
     jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
     return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
 

@@ -1,6 +1,6 @@
-"""Our side of `benchmarks.vs_trl`: the real trainer, engine, scoring pool and optimizer in one process.
+"""Our side of `benchmarks.vs_trl`, in one process.
 
-python -m benchmarks.vs_trl.ours JOB_TEMPLATE.json      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.ours JOB.json      # started by benchmarks.vs_trl
 """
 
 import resource
@@ -29,18 +29,16 @@ from rlcore.workers.worker import Worker
 
 
 class InOrder:
-    """The prompts as they lie, where a run draws them at random: both sides then take the same."""
+    """Prompts in file order, so that both sides use the same."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        """The `count` prompts from `position` on; after the last the first again."""
         return tuple(self._prompts[place % len(self._prompts)] for place in range(position, position + count))
 
 
 def settings(job: Job) -> RunConfig:
-    """The same work by our settings."""
     overrides = [
         f"model.path={job.model}", f"seed={job.seed}", "runtime=local", "runtime.num_workers=1",
         f"runtime.device={job.device}", f"runtime.threads_per_worker={job.threads}", "tracking.enabled=false",
@@ -53,13 +51,13 @@ def settings(job: Job) -> RunConfig:
         f"optim.lr={job.lr}", f"optim.weight_decay={WEIGHT_DECAY}", f"optim.grad_clip={GRAD_CLIP}",
         "model.gradient_checkpointing=false",
     ]  # fmt: skip
-    if job.judged_steps:
+    if job.evaluated_steps:
         overrides += ["warm_start.enabled=false"]
     if job.device == "cpu":
         overrides += ["model.compile=false"]
     else:
         overrides += [f"rollout.max_num_seqs={job.prompts * job.samples}", f"rollout.memory_share={job.engine_share}"]
-    if job.device == "cuda" and not job.judged_steps:
+    if job.device == "cuda" and not job.evaluated_steps:
         overrides += [
             "model.compile=true", "trainer.max_tokens_per_micro_batch=8192", "trainer.old_logprobs=behavior",
             "rollout.sleep_level=2",
@@ -70,18 +68,17 @@ def settings(job: Job) -> RunConfig:
 
 
 def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
-    """The rows as our engines take them."""
     return [Prompt(i, row.token_ids, task, row.ground_truth) for i, row in enumerate(rows)]
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Take the steps; what was measured."""
+    """Take the steps and return the measurements."""
     config = settings(job)
     prompts = as_prompts(read_rows(Path(job.folder) / PROMPTS), config.data.task)
     tokenizer = load_tokenizer(Path(job.model))
     results: list[StepResult] = []
     cpu_s: list[float] = []
-    with watched_memory(job.watch_memory) as most:
+    with watched_memory(every_s=0.2) as most:
         group = (
             FixedLengths(config, job.model, job.lengths, vocab_size=len(tokenizer), real=True)
             if job.lengths
@@ -91,8 +88,8 @@ def run(job: Job) -> dict[str, Any]:
             group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
             group.each(Worker.sync_weights, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                answerer = ResponseSampler(config, group, scoring, text_decoder(tokenizer))
-                collector = ExperienceCollector(answerer, InOrder(prompts))
+                sampler = ResponseSampler(config, group, scoring, text_decoder(tokenizer))
+                collector = ExperienceCollector(sampler, InOrder(prompts))
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
                 for number in range(job.num_steps):
@@ -101,7 +98,7 @@ def run(job: Job) -> dict[str, Any]:
                     cpu_s.append(time.process_time() - begun)
                     state = result.state
                     results.append(result)
-                    if number + 1 in job.judged_steps:
+                    if number + 1 in job.evaluated_steps:
                         _save(job, number + 1, group.each(Worker.full_weights)[0])
                     if job.device == "cuda" or number % 10 == 9:
                         print(f"ours: batch {number + 1}: {seconds_line(result)}", flush=True)
@@ -127,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _save(job: Job, step: int, weights: dict[str, torch.Tensor]) -> None:
-    """The weights beside the model's own config and tokenizer."""
+    """Save weights with the model's config and tokenizer."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
@@ -137,5 +134,5 @@ def _save(job: Job, step: int, weights: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    told = Job.read(sys.argv[1])
-    write_report(told, run(told))
+    the_job = Job.read(sys.argv[1])
+    write_report(the_job, run(the_job))

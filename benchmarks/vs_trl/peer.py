@@ -1,6 +1,6 @@
-"""TRL's side of `benchmarks.vs_trl`: its GRPOTrainer by its own settings, timed from outside.
+"""TRL's side of `benchmarks.vs_trl`: its GRPOTrainer, timed by a callback.
 
-python -m benchmarks.vs_trl.peer JOB_TEMPLATE.json      # started by benchmarks.vs_trl, with trl on the path
+python -m benchmarks.vs_trl.peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
 """
 
 import os
@@ -24,7 +24,7 @@ from rlcore.rollout.scoring import ScoringPool
 
 
 class Clock(TrainerCallback):
-    """Seconds of each batch: from before its answers are written to the end of its last optimizer step."""
+    """Seconds of each batch, from the start of generation to the end of its last optimizer step."""
 
     def __init__(self, job: Job) -> None:
         self.seconds: list[float] = []
@@ -36,18 +36,16 @@ class Clock(TrainerCallback):
         self._seen = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Before the batch's first micro-batch is asked for."""
         if state.global_step % self._updates == 0:
             self._begun, self._begun_cpu = _now(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After an optimizer step."""
         if state.global_step % self._updates == 0:
             self.seconds.append(_now() - self._begun)
             self.cpu_s.append(time.process_time() - self._begun_cpu)
             self.tokens.append(int(state.num_input_tokens_seen) - self._seen)
             self._seen = int(state.num_input_tokens_seen)
-            if len(self.seconds) in self._job.judged_steps:
+            if len(self.seconds) in self._job.evaluated_steps:
                 kwargs["model"].save_pretrained(self._job.weights(len(self.seconds)))
             print(f"trl: batch {len(self.seconds)}: {self.seconds[-1]:.2f} s, {self.tokens[-1]:,} tokens", flush=True)
 
@@ -59,11 +57,13 @@ def _now() -> float:
 
 
 def settings(job: Job) -> GRPOConfig:
-    """TRL's settings for the same work: what is not named keeps TRL's default."""
-    answers = job.prompts * job.samples
-    accumulation = answers // job.updates // job.micro_batch
-    if accumulation * job.updates * job.micro_batch != answers:
-        raise SystemExit(f"--trl-micro {job.micro_batch} must divide the {answers // job.updates} answers of an update")
+    """Return TRL's settings for the same work. Others keep TRL's defaults."""
+    num_responses = job.prompts * job.samples
+    accumulation = num_responses // job.updates // job.micro_batch
+    if accumulation * job.updates * job.micro_batch != num_responses:
+        raise SystemExit(
+            f"--trl-micro {job.micro_batch} must divide the {num_responses // job.updates} responses of an update"
+        )
     generation: dict[str, Any] = {}
     if job.lengths:
         most = max(job.lengths)
@@ -104,7 +104,7 @@ def settings(job: Job) -> GRPOConfig:
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=job.engine_share,
         vllm_max_model_length=job.max_prompt_tokens + job.max_response_tokens,
-        # nothing beside it
+        # nothing else
         logging_steps=job.updates,
         save_strategy="no",
         report_to="none",
@@ -113,7 +113,7 @@ def settings(job: Job) -> GRPOConfig:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train; what was measured."""
+    """Train and return the measurements."""
     torch.set_num_threads(job.threads)
     rows = read_rows(Path(job.folder) / PROMPTS)
     data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
@@ -127,7 +127,7 @@ def run(job: Job) -> dict[str, Any]:
             return found
 
         tokenizer = load_tokenizer(job.model)
-        with watched_memory(job.watch_memory) as most:
+        with watched_memory(every_s=0.2) as most:
             trainer = GRPOTrainer(
                 model=job.model,
                 reward_funcs=reward,
@@ -142,7 +142,7 @@ def run(job: Job) -> dict[str, Any]:
                 assert tuple(ids) == row.token_ids, f"{row.text!r} reads {ids}, not {row.token_ids}"
             trainer.train()
             device_gb = most()
-    figures = {
+    report = {
         "version": f"trl {trl_version}, transformers {_version('transformers')}, torch {torch.__version__}",
         "step_s": clock.seconds[job.warm_up :],
         "cpu_s": clock.cpu_s[job.warm_up :],
@@ -152,15 +152,15 @@ def run(job: Job) -> dict[str, Any]:
         "device_gb": device_gb,
     }
     if torch.cuda.is_available():
-        figures |= {
+        report |= {
             "allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
             "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
         }
-    return figures
+    return report
 
 
 def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
-    """Each answer its own length: vLLM takes a set of sampling parameters for each request, TRL asks with one."""
+    """Give each response its length by separate sampling parameters per request."""
     llm = trainer.vllm_generation.llm
     plain = llm.generate
 
@@ -181,7 +181,7 @@ def _version(package: str) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    told = Job.read(sys.argv[1])
-    write_report(told, run(told))
+    the_job = Job.read(sys.argv[1])
+    write_report(the_job, run(the_job))
     sys.stdout.flush()
-    os._exit(0)  # vLLM's and the process group's own ends may hang; everything is written
+    os._exit(0)  # the ends of vLLM and the process group may hang

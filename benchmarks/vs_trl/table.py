@@ -1,17 +1,17 @@
-"""The table of `benchmarks.vs_trl`: medians of each side, ratios, and the bars."""
+"""Table of `benchmarks.vs_trl`: medians of each side, ratios, and required ratios."""
 
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}
-"""How many times the speed of each of TRL's sides ours must have."""
+"""Required speed of ours over each of TRL's sides."""
 MEMORY_BAR = 0.5
-"""Share of TRL's peak memory that ours may take; on a GPU."""
+"""Largest share of TRL's peak memory on a GPU."""
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row a side (the median over its runs' medians), ratios of ours to each other side."""
+    """Return a row per side, the median over its runs, and ratios of ours to each other side."""
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
@@ -25,7 +25,7 @@ def _in_order(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of one side. `peak_gb`: of the GPU, or resident memory on a CPU."""
+    """Return the row of one side. `peak_gb`: memory of the GPU, or resident memory on a CPU."""
     first = runs[0]
     on_gpu = first["device"] == "cuda"
     peaks = [one["device_gb"] or one["reserved_gb"] if on_gpu else one["rss_gb"] for one in runs]
@@ -36,22 +36,22 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "batch_s": statistics.median(statistics.median(one["step_s"]) for one in runs),
         "batch_cpu_s": statistics.median(statistics.median(one["cpu_s"]) for one in runs),
         "tokens_per_s": statistics.median(_rate(one, one["tokens"]) for one in runs),
-        "samples_per_s": statistics.median(_rate(one, [one["answers"]] * len(one["step_s"])) for one in runs),
+        "samples_per_s": statistics.median(_rate(one, [one["responses"]] * len(one["step_s"])) for one in runs),
         "peak_gb": max(peaks),
         "reward_first": statistics.fmean(one["rewards"][0] for one in runs),
         "reward_last": statistics.fmean(statistics.fmean(one["rewards"][-5:]) for one in runs),
     }
-    judged = [one["held_out"] for one in runs if "held_out" in one]  # fewer points where a judge was cut off
-    if judged:
+    evaluated = [one["held_out"] for one in runs if "held_out" in one]  # fewer points after an interrupted evaluation
+    if evaluated:
         row["held_out"] = [
             {name: statistics.fmean(one[name] for one in points) for name in points[0]}
-            for points in zip(*judged, strict=False)
+            for points in zip(*evaluated, strict=False)
         ]
     return row
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Median over batches: a batch that other work of the machine held up does not count."""
+    """Return the median over batches, which excludes batches delayed by other work."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 
@@ -68,25 +68,24 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, 
     return found
 
 
-def show(summary_of_runs: dict[str, Any]) -> None:
-    """Print it."""
+def show(table: dict[str, Any]) -> None:
     speeds = f"{'batch s':>9}{'cpu s':>8}{'tokens/s':>11}{'samples/s':>11}"
     print(f"\n{'side':<10}{speeds}{'peak GB':>9}{'reward':>17}{'held out':>10}")
-    for name, row in summary_of_runs["sides"].items():
+    for name, row in table["sides"].items():
         reward = f"{row['reward_first']:.3f} -> {row['reward_last']:.3f}"
         held_out = f"{row['held_out'][-1]['sampled']:.3f}" if "held_out" in row else ""
         print(
             f"{name:<10}{row['batch_s']:>9.3f}{row['batch_cpu_s']:>8.3f}{row['tokens_per_s']:>11,.0f}{row['samples_per_s']:>11,.0f}"
             f"{row['peak_gb']:>9.1f}{reward:>17}{held_out:>10}"
         )
-    for name, row in summary_of_runs["sides"].items():
-        print(f"{name}: {row['what']}; answers {row['lengths']}; {row['batches']} batches")
+    for name, row in table["sides"].items():
+        print(f"{name}: {row['what']}; responses {row['lengths']}; {row['batches']} batches")
         for point in row.get("held_out", ()):
             print(
                 f"  step {point['step']:.0f}: {point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}], "
                 f"greedy {point['greedy']:.3f}"
             )
-    for name, ratio in summary_of_runs["ratios"].items():
+    for name, ratio in table["ratios"].items():
         line = f"ours / {name}: {ratio['speed']:.2f} times the speed (bar {ratio['bar']})"
         line += f", {ratio['cpu_time']:.2f} by processor time" if name == "trl" else ""
         line += f", {ratio['peak_memory']:.2f} of the peak memory"

@@ -1,7 +1,7 @@
 """`python -m rlcore.tracking RUN_DIR ...`: the process beside the trainer that delivers its journal to MLflow.
 
 It outlives its trainer by a moment and can give the MLflow run the status KILLED. Why a process:
-docs/decisions/0004-tracking-in-a-process-beside.md.
+docs/decisions/0004-tracking-in-a-separate-process.md.
 """
 
 import argparse
