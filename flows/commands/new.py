@@ -1,4 +1,4 @@
-"""`millrace new task|experiment|scorer NAME`: write a first file of your own, which runs unchanged."""
+"""`millrace new task|experiment|scorer NAME`: write a first custom file, which runs unchanged."""
 
 import keyword
 import re

@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and start models are made once."""
+    """Data and initial policies are made once."""
     return tmp_path_factory.mktemp("alarms")
 
 

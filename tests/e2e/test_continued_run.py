@@ -112,7 +112,7 @@ def test_a_stop_while_waiting_for_the_lock(undisturbed: SmallRun, tmp_path: Path
         assert run_process(run_dir, WholeRun(run_dir), Asked(lambda: True)) == EXIT_RESUMABLE
 
 
-def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
     """Every chunk's result is committed, no step is done twice, and validations in between change nothing."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     events: list[Event] = []
@@ -185,7 +185,7 @@ def test_settings_that_may_change_and_others(undisturbed: SmallRun, tmp_path: Pa
     assert steps_of(run) == steps_of(undisturbed)
 
 
-def test_the_mlflow_run_goes_on(undisturbed: SmallRun, tmp_path: Path, empty_store: Path) -> None:
+def test_a_resume_continues_the_mlflow_run(undisturbed: SmallRun, tmp_path: Path, empty_store: Path) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")  # on a busy machine its tables take longer than a run's end waits
     ids = []
     for step in (2, 6):

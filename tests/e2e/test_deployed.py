@@ -147,12 +147,12 @@ def states_below(stack: Stack, run: str) -> list[str]:
 
 
 def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
-    # Interrupted at the command: the child in hand saves, the one that waits is not begun.
+    # Interrupted at the command: the open child saves, the one that waits is not begun.
     hold_the_next(stack)
     process = start_sweep(stack, "on workers")
     wait_until(lambda: (stack.root / "held").exists() or process.poll() is not None, "a trainer in its update")
     run = stack.newest("sweep")["id"]
-    wait_until(lambda: len(children_of(stack, run)) == 2, "two points at once")
+    wait_until(lambda: len(children_of(stack, run)) == 2, "two concurrent points")
     process.send_signal(signal.SIGINT)
     stopped = ended(process)
     assert stopped.code == 75, stopped.err
@@ -207,7 +207,7 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")
     saved = [path.name for path in stack.root.glob("runs/stopped-*/checkpoints/step-*")]
-    assert saved == ["step-000001"], "the run in hand is saved, the other has not begun"
+    assert saved == ["step-000001"], "the open run is saved, the other has not begun"
 
     stack.retry_cancelled(run)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2

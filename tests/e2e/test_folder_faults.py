@@ -156,7 +156,7 @@ def test_a_run_without_its_checkpoints_begins_again(undisturbed: SmallRun, tmp_p
             session.train(2)
             session.validate("last", "after")
             session.export("last")
-        judged = (run.layout.validation / f"{name}.json" for name in ("before", "after"))
-        found.append([file.read_bytes() for file in (*judged, run.layout.exported_model / "model.safetensors")])
+        validations = (run.layout.validation / f"{name}.json" for name in ("before", "after"))
+        found.append([file.read_bytes() for file in (*validations, run.layout.exported_model / "model.safetensors")])
     assert [one == other for one, other in zip(*found, strict=True)] == [True, False, False]
     assert (run.layout.run_dir / "model.left.1").is_dir()

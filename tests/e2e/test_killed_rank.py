@@ -31,7 +31,7 @@ LATEST = {
 }
 """Moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has."""
 FAILED = 1
-"""What the trainer ends with: the loss of a rank it tells itself."""
+"""Exit code of the trainer, which reports the loss of a rank itself."""
 
 
 @pytest.fixture(scope="module")

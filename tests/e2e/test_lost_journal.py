@@ -42,7 +42,7 @@ def without_steps(layout: RunLayout, *steps: int) -> None:
     )
 
 
-def told_while_it_goes_on(run: SmallRun, name: str) -> list[str]:
+def events_of_resume(run: SmallRun, name: str) -> list[str]:
     events: list[Event] = []
     run_to_the_end(run, events.append)
     return [str(event["text"]) for event in events if event["event"] == name]
@@ -59,7 +59,7 @@ def test_the_checkpoint_that_fits_the_journal_is_taken(
     undisturbed: SmallRun, copied: SmallRun, harm: Callable[[RunLayout], None], reason: str
 ) -> None:
     harm(copied.layout)
-    (reported,) = told_while_it_goes_on(copied, "checkpoint_refused")
+    (reported,) = events_of_resume(copied, "checkpoint_refused")
     assert "step-000004: " in reported
     assert f"metrics.jsonl: {reason}" in reported
     assert steps_in_order(copied) == steps_in_order(undisturbed)
@@ -74,7 +74,7 @@ def test_a_gap_of_the_journal_is_named(undisturbed: SmallRun, stopped: SmallRun,
         stopped.layout.journal.unlink()
     else:
         without_steps(stopped.layout, 1, 5, 6)
-    (reported,) = told_while_it_goes_on(stopped, "journal_mismatch")
+    (reported,) = events_of_resume(stopped, "journal_mismatch")
     gap = "steps 1-4" if is_lost else "step 1"
     assert "step 4 all the same" in reported
     assert f"it lacks {gap} for good" in reported

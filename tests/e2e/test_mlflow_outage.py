@@ -237,7 +237,7 @@ def test_a_server_that_answered_with_errors_gets_every_value_once(
     assert_every_value_once(server.uri, run_dir)
 
 
-def test_finish_waits_no_longer_than_told(begin: Begin, run_dir: Path):
+def test_finish_waits_no_longer_than_its_timeout(begin: Begin, run_dir: Path):
     """A server that accepts and never answers; the delivery process is gone afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         journal = begin(f"http://127.0.0.1:{silent.getsockname()[1]}")

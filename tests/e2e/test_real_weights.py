@@ -31,7 +31,7 @@ from tests.models.tiny import Batch, twin
 
 CPU = torch.device("cpu")
 ROUNDING = 5e-5
-"""Of a log-probability in float32, summed in another order by the packed attention and the chunked head."""
+"""Rounding of a log-probability in float32, summed in another order by the packed attention and the chunked head."""
 TEXTS = [
     ("What is 16 - 3 - 4?", "16 - 3 - 4 = 9\n#### 9"),
     ("Name a colour.", "Blue."),

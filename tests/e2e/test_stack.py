@@ -24,7 +24,7 @@ from flows.stack.deploy import set_up_notifications
 from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
-from tests.helpers.attempts import Attempt, told_to_a_page
+from tests.helpers.attempts import Attempt, responses_to_page
 from tests.helpers.chromium import open_tab
 from tests.helpers.serving import serving
 from tests.helpers.small_run import prepare
@@ -70,7 +70,7 @@ def hook() -> Iterator[Hook]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Path) -> Iterator[Stack]:
-    """A stack that is up and tells the hook, on a root with data, start model and an empty MLflow store."""
+    """A stack that is up and notifies the hook, on a root with data, initial policy and an empty MLflow store."""
     root = tmp_path_factory.mktemp("stack")
     shutil.copy(empty_store, root / "mlflow.db")
     prepare(root)
@@ -152,12 +152,12 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
         tab.call("Page.navigate", url=server.replace("127.0.0.1", "evil.example"))
         tab.wait("location.hostname === 'evil.example' && document.readyState === 'complete'")
         # Without CORS a browser hides the answer, which is "opaque 0" whatever it was.
-        assert set(told_to_a_page(tab, stack, command)) <= {"refused", "opaque 0"}
+        assert set(responses_to_page(tab, stack, command)) <= {"refused", "opaque 0"}
 
         prefect = stack.url.removesuffix("/api").replace("127.0.0.1", "evil.example")
         tab.call("Page.navigate", url=prefect)
         tab.wait(f"location.origin === {json.dumps(prefect)} && document.readyState === 'complete'")
-        answers = told_to_a_page(tab, stack, command, through="evil.example")
+        answers = responses_to_page(tab, stack, command, through="evil.example")
         assert set(answers) <= {"basic 403", "refused", "opaque 0"}, answers
         assert "basic 403" in answers, "the browser takes it for the page's own server"
     assert stack.api.filter("flow_runs") == runs
@@ -176,7 +176,7 @@ def test_a_wrong_override_fails_the_run_and_is_notified(stack: Stack, hook: Hook
     failed = stack.newest()
     assert "Did you mean trainer.total_steps?" in failed["state"]["message"]
     assert failed["run_count"] == 1, "trying again would not help"
-    wait_until(lambda: hook.heard(": Failed", "trainer.totl_steps"), "the hook hears of the failure")
+    wait_until(lambda: hook.heard(": Failed", "trainer.totl_steps"), "the hook receives the failure")
 
 
 def test_a_wrong_value_is_refused_before_there_is_a_run(stack: Stack) -> None:
@@ -245,7 +245,7 @@ def test_a_cancelled_run_resumes_by_retry_and_a_suspended_one_by_resume(stack: S
     stack.set_state(run, SUSPEND)
     wait_until(lambda: not process.is_running(), "the flow's process has ended")
     assert not trainer.is_running()
-    wait_until(lambda: hook.heard(": Suspended"), "the hook hears of the pause")
+    wait_until(lambda: hook.heard(": Suspended"), "the hook receives the pause")
     assert stack.run(run)["state_type"] == "PAUSED"
     reached = max(numbers(stack.run_dir("story")))
     assert reached >= 10
@@ -267,7 +267,7 @@ def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
         run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
         stack.wait_for_step("full", 2)
         ballast = fill(runs, leave_bytes=1 << 20)
-        wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook hears of the pause")
+        wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook receives the pause")
         stack.wait(run, "PAUSED")
         ballast.unlink()
         stack.wait(run, "COMPLETED")

@@ -57,7 +57,7 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
     assert found[0]["checkpoints"] == []
     saved = [one["checkpoints"][-1] for one in found[1:7]]
     assert saved == sorted(set(saved)), "each stop but the last has saved a step more"
-    assert found[7]["checkpoints"][-1] == saved[-1], "a second signal ends the run at once"
+    assert found[7]["checkpoints"][-1] == saved[-1], "a second signal ends the run immediately"
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
 

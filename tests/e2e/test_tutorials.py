@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lengthy  # what each command does has its own tests
 
 DOCS = REPOSITORY / "docs"
 LOOKED_UP = "## Your own settings"
-"""What follows on the first page is for reference, and needs a model, a GPU or a cluster."""
+"""The rest of the first page is for reference, and needs a model, a GPU or a cluster."""
 BRIEF = (
     "runtime=local warm_start.stop_at_reward=null warm_start.max_steps=4 warm_start.batch_size=16 "
     "trainer.total_steps=2 trainer.steps_per_chunk=1 trainer.batch_size=8 trainer.mini_batch_size=8 "
@@ -47,7 +47,7 @@ def steps_of(page: Path) -> Iterator[tuple[str, str]]:
             yield from (("", line) for line in lines if not line.startswith("make "))
 
 
-def told_by(line: str, folder: Path) -> str:
+def run_line(line: str, folder: Path) -> str:
     """Return the output of a command that ends with the exit code of the page."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if line.startswith("prefect"):  # after the line that `up` has printed
@@ -76,11 +76,11 @@ def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words
         added = next((more for beginning, more in settings.items() if line.startswith(beginning)), "")
         for word, own in other_words.items():
             line = line.replace(word, own)
-        reported[text] = told_by(f"{line} {added} # {comment}", folder)
+        reported[text] = run_line(f"{line} {added} # {comment}", folder)
     return reported
 
 
-def test_a_task_and_a_reward_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_task_and_reward(tmp_path: Path) -> None:
     smaller = f"{BRIEF} data.train_size=64 data.validation_size=16"
     reported = go_through("tutorials/own-task.md", tmp_path, {"millrace run ": smaller}, {})
     assert "none of the responses that must not score did" in reported["millrace audit sort_digits-s1"]

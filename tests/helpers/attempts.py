@@ -75,7 +75,7 @@ ATTACK = """
 """The requests of a hostile page; the result of each."""
 
 
-def told_to_a_page(tab: Tab, stack: Stack, command: str, *, through: str = "127.0.0.1") -> list[str]:
+def responses_to_page(tab: Tab, stack: Stack, command: str, *, through: str = "127.0.0.1") -> list[str]:
     """Return the responses to a page that tries to run a command, to read and to write, at the name `through`."""
     record = read_stack(stack.root)
     prefect, mlflow = (url.replace("127.0.0.1", through) for url in (stack.url, record.mlflow_url))

@@ -37,7 +37,7 @@ TRIED = 2
 
 
 def after(harm: Callable[[int], None]) -> PolicyLossFunction:
-    """`ppo_clip`, after the harm has been done; it hears of how many sequences."""
+    """`ppo_clip`, after the harm has been done; it gets the number of sequences."""
 
     def loss(
         policy_logprobs: Float[Tensor, "T"],

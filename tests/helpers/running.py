@@ -16,9 +16,9 @@ from tests.helpers.small_run import SmallRun, prepare
 
 OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")
 DEADLINE_S = 240
-"""For one start."""
+"""Limit of one start."""
 WAIT_S = 560
-"""For a whole chain of starts, on a machine that others keep busy too."""
+"""Limit of a whole chain of starts, on a machine that others keep busy too."""
 Plan = dict[str, Any] | None
 
 

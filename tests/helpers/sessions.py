@@ -1,4 +1,4 @@
-"""Sessions in this process: the same as the trainer process runs, with the test as the one that hears and stops."""
+"""Sessions in this process: as in the trainer process, but the test receives the events and requests stops."""
 
 import shutil
 from collections.abc import Callable, Mapping

@@ -29,9 +29,9 @@ from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_u
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
-"""What the page's button sends, and `prefect flow-run retry`."""
+"""The state that the page's button sends, and `prefect flow-run retry`."""
 SUSPEND = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
-"""What the page's button sends."""
+"""The state that the page's button sends."""
 
 
 @dataclass(frozen=True)

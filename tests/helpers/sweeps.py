@@ -66,7 +66,7 @@ def in_the_way(spec: Path, root: Path) -> Path:
 
 
 GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}
-"""How much each learning rate gains in two steps."""
+"""Gain of each learning rate in two steps."""
 
 
 class RunWriter:

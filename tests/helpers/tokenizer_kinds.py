@@ -118,7 +118,7 @@ class Kind:
     bos: str | None = None
     stops: tuple[str, ...] = ()
     writes: bool = True
-    """Whether the template writes an answer behind the prompt."""
+    """True if the template writes an answer behind the prompt."""
 
     def saved(self, folder: Path, *, template: bool = True) -> Path:
         tokenizer = PreTrainedTokenizerFast(

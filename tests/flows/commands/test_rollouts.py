@@ -42,7 +42,7 @@ def test_a_models_text_does_nothing_to_a_terminal() -> None:
     assert printable("\x1b[31mred\x07\u202e") == "\\x1b[31mred\\x07\\u202e"
 
 
-def test_rescored_and_audited_by_a_scorer_of_ones_own(
+def test_rescore_and_audit_by_a_custom_scorer(
     run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_own_scorer.py").write_text("def score(response, truth):\n    return float('+' in response)\n")
@@ -95,7 +95,7 @@ def test_weights_of_a_run_are_those_of_its_own_scorer(
     )
 
 
-def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
+def test_a_failing_scorer_is_reported(run: SmallRun) -> None:
     words = [str(run.layout.run_dir)]
     with pytest.raises(DataError, match=r"must score any text, but failed on \d+ responses of the audit"):
         rollouts.audit(words, scorer="math:prod")

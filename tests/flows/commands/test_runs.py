@@ -77,7 +77,7 @@ def worked_on(layout: RunLayout) -> Iterator[None]:
         yield
 
 
-def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
+def test_the_state_of_an_idle_run(layout: RunLayout) -> None:
     assert status_of(layout.run_dir).state == "not begun"
     begin(layout)
     found = status_of(layout.run_dir)
@@ -139,7 +139,7 @@ def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> No
     assert "failed" not in head
 
 
-def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     """Its process is started with an environment, so its command line says nothing."""
     holding = (
         "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
@@ -193,7 +193,7 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
         stranger.kill()
 
 
-def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_idle_run_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with worked_on(layout):
         pass  # the lock's file still names this process
     stop([str(layout.run_dir)])
@@ -252,7 +252,7 @@ def test_following_shows_all_lines_of_all_trainers(
     first.write_text("begun\n")
     lost = b"x" * (2 * MAX_READ_BYTES) + b"\nlost\nits last words"
 
-    def goes_on(seconds: float) -> None:
+    def wait(seconds: float) -> None:
         if second.exists():
             second.write_bytes(b"again\n" + lost)
             work.close()
@@ -262,7 +262,7 @@ def test_following_shows_all_lines_of_all_trainers(
 
     with ExitStack() as work, monkeypatch.context() as patched:
         work.enter_context(worked_on(layout))
-        patched.setattr("flows.commands.runs.time.sleep", goes_on)
+        patched.setattr("flows.commands.runs.time.sleep", wait)
         logs([str(layout.run_dir)], num_lines=1, follow=True)
     said = [line for line in capsys.readouterr().out.splitlines() if len(line) < MAX_READ_BYTES]
     last = ["lost", "its last words"]
@@ -376,7 +376,7 @@ def test_an_unwritable_run_is_reported_as_not_delivered(layout: RunLayout) -> No
 
 
 @pytest.mark.slow
-def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
+def test_a_run_is_listed_followed_and_stopped(bare: Millrace) -> None:
     small = ("warm_start.enabled=false", "tracking.enabled=false")
     training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
     wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
@@ -411,7 +411,7 @@ except RunInUseError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
-def test_a_run_of_another_user_is_not_noted_as_told() -> None:
+def test_a_refused_stop_is_not_recorded() -> None:
     with TemporaryDirectory() as folder:  # tests' own folders are for one user
         run_dir = Path(folder) / "runs" / "theirs"
         write_run(run_dir, experiment="debug", overrides=(f"paths.root={folder}",), num_steps=2, num_problems=20)

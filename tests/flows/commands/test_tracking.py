@@ -371,8 +371,8 @@ def test_best_weights_reach_their_score_in_another_process(
     # As `mlflow.transformers` loads them: tests/tracking/test_models.py.
     kept = download_artifacts(model.artifact_location, dst_path=str(tmp_path))
     fresh = Millrace(artifacts_root, {})
-    judged = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
-    assert judged.code == 0, judged.err
+    evaluated = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
+    assert evaluated.code == 0, evaluated.err
     again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").metrics()
     logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
     scores = {name: value for name, value in logged[step].items() if name.startswith("val-core/")}

@@ -68,7 +68,7 @@ ANSWERS = {
     ("old", "admin/version"): b'"2.20.1"',
     ("other", "health"): b"<html>hello</html>",
 }
-"""Of an old Prefect, and of something else."""
+"""Responses of an old Prefect, and of something else."""
 
 
 def test_a_server_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
