@@ -92,7 +92,7 @@ docs: $(VENV)/.installed-dev
 # docs/settings.md and docs/python.ipynb are generated; tests compare them.
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.documents
-	$(BIN)/python -m tests.notebook
+	$(BIN)/python -m tests.helpers.notebook
 
 # .venv and artifacts/ stay: the first takes minutes, the second has your runs.
 clean:

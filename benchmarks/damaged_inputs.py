@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from benchmarks.killed_run import layout
 from rlcore.storage.manifest import manifest_digest
 from rlcore.tracking.journal import read_journal
-from tests.repeatable import repeatable
+from tests.helpers.repeatable import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUN = (

@@ -33,7 +33,7 @@ from rlcore.config.compose import load_config
 from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
-from tests.repeatable import repeatable
+from tests.helpers.repeatable import repeatable
 
 PR_SET_CHILD_SUBREAPER = 36
 RESUMABLE = 75

@@ -1,7 +1,7 @@
-"""The command line: collects the commands, and ends the process with an exit code and one message.
+"""The command line: it collects the commands and ends the process with an exit code and one message.
 
-Each command is a function of `flows/commands/` or `flows/sweep/command.py`: its parameters
-are the words and options, its docstring the help. Those modules import nothing heavy when they load.
+Each command is a function of `flows/commands/` or `flows/sweep/command.py`. Its parameters are the arguments and
+options, its docstring the help. These modules import nothing heavy when they load.
 """
 
 import atexit
@@ -22,7 +22,6 @@ import typer
 from flows import SOURCE_FOLDER
 from flows.commands import data, run, runs, stack, tracking
 from flows.commands.checkpoints import checkpoints
-from flows.commands.doctor import doctor
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rescore, rollouts
 from flows.commands.settings import command_group
@@ -38,13 +37,13 @@ EXPECTED_OS_ERRORS = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL,
     errno.EISDIR,
 })  # fmt: skip
-"""Errors of a file that a message with its name explains: a traceback would add nothing."""
-INTERRUPTED = "interrupted; the same command goes on"
+"""File errors that a message with the file's name explains, without a traceback."""
+INTERRUPTED = "interrupted; the same command resumes"
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
     "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
-    "doctor": doctor, "new": new, "rollouts": rollouts, "rescore": rescore, "audit": audit,
+    "doctor": stack.doctor, "new": new, "rollouts": rollouts, "rescore": rescore, "audit": audit,
     "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "gc": tracking.gc, "slots": runs.slots,
     "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status,
 }  # fmt: skip
@@ -77,15 +76,17 @@ def global_options(
 
 
 def main() -> NoReturn:
-    """Entry point: a mistake is a message, not a traceback."""
+    """Run `millrace`; report an expected error as a message, not a traceback."""
     open_standard_streams()
     extend_module_path()
     run_and_exit(app)
 
 
 def open_standard_streams() -> None:
-    """Open the streams that whoever started this process has closed, or the next file would be the output of its
-    children; and print what the terminal's encoding lacks as an escape."""
+    """Open the standard streams that the parent has closed: the next opened file would take a closed one's number.
+
+    Characters that the terminal's encoding lacks are printed as escapes.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 until the end
@@ -94,16 +95,16 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Find a task in the folder that the command was started in, but never a `data.py` there in place of our own."""
+    """Add the working folder to the module path, after our own source: a `data.py` in it replaces nothing of ours."""
     sys.path.append(str(SOURCE_FOLDER))
-    with suppress(FileNotFoundError):  # it is deleted, as each command says
+    with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))
 
 
 def run_and_exit(command: Callable[[], object]) -> NoReturn:
     """Run a command and end the process as soon as its outputs are flushed and its exit handlers have run.
 
-    To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
+    The interpreter's own teardown would take another 3 s after the imports of a run.
     """
     tune_garbage_collection()
     signal.signal(signal.SIGTERM, _SigtermHandler())
@@ -111,25 +112,25 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
     def end() -> None:
         logging.shutdown()
-        said_all = _flush_stdout()
+        is_flushed = _flush_stdout()
         with suppress(OSError):
             sys.stderr.flush()
-        if codes:  # else it has failed in a way that nobody foresaw
-            os._exit(codes[0] if said_all else codes[0] or EXIT_FAILED)
+        if codes:  # none after an unexpected error, whose traceback Python prints
+            os._exit(codes[0] if is_flushed else codes[0] or EXIT_FAILED)
 
-    atexit.register(end)  # the first that is registered is called last
+    atexit.register(end)  # the first handler registered runs last
     codes.append(exit_code(command))
     if (url := os.environ.get("PREFECT_API_URL")) and "prefect" in sys.modules:
         from flows.server.api import is_reachable
 
-        if not is_reachable(url):  # at its end Prefect waits for a server that takes the last events
-            print(f"Prefect was not told of the end, since no server answers at {url}", file=sys.stderr)
+        if not is_reachable(url):  # Prefect's exit handlers would wait for the server
+            print(f"the end was not reported to Prefect: no server answers at {url}", file=sys.stderr)
             end()
     sys.exit(codes[0])
 
 
 def _flush_stdout() -> bool:
-    """Whether all that was printed is written: a disk may be full, a reader gone."""
+    """Return whether all output could be written: a disk may be full, or the reader gone."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -141,20 +142,20 @@ def _flush_stdout() -> bool:
 
 
 class _SigtermHandler:
-    """Turns SIGTERM into an interrupt at the keyboard. Several within `SAME_REQUEST_S` are one."""
+    """Turn SIGTERM into an interrupt at the keyboard; several within `SAME_REQUEST_S` count as one."""
 
     def __init__(self) -> None:
-        self._asked_at = float("-inf")
+        self._requested_at = float("-inf")
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self._asked_at > SAME_REQUEST_S:
-            self._asked_at = now
+        if now - self._requested_at > SAME_REQUEST_S:
+            self._requested_at = now
             raise KeyboardInterrupt
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run a command; what the shell is told."""
+    """Run a command, report its error on standard error, and return the exit code."""
     try:
         command()
     except SystemExit as exit:
@@ -175,7 +176,7 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def _report(message: object, code: int) -> int:
-    from flows.progress import printable  # in a start that ends well nobody needs it
+    from flows.progress import printable  # not imported by a start that succeeds
 
     print(printable(str(message)), file=sys.stderr, flush=True)
     return code

@@ -1,4 +1,4 @@
-"""What every test shares: no telemetry, one thread, live shape checks, a folder for what a run writes."""
+"""Shared by every test: no telemetry, one thread, live shape checks, a folder for what a run writes."""
 
 import gc
 import os
@@ -35,8 +35,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import SHARED_STAGES
-from tests.checked_types import check_types
-from tests.programs import skip_tests_without_programs
+from tests.helpers.checked_types import check_types
+from tests.helpers.programs import skip_tests_without_programs
 
 gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
 
@@ -48,8 +48,10 @@ check_types()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for what many tests begin with, see `tests.small_run`; workers of xdist share that of their parent. And
-    the environment in which Ray is safe, before any test imports it; `tests.runtime.driver` begins without."""
+    """Create the folder of shared stages (`tests.helpers.small_run`), which xdist's workers share with their parent.
+
+    Set the environment in which Ray is safe before any test imports Ray; `tests.runtime.driver` starts without it.
+    """
     from rlcore.runtime.cluster import loopback_environment
 
     os.environ.update(loopback_environment())
@@ -64,7 +66,7 @@ TAKE_LONG = ("slow", "prefect", "needs_ray", "multiprocess")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests start processes come first: at the end none of two workers is left with a long one."""
+    """Put files whose tests start processes first, so that no worker ends with a long one alone."""
     skip_tests_without_programs(items)
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in TAKE_LONG)}
     items.sort(key=lambda item: item.path not in long)
@@ -72,16 +74,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 REFERENCE = ("test_pipeline.py", "commands/test_tracking.py")
 SERVER = (
-    "server/test_guard.py", "stack/test_deploy.py", "stack/test_own.py", "sweep/test_flow.py",
+    "server/test_guard.py", "stack/test_deploy.py", "stack/test_user_deployment.py", "sweep/test_flow.py",
     "sweep/test_flow_workers.py", "test_tasks.py",
 )  # fmt: skip
-"""Files of tests/flows: those around one finished run, and the others around one Prefect server. A server with that run
-costs 40 s of a core, so each of both goes to one worker."""
+"""Files of tests/flows that share one finished run, and files that share one Prefect server.
+
+A server with that run costs 40 s of a core, so each group goes to one worker.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files go to workers whole, and those that share a server together."""
+    """Send whole files to workers, and files that share a server to one worker."""
     from xdist.scheduler.loadfile import LoadFileScheduling
 
     class TogetherScheduling(LoadFileScheduling):
@@ -94,7 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays, and is not looked at again."""
+    """Exempt what is imported from garbage collection."""
     gc.freeze()
     gc.enable()
 

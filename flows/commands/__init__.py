@@ -1,1 +1,1 @@
-"""The commands of `millrace`, one file each."""
+"""The commands of `millrace`."""

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 def checkpoints(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte. Exit code 1 if one is broken.")] = False,
-    export: Annotated[Path | None, typer.Option(help="Write one as a transformers directory to this folder.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Write one to this folder as a transformers directory.")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Which one to export: last, best, or a step.", show_default="last")
+        str | None, typer.Option(help="The one to export: last, best, or a step.", show_default="last")
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, with all metrics of each.")] = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Show the checkpoints of a run. Step, size, scores, the last and the best, and whether they are whole.
+    """Show the checkpoints of a run: step, size, scores, the last and the best, and which are broken.
 
     Examples:
       millrace checkpoints experiment=countdown_demo --verify
       millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best
 
     Raises:
-        ConfigError: a checkpoint is named, and none is to be exported.
-        CheckpointError: one cannot be exported; with `verify`, after the list: one is broken.
-        RunInUseError: to be pruned, and another process works on the run.
+        ConfigError: `--checkpoint` without `--export`.
+        CheckpointError: the export failed or, with `--verify`, a checkpoint is broken.
+        RunInUseError: `--prune` while another process works on the run.
     """
     from flows.work.runs import find_run
     from flows.work.weights import export_to
@@ -45,22 +45,22 @@ def checkpoints(
     from rlcore.storage.locks import RunLock
 
     if checkpoint is not None and export is None:
-        raise ConfigError(f"--checkpoint {checkpoint}: says which one to export, so give --export DIR, or leave it out")
+        raise ConfigError(f"--checkpoint {checkpoint}: names the one to export; add --export DIR, or leave it out")
     config, layout = find_run(run, root)
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
     lines = []
     if prune:
-        with RunLock(layout.run_dir, is_named=False):  # a trainer may be about to read one, and prunes by itself
-            deleted = [path.name for path in CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()]
-        document["deleted"] = deleted
-        lines += [f"deleted {name}: the retention rule does not keep it" for name in deleted]
+        with RunLock(layout.run_dir, is_named=False):  # a trainer may be reading one, and prunes by itself
+            pruned = CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
+        document["deleted"] = [path.name for path in pruned]
+        lines += [f"deleted {path.name}: the retention rule does not keep it" for path in pruned]
     if export is not None:
         exported = export_to(config, layout, checkpoint or "last", export.absolute())
         document["exported"] = str(exported)
         lines.append(f"exported {checkpoint or 'last'} to {exported}")
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
-        print(json.dumps(document | {"checkpoints": _documents(rows)}, indent=2))
+        print(json.dumps(document | {"checkpoints": _json_rows(rows)}, indent=2))
     else:
         print(*lines, sep="\n", end="\n" if lines else "")
         _show(layout, rows)
@@ -71,21 +71,21 @@ def checkpoints(
 
 
 def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
-    """`last` and `best` by step; of equal scores the later is best."""
+    """Return `last` and `best` by step; the later of two equal scores is best."""
     from rlcore.checkpoint.catalog import by_score
 
-    whole = [row for row in rows if row.verdict != "broken"]
+    intact = [row for row in rows if row.verdict != "broken"]
     marks: dict[int, list[str]] = {}
-    for mark, rising in (("last", whole), ("best", by_score(whole))):
+    for mark, rising in (("last", intact), ("best", by_score(intact))):
         for row in rising[-1:]:
             marks.setdefault(row.step, []).append(mark)
     return marks
 
 
-def _documents(rows: "Sequence[CheckpointInfo]") -> list[dict[str, Any]]:
+def _json_rows(rows: "Sequence[CheckpointInfo]") -> list[dict[str, Any]]:
     marks = _marks(rows)
     plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
-    return [one | {"path": str(one["path"]), "marks": marks.get(one["step"], [])} for one in plain]
+    return [row | {"path": str(row["path"]), "marks": marks.get(row["step"], [])} for row in plain]
 
 
 def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:

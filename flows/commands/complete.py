@@ -1,6 +1,6 @@
-"""Tab completion of settings, runs and names. It reads folders and one page, so a key is there at once: no class loads.
+"""Tab completion of settings, runs and names. It reads folders and one page; no settings class is imported.
 
-A shell may have cut a word at `=` (bash does): then the value alone is completed.
+Bash splits a word at `=`: only the value is completed then.
 """
 
 import re
@@ -16,14 +16,14 @@ PAGE = SOURCE_FOLDER / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
 _NOT_GROUPS = ("suite", "sweep")
 _SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")
-"""Parameters of commands that hold settings."""
+"""Command parameters that hold settings."""
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Keys and groups with `=`, and after that members of a group, names of experiments and words that a key takes."""
+    """Complete keys and groups and, after the `=`, their values: members, experiments, literals."""
     before = [str(word) for word in next(filter(None, map(ctx.params.get, _SETTINGS_PARAMETERS)), ())]
     names = {*_groups(), *_values_by_key()}
-    if not incomplete and before[-1:] and before[-1] in names:  # click takes the `=` at the cursor for nothing
+    if not incomplete and before[-1:] and before[-1] in names:  # click drops the `=` at the cursor
         return sorted(_values(before[-1], ""))
     if len(before) > 1 and before[-1] == "=":
         return sorted(_values(before[-2], incomplete))
@@ -34,29 +34,29 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Ids of the runs under the root."""
+    """Complete ids of the runs under the root."""
     root = Path(ctx.params.get("root") or "artifacts")
     names = (file.parent.name for file in root.glob("runs/*/run.json"))
     return sorted(name for name in names if name.startswith(incomplete))
 
 
 def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Ids of runs; settings where there is none."""
+    """Complete ids of runs, or settings where no id matches."""
     return runs(ctx, incomplete) or settings(ctx, incomplete)
 
 
 def choices(*words: str) -> Callable[[str], list[str]]:
-    """These words."""
+    """Return a completion of these words."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def suites(incomplete: str) -> list[str]:
-    """Names of the suites in conf/suite."""
+    """Complete names of conf/suite."""
     return sorted(_values("suite", incomplete))
 
 
 def sweeps(incomplete: str) -> list[str]:
-    """Names of the sweeps in conf/sweep."""
+    """Complete names of conf/sweep."""
     return sorted(_values("sweep", incomplete))
 
 
@@ -70,14 +70,11 @@ def _values(key: str, typed: str) -> Iterator[str]:
 
 
 def _values_by_key() -> dict[str, list[str]]:
-    """The words that each setting takes, as its type says; none for a number. Without the page (in a wheel): keys."""
+    """Return the literal values of each setting, none for a number. Without the page, as in a wheel: keys alone."""
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 
         return {key: [] for key in all_keys()}
     rows = _ROW.findall(PAGE.read_text(encoding="utf-8").partition("\n## Of the run")[2])
-    return {key: re.findall(r"`(\w+)`", kind) if kind.startswith("`") else _booleans(kind) for key, kind in rows}
-
-
-def _booleans(kind: str) -> list[str]:
-    return ["true", "false"] if kind.startswith("true or false") else []
+    booleans = ["true", "false"]
+    return {key: re.findall(r"`(\w+)`", kind) or booleans * kind.startswith("true or false") for key, kind in rows}

@@ -33,7 +33,7 @@ def make(settings: Settings = None, root: OptionalRoot = None) -> None:
 
 
 def pass_rates(settings: Settings = None, root: OptionalRoot = None, verbose: Verbose = False) -> None:
-    """Measure how often an experiment's start model solves each training row. Data and model are made if missing.
+    """Measure how often an experiment's initial policy solves each training row. Data and model are made if missing.
 
     Examples:
       millrace data pass-rates experiment=countdown_demo pass_rates.samples=8
@@ -56,7 +56,7 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A parquet file of a dataset, or its folder.")],
     num_rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show of each file, chosen at random.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON.")] = False,
 ) -> None:
     """Show a dataset: rows, counts, lengths, duplicates.
 
@@ -68,7 +68,7 @@ def inspect(
     report = inspect_dataset(path, num_rows=num_rows, seed=seed)
     if as_json:
         print(report.as_json())
-    else:
-        from rich.console import Console
+        return
+    from rich.console import Console
 
-        Console().print(as_rich(report))
+    Console().print(as_rich(report))

@@ -1,4 +1,4 @@
-"""`millrace new task|experiment|scorer NAME`: one file of one's own to begin with, which runs as it is."""
+"""`millrace new task|experiment|scorer NAME`: write a first custom file, which runs unchanged."""
 
 import keyword
 import re
@@ -11,12 +11,12 @@ import typer
 from flows.commands import complete
 from rlcore.errors import ConfigError
 
-SCORER = '''"""A scorer of one's own: countdown's, with the length of the answer as a part beside it.
+SCORER = '''"""A scorer: countdown's, with the length of the response as one more part.
 
     {command}
 
-A part is a metric (`reward/short/mean`) and changes nothing of the reward; `total` is the reward. docs/data.md says
-what a scorer may return. Model output is untrusted: parse it, never evaluate it.
+A part is a metric (`reward/short/mean`) and does not change the reward, which is `total`. docs/data.md describes what
+a scorer may return. Model output is untrusted: parse it, never evaluate it.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ _SHORT = 20
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score one answer; any text, the empty one too."""
-    judged = score_countdown(response, ground_truth)
+    """Score one response: any text, also an empty one."""
+    score = score_countdown(response, ground_truth)
     is_short = float(len(response) <= _SHORT)
-    return Score(judged.total, {{**judged.parts, "short": is_short}}, judged.said)
+    return Score(score.total, {{**score.parts, "short": is_short}}, score.said)
 '''
 EXPERIMENT = """# {command}
-# What differs from the experiment that it builds on; docs/settings.md lists every key.
+# The differences from the base experiment; docs/settings.md lists every key.
 defaults: [countdown_demo, _self_]
 name: "{name}"
 optim:
@@ -42,11 +42,11 @@ optim:
 trainer:
   total_steps: 40
 """
-TASK = '''"""A task of one's own in one file: products of two numbers.
+TASK = '''"""A task in one file: products of two numbers.
 
     {command}
 
-`build` makes the rows, `score` judges an answer; docs/data.md walks through both.
+`build` makes the rows, `score` scores a response; docs/data.md walks through both.
 """
 '''
 COMMANDS = {
@@ -54,7 +54,7 @@ COMMANDS = {
     "experiment": "millrace run experiment={name}.yaml",
     "scorer": "millrace run experiment=debug data.scorer={name}:score",
 }
-"""What runs the file, by kind."""
+"""The command that runs the file, by kind."""
 
 
 def new(
@@ -62,20 +62,20 @@ def new(
         str,
         typer.Argument(
             metavar="task|experiment|scorer",
-            help="What to write.",
+            help="The kind of file.",
             autocompletion=complete.choices("task", "experiment", "scorer"),
         ),
     ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="File name without its suffix.")],
 ) -> None:
-    """Write a task, experiment or scorer to begin with into this folder. It runs as it is.
+    """Write a first task, experiment or scorer into this folder. It runs unchanged.
 
     Examples:
       millrace new task my_task
       millrace new experiment mine
 
     Raises:
-        ConfigError: there is no such kind, the name cannot be one, or the file is there already.
+        ConfigError: unknown kind, invalid name, or an existing file.
     """
     from rlcore.storage.publish import write_text_atomically
 
@@ -84,19 +84,14 @@ def new(
     file = Path(f"{name}.yaml" if kind == "experiment" else f"{name}.py")
     _require_free(kind, name, file)
     command = COMMANDS[kind].format(name=name)
-    write_text_atomically(file, file_content(kind, name, command))
-    print(f"{file.absolute()} is written; it runs as it is:\n  {command}")
-
-
-def file_content(kind: str, name: str, command: str) -> str:
-    """Text of the new file."""
     text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
     if kind == "task":
         from data import multiplication
 
         source = Path(multiplication.__file__).read_text(encoding="utf-8")
         text += source.split('"""', 2)[2].removeprefix("\n").replace('"multiplication"', f'"{name}"')
-    return text
+    write_text_atomically(file, text)
+    print(f"{file.absolute()} is written; it runs unchanged:\n  {command}")
 
 
 def _require_free(kind: str, name: str, file: Path) -> None:
@@ -107,10 +102,8 @@ def _require_free(kind: str, name: str, file: Path) -> None:
     if not re.fullmatch(pattern, name):
         raise ConfigError(f"NAME: must be {letters}, at most 64, and begin with {first}; got {name!r}")
     if keyword.iskeyword(name):
-        raise ConfigError(f"NAME: must be no word of Python; got {name!r}. Choose another, such as my_{name}")
+        raise ConfigError(f"NAME: must not be a Python keyword; got {name!r}. Choose another, such as my_{name}")
     if file.exists():
-        raise ConfigError(f"NAME: {file.absolute()} is there already. Choose another name, or remove the file")
+        raise ConfigError(f"NAME: {file.absolute()} exists already. Choose another name, or remove the file")
     if kind != "experiment" and find_spec(name) is not None:
-        raise ConfigError(
-            f"NAME: must be no module that is there already; got {name}. Choose another, such as my_{name}"
-        )
+        raise ConfigError(f"NAME: must not be an existing module; got {name}. Choose another, such as my_{name}")

@@ -22,7 +22,7 @@ Run = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN",
-        help="A run: its folder, its id, or the settings that it was started with.",
+        help="A run: its folder, its id, or the settings it was started with.",
         autocompletion=complete.runs_and_settings,
     ),
 ]
@@ -35,22 +35,22 @@ Runs = Annotated[
         autocompletion=complete.runs,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, and stop.")]
 PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
 Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP, parser=root_folder)]
 ARTIFACTS = Path("artifacts")
 OptionalRoot = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts", parser=root_folder)
 ]
-"""The root of commands that take settings, which may name it instead."""
-Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); none: the one under the root.")]
+"""The root of commands whose settings may name it instead."""
+Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); default: the one under the root.")]
 Fork = Annotated[
     str | None,
     typer.Option(
         metavar="RUN[@CHECKPOINT]",
-        help="Start from the weights of another run: its folder or id, and last (taken if not given), best, or a step.",
+        help="Start from the weights of another run: its folder or id, and last (the default), best, or a step.",
         show_default=False,
         autocompletion=complete.runs,
     ),
@@ -59,5 +59,5 @@ Cfg = Annotated[
     str | None,
     typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
 ]
-Info = Annotated[bool, typer.Option("--info", help="Print what the settings are composed of, and stop.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]
+Info = Annotated[bool, typer.Option("--info", help="Print the sources of the settings, and stop.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of Prefect and the trainer too.")]

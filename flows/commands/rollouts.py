@@ -1,4 +1,4 @@
-"""`millrace rollouts`, `rescore` and `audit`: the answers that a run has kept."""
+"""`millrace rollouts`, `rescore` and `audit`: the responses that a run has on record."""
 
 import json
 import sys
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 EXIT_FINDINGS = 1
 NUM_CASES = 32
-"""Problems that `millrace audit` tries at most."""
+"""Maximum number of problems that `millrace audit` tries."""
 KINDS = ("all", "training", "validation")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
-Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only answers of these steps.")]
-Prompt = Annotated[int | None, typer.Option(help="Only answers to this prompt (prompt_id).")]
-ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only answers with such a score.")]
-Search = Annotated[str, typer.Option(help="Only answers with this text in them.")]
+Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only responses of these steps.")]
+Prompt = Annotated[int | None, typer.Option(help="Only responses to this prompt (prompt_id).")]
+ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only responses with such a score.")]
+Search = Annotated[str, typer.Option(help="Only responses that contain this text.")]
 Kind = Annotated[
     str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.choices(*KINDS))
 ]
@@ -43,29 +43,29 @@ def rollouts(
     sort: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with - the highest first.",
+            help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with a leading - the highest first.",
             autocompletion=complete.choices(*SORTS),
         ),
     ] = "step",
-    limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,
-    tokens: Annotated[bool, typer.Option("--tokens", help="With --json: also what is known of each token.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of responses; 0: all.")] = 20,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With --json: the columns of each token too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Show the answers that a run has on record, of training and of validations.
+    """Show the responses that a run has on record, of training and of validations.
 
     Examples:
       millrace rollouts countdown_demo-s1 --sort -score
       millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json
 
     Raises:
-        ConfigError: `--tokens` without `--json`, or an option cannot be read.
-        DataError: no such run, or it has kept no answers.
+        ConfigError: `--tokens` without `--json`, or an unreadable option.
+        DataError: no such run, or no responses on record.
     """
     from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses
 
     if tokens and not as_json:
-        raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
+        raise ConfigError("--tokens: must come with --json, since the text output has no token columns. Add --json")
     query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
     _, layout, total = _recorded_responses(run, root)
     found = find_responses(layout.answers, query)
@@ -75,7 +75,7 @@ def rollouts(
         for row in found.rows(shown[begin : begin + 1_000], columns):
             print(json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) if as_json else _text_row(row))
     if not as_json:
-        print(f"{len(shown):,} shown of {len(found):,} answers that match, of {total:,} on record")
+        print(f"{len(shown):,} shown of {len(found):,} responses that match, of {total:,} on record")
 
 
 def rescore(
@@ -89,18 +89,18 @@ def rescore(
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Score a run's answers by another scorer. Says what would have changed; nothing is written.
+    """Score a run's responses by another scorer and report what would have changed. Nothing is written.
 
     Examples:
       millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training
       millrace rescore countdown_demo-s1 --scorer my_scorer:score 'reward.weights={correct: 1, format: 0.2}'
 
     Raises:
-        ConfigError: an option or the weights cannot be read, or the weights name what is no part of the score.
-        DataError: the scorer failed on all answers.
+        ConfigError: an unreadable option, or weights that name no part of the score.
+        DataError: the scorer failed on all responses.
     """
     from flows.stages.trials import judge_failure_message
-    from rlcore.responses.audit import rescore as rescore_answers
+    from rlcore.responses.audit import rescore as rescore_responses
     from rlcore.responses.query import Query, to_finite_json
     from rlcore.rollout.scoring_worker import weights_problem
 
@@ -110,30 +110,30 @@ def rescore(
     config, layout, _ = _recorded_responses([word for word in run if word not in weights], root)
     own = config.reward.weights if scorer != config.data.scorer and not weights else {}
     with _scoring_pool(config, layout, scorer, weights) as pool:
-        found = rescore_answers(layout.answers, query, pool, ground_truth_converter(config, scorer))
+        found = rescore_responses(layout.answers, query, pool, ground_truth_converter(config, scorer))
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
         if problem := weights_problem(failed):
             raise ConfigError(problem)
         raise DataError(
             judge_failure_message(failed)
-            or f"{scorer}: must score any text, but failed on all answers. The last time: {failed}"
+            or f"{scorer}: must score any text, but failed on all responses. The last failure: {failed}"
         )
     if as_json:
         print(json.dumps(to_finite_json(asdict(found)), ensure_ascii=False))
         return
     print(
-        f"{found.num_answers:,} answers by {scorer}: mean {found.mean_before:.4f} -> {found.mean_after:.4f}, "
-        f"{found.num_changed:,} scores would have been others\n"
-        f"of {found.num_groups:,} training groups {found.num_groups_changed:,} would have taught something else; "
-        f"groups without a difference: {found.num_groups_flat[0]:,} -> {found.num_groups_flat[1]:,}"
+        f"{found.num_answers:,} responses by {scorer}: mean {found.mean_before:.4f} -> {found.mean_after:.4f}, "
+        f"{found.num_changed:,} scores would have been different\n"
+        f"of {found.num_groups:,} training groups {found.num_groups_changed:,} would have had other advantages; "
+        f"groups of equal scores: {found.num_groups_flat[0]:,} -> {found.num_groups_flat[1]:,}"
     )
     if found.num_failed:
-        print(f"{scorer} failed on {found.num_failed:,} answers; the last time: {failed}")
+        print(f"{scorer} failed on {found.num_failed:,} responses; the last failure: {failed}")
     if own:
         print(
-            f"the run's reward.weights ({', '.join(own)}) are of its own scorer; here the total of {scorer} counts. "
-            "Weigh its parts by reward.weights={PART: WEIGHT}"
+            f"the run's reward.weights ({', '.join(own)}) apply to its own scorer only; the total of {scorer} is used. "
+            "Set the weights of its parts by reward.weights={PART: WEIGHT}"
         )
     for change in found.largest:
         print(f"  {change}")
@@ -143,19 +143,19 @@ def audit(
     run: Run,
     scorer: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Another scorer than the run's own.", show_default=False),
+        typer.Option(metavar="MODULE:FUNCTION", help="A scorer other than the run's own.", show_default=False),
     ] = None,
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Look for holes in a reward. Gives the scorer answers that must not score; exit code 1 if some do.
+    """Look for holes in a reward. Pass the scorer responses that must not score; exit code 1 if some do.
 
     Examples:
       millrace audit countdown_demo-s1
       millrace audit my-run --scorer my_scorer:score
 
     Raises:
-        DataError: the scorer failed on some answers, and none of the others scored.
+        DataError: the scorer failed on some responses, and none of the others scored.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
@@ -164,7 +164,7 @@ def audit(
     if config.data.environment:
         raise DataError(
             f"audit: a run with an environment has no scorer to audit; got data.environment={config.data.environment}. "
-            "Its rewards come from its turns: try it in tests of its own"
+            "Its rewards come from its turns: test the environment itself"
         )
     truth_of = ground_truth_converter(config, scorer)
     cases = cases_of(layout.answers, NUM_CASES)
@@ -176,29 +176,30 @@ def audit(
     if num_failed and not findings:
         raise DataError(
             judge_failure_message(failure)
-            or f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
-            f"scored. The last time: {failure}. Mend the scorer"
+            or f"{name}: must score any text, but failed on {num_failed:,} responses of the audit; none of the others "
+            f"scored. The last failure: {failure}. Fix the scorer"
         )
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
     elif findings:
-        print(f"{name} pays for what is no answer:")
-        for finding in findings:
-            print(f"  {finding}")
+        print(f"{name} rewards responses that must not score:")
+        print("\n".join(f"  {finding}" for finding in findings))
     else:
-        print(f"{name}: none of the answers that must not score did, on {len(cases)} problems")
+        print(f"{name}: none of the responses that must not score did, on {len(cases)} problems")
     if findings:
         sys.exit(EXIT_FINDINGS)
 
 
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
-    """What makes the ground truth of a kept answer, as JSON, that of its row for a scorer: where rows have several
-    scorers they name them, which only the run's own reads."""
+    """Return a function from a recorded ground truth, as JSON, to the one that `scorer` expects.
+
+    Rows of a mixture also name their own scorer; another scorer than the run's gets the ground truth without it.
+    """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer
 
-    names_one = config.data.scorer == BY_ROW
-    return without_scorer if names_one and scorer not in (None, config.data.scorer) else str
+    by_row = config.data.scorer == BY_ROW
+    return without_scorer if by_row and scorer not in (None, config.data.scorer) else str
 
 
 def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConfig, RunLayout, int]":
@@ -213,8 +214,10 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 def _scoring_pool(
     config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
 ) -> "Iterator[ScoringPool]":
-    """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it. `weights`: those
-    of this scorer's parts, as overrides; without them only the run's own scorer has the run's."""
+    """Yield the scoring processes of a scorer importable from here, or of the run's own copy of its scorer.
+
+    `weights` are overrides of the reward's weights. Without them only the run's own scorer has the run's weights.
+    """
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
     from rlcore.user_code import run_code
@@ -245,7 +248,7 @@ def _json_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_row(row: dict[str, Any]) -> str:
-    """One answer for a terminal; control characters of a model's text do nothing there."""
+    """Return one response as text for a terminal, with control characters escaped."""
     from flows.progress import printable
 
     score = "no score" if row["score"] is None else f"score {row['score']:g}"
@@ -254,7 +257,7 @@ def _text_row(row: dict[str, Any]) -> str:
         f"step {row['step']}",
         *([f"validation {row['validation']}"] if row["validation"] else []),
         *(["greedy"] if row["greedy"] else []),
-        f"prompt {row['prompt_id']}", f"answer {row['sample_index']}",
+        f"prompt {row['prompt_id']}", f"response {row['sample_index']}",
         score + (f" ({parts})" if parts else ""),
         *([f"advantage {row['advantage']:.3g}"] if row["advantage"] is not None else []),
         f"{row['num_tokens']} tokens, {row['finish_reason']}",

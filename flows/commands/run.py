@@ -40,7 +40,7 @@ def run(
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again.
+    """Run an experiment from dataset to report, as Prefect flows. Finished stages are not repeated.
 
     Examples:
       millrace run experiment=countdown_demo
@@ -58,7 +58,7 @@ def run(
 
     composed, plan = planned
     config = composed.config
-    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # no server is started for that
+    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # without a server
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
         return
@@ -84,7 +84,7 @@ def train(
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
-    """The same training without Prefect. Data, warm start, chunks, validation, weights.
+    """Run the same training without Prefect: data, warm start, chunks, validation, weights.
 
     Examples:
       millrace train experiment=countdown_demo trainer.total_steps=40
@@ -114,7 +114,7 @@ def _compose_and_plan(
     cfg: str | None,
     info: bool,
 ) -> "tuple[RunSettings, RunPlan] | None":
-    """Compose, check and plan a run; None where that was only to be shown (`--cfg`, `--info`, `--dry-run`)."""
+    """Compose, check and plan a run; return None after `--cfg`, `--info` or `--dry-run`, which only print."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
     composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
     if cfg is not None or info:
@@ -134,10 +134,10 @@ def _compose_and_plan(
 def validate(
     settings: Settings = None,
     root: OptionalRoot = None,
-    checkpoint: Annotated[str, typer.Option(help="Which one: start, last, best, or a step.")] = "last",
+    checkpoint: Annotated[str, typer.Option(help="One of start, last, best, or a step.")] = "last",
     verbose: Verbose = False,
 ) -> None:
-    """Judge a checkpoint of a run on the held-out problems.
+    """Evaluate a checkpoint of a run on the held-out problems.
 
     Examples:
       millrace validate experiment=countdown_demo --checkpoint best
@@ -155,8 +155,8 @@ def validate(
     checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises where there is none
     with chain.open_on_console(composed, "validate", verbose=verbose) as run:
         chain.make_rows(run, chain.run_quietly)
-        judgement = chain.run_on_console(Validate(checkpoint), run)
-        display().line(f"answers: {judgement.file}")
+        validation = chain.run_on_console(Validate(checkpoint), run)
+        display().line(f"responses: {validation.file}")
 
 
 def evaluate(
@@ -164,7 +164,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL_OR_RUN... [KEY=VALUE]...",
-            help="Model directories, or runs by folder or id with @last (taken if not given), @best, @start or a step; "
+            help="Model directories, or runs by folder or id with @last (the default), @best, @start or a step; "
             "settings for all of them.",
             autocompletion=complete.runs_and_settings,
         ),
@@ -178,9 +178,9 @@ def evaluate(
         ),
     ],
     root: OptionalRoot = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All metrics as JSON.")] = False,
 ) -> None:
-    """Judge models or checkpoints on suites. Figures have intervals; each model is paired with the first.
+    """Evaluate models or checkpoints on suites. Metrics have intervals; each model is paired with the first.
 
     Examples:
       millrace eval artifacts/runs/<run id> --suite gsm8k
@@ -202,7 +202,7 @@ def evaluate(
 
 
 def report(run: Run, root: OptionalRoot = None) -> None:
-    """Write the report of a run: pages in HTML, their figures in JSON and pictures.
+    """Write the report of a run: pages in HTML, their numbers in JSON, and charts.
 
     Examples:
       millrace report experiment=countdown_demo
@@ -217,10 +217,10 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
 @contextmanager
 def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
-    """Inside the block a flow runs in this process, for a command: progress on the console, errors as one message.
+    """Run a command's flow in the block, with progress on the console and errors as one message.
 
     Raises:
-        StopRequestedError: the flow run was cancelled or told to end.
+        StopRequestedError: the flow run was cancelled or requested to stop.
     """
     from flows.progress import display_for_console, use_display
     from flows.server.api import wait_for_prefect
@@ -238,25 +238,25 @@ def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
     except FlowCancelledError as ended:
         raise StopRequestedError(str(ended)) from ended
     except TerminationSignal as ended:
-        raise StopRequestedError("told to end; the same command goes on from the last checkpoints") from ended
+        raise StopRequestedError("stop requested; the same command resumes from the last checkpoints") from ended
 
 
 def _hide_prefect_logs() -> None:
-    """The log lines of flow and task runs are Prefect's; the console has our own, and errors end in one message."""
+    """Keep the log lines of flow and task runs off the console, which has our progress and one message per error."""
 
-    def keep(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
 
     for handler in logging.getLogger().handlers:
         if hasattr(handler, "console"):
-            handler.addFilter(keep)
+            handler.addFilter(is_shown)
     for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
-        logging.getLogger(name).disabled = True  # a line for each event that a server does not take; they heed no level
-    logging.raiseExceptions = False  # and one for each batch of log lines
+        logging.getLogger(name).disabled = True  # one line per rejected event; these loggers ignore levels
+    logging.raiseExceptions = False  # one traceback per rejected batch of log lines
 
 
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
-    """The last lines of `millrace run`; `api` None where there was nothing to do."""
+    """Return the last lines of `millrace run`. `api` is None if there was nothing to do."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
     lines += [f"  {one.headline()}" for one in result.validations]
@@ -265,15 +265,11 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
         lines.append(f"  MLflow   {with_program_path(f'millrace ui --root {quote(str(root))}')}")
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
-    if api is not None:
-        lines.append(f"  Prefect  {_prefect_hint(api, root)}")
-    return lines
-
-
-def _prefect_hint(api: "PrefectApi", root: Path) -> str:
-    """Address of Prefect's pages, or the command that starts them."""
+    if api is None:
+        return lines
     if api.home is None:
-        return api.url.removesuffix("/api")
+        return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
     if api.home == root / "prefect":
-        return with_program_path(f"millrace up --root {quote(str(root))} --workers 0")
-    return f"PREFECT_HOME={quote(str(api.home))} {with_program_path('prefect server start')}"
+        return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))} --workers 0')}"]
+    server = with_program_path("prefect server start")
+    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.home))} {server}"]

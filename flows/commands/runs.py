@@ -1,4 +1,4 @@
-"""`millrace runs`, `logs`, `stop` and `slots`: by files, locks and signals; without Prefect and MLflow."""
+"""`millrace runs`, `logs`, `stop` and `slots`. They use files, locks and signals, not Prefect or MLflow."""
 
 import json
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 MAX_SLOTS = 1_024
-"""Slots of a root at most; each is a lock on a file."""
+"""Maximum number of slots of a root; each is a lock on a file."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 """Seconds of a unit, largest first."""
@@ -34,7 +34,7 @@ def runs(
         list[str] | None,
         typer.Argument(
             metavar="[TEXT]...",
-            help="Only runs with this in their id; none: all.",
+            help="Only runs whose id contains this text; default: all.",
             show_default=False,
             autocompletion=complete.runs,
         ),
@@ -42,20 +42,20 @@ def runs(
     states: Annotated[
         list[str] | None,
         typer.Option(
-            "--state", help="Only these: running, waiting, stopping, finished, stopped, failed, lost, 'not begun'."
+            "--state", help="Only running, waiting, stopping, finished, stopped, failed, lost or 'not begun' runs."
         ),
     ] = None,
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """List the runs of a root. State, step, score, age, size, and what each waits for or why it failed.
+    """List the runs of a root: state, step, score, age, size, and what each waits for or why it failed.
 
     Examples:
       millrace runs
       millrace runs countdown --state failed --state lost
 
     Raises:
-        ConfigError: no run can be in that state.
+        ConfigError: unknown state.
     """
     from rich.table import Table
 
@@ -95,7 +95,7 @@ def runs(
 
 
 def format_age(seconds: float) -> str:
-    """A time in the largest unit of which it is one or more.
+    """Return a time in the largest unit that it fills.
 
     >>> format_age(7_300), format_age(45.2), format_age(0.1)
     ('2 h', '45 s', '0 s')
@@ -106,8 +106,8 @@ def format_age(seconds: float) -> str:
 
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Last lines to begin with.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Number of last lines.")] = 40,
     root: OptionalRoot = None,
 ) -> None:
     """Show the log of a run's newest trainer process.
@@ -116,7 +116,7 @@ def logs(
       millrace logs countdown_demo-s1 -f
 
     Raises:
-        DataError: there is no such run, or no trainer process was ever started for it.
+        DataError: no such run, or no trainer process was started for it.
     """
     from flows.work.runs import find_run
     from flows.work.status import worker_of
@@ -125,8 +125,8 @@ def logs(
     _, layout = find_run(run, root)
     if not (known := trainer_logs(layout.logs)):
         raise DataError(
-            f"{layout.logs}: holds no trainer's log: none was started for run {layout.run_dir.name} yet. What the "
-            "stages before it say stands where the run was started; millrace runs says whether it goes on."
+            f"{layout.logs}: holds no trainer's log: none was started for run {layout.run_dir.name} yet. Earlier "
+            "stages print where the run was started; millrace runs shows its state."
         )
     tail = LogTail(known[max(known)])
     print(f"{tail.path}:")
@@ -135,9 +135,9 @@ def logs(
         last.extend(tail.new_lines())
     for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
         _print_line(line)
-    with suppress(KeyboardInterrupt):  # the usual end of looking on
+    with suppress(KeyboardInterrupt):  # the usual end of following
         while follow:
-            is_over = worker_of(layout.run_dir) is None  # asked first, as the newest log: the rest is read after that
+            is_over = worker_of(layout.run_dir) is None  # before the last read, as the newest log
             known = trainer_logs(layout.logs)
             newest = known[max(known)] if known else tail.path
             while not tail.is_at_end():
@@ -155,21 +155,21 @@ def logs(
 
 
 def _print_line(line: str) -> None:
-    """Without colours, which Ray writes, and with other control characters, as of a model's answer, written out."""
+    """Print a line without Ray's colours and with other control characters, as from a response, escaped."""
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Tell a run to stop, and wait until it has. It finishes its step and saves; the same command goes on.
+    """Request a run to stop, and wait until it has. It finishes its step and saves; the same command resumes it.
 
     Examples:
       millrace stop countdown_demo-s1
 
     Raises:
-        DataError: there is no such run.
-        RunInUseError: its process is another host's or user's, or cannot be told; or it still works after its deadline.
+        DataError: no such run.
+        RunInUseError: its process belongs to another host or user, or is still alive after its deadline.
     """
     from flows.work.open_run import END_WAIT_S
     from flows.work.runs import find_run
@@ -177,52 +177,51 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
 
     config, layout = find_run(run, root)
     worker = worker_of(layout.run_dir)
+    name = layout.run_dir.name
     if worker is None:
-        print(
-            f"run {layout.run_dir.name}: nobody works on it, there is nothing to stop ({_last_saved_step(layout.run_dir)})"
-        )
+        print(f"run {name}: no process works on it, there is nothing to stop ({_last_saved_step(layout.run_dir)})")
         return
     if is_stop_requested(layout.run_dir, worker):
-        print(f"run {layout.run_dir.name}: was told already; waiting for {worker}", flush=True)
+        print(f"run {name}: stop requested already; waiting for {worker}", flush=True)
     else:
         _request_stop(layout.run_dir, worker)
-        print(f"run {layout.run_dir.name}: told {worker} to finish its step and save", flush=True)
+        print(f"run {name}: requested {worker} to finish its step and save", flush=True)
     deadline = time.monotonic() + config.runtime.stop_deadline_s + END_WAIT_S
     while (still := worker_of(layout.run_dir)) is not None:
         if time.monotonic() > deadline:
             raise RunInUseError(
-                f"run {layout.run_dir.name}: {still} still works on it, beyond runtime.stop_deadline_s. A second "
-                f"signal ends it where it stands, and its newest checkpoint stays: kill {still.pid}"
+                f"run {name}: {still} still works on it, beyond runtime.stop_deadline_s. A second signal ends it "
+                f"immediately, and its newest checkpoint stays: kill {still.pid}"
             )
         time.sleep(POLL_S)
     how = resume_hint(layout.run_dir)
     command = f":\n  {worker.command}" if how == SAME_COMMAND else ""
-    print(f"run {layout.run_dir.name}: stopped; {_last_saved_step(layout.run_dir)}; {how}{command}")
+    print(f"run {name}: stopped; {_last_saved_step(layout.run_dir)}; {how}{command}")
 
 
 def _request_stop(run_dir: Path, worker: "Holder") -> None:
-    """Send SIGTERM to the process that holds the run's lock: on this host, with the start time in the lock's file."""
+    """Send SIGTERM to the process that holds the run's lock, if it is on this host with the recorded start time."""
     import psutil
 
     from flows.work.open_run import STOP_FILE, record_stop_request
 
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):
-        return  # its trainer was told by that, and saves
+        return  # it has ended; its trainer got a signal by that, and saves
     if process is None:
         where = "here" if worker.host == socket.gethostname() else f"on {worker.host}"
         raise RunInUseError(
-            f"run {run_dir.name}: is worked on by {worker}, and that process cannot be told from "
+            f"run {run_dir.name}: is in use by {worker}, and that process cannot be signalled from "
             f"{socket.gethostname()}. Stop it {where}, by its command or in Prefect."
         )
     record_stop_request(run_dir, worker)
     try:
         process.send_signal(signal.SIGTERM)
     except psutil.Error as error:
-        (run_dir / STOP_FILE).unlink(missing_ok=True)  # its owner's stop must not take it as told
-        if not isinstance(error, psutil.NoSuchProcess):  # that one has ended meanwhile
+        (run_dir / STOP_FILE).unlink(missing_ok=True)  # no stop was requested: its owner's request must be sent
+        if not isinstance(error, psutil.NoSuchProcess):
             raise RunInUseError(
-                f"run {run_dir.name}: {worker} is not yours, so it was not told to stop. Stop it as its owner."
+                f"run {run_dir.name}: {worker} is not yours, so no stop was requested. Stop it as its owner."
             ) from error
 
 
@@ -233,22 +232,18 @@ def _last_saved_step(run_dir: Path) -> str:
     return f"step {known[-1].step} is saved" if known else "it has no checkpoint yet"
 
 
-# ---------------------------------------------------------------------- slots
-
-
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[
-        int | None, typer.Option("--set", min=0, max=MAX_SLOTS, help="Ranks that train at a time; 0: any number.")
+        int | None, typer.Option("--set", min=0, max=MAX_SLOTS, help="Ranks that train concurrently; 0: any number.")
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
     per_gpu: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Slots of each GPU, for runs that fit side by side.", show_default="1"),
+        int | None, typer.Option(min=1, max=64, help="Slots of each GPU, for runs that share one.", show_default="1")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show or set how many ranks train at a time under a root. Who holds which slot, who waits, in their order.
+    """Show or set how many ranks train concurrently under a root, with the holders of slots and the queue.
 
     Examples:
       millrace slots
@@ -256,7 +251,7 @@ def slots(
       millrace slots --gpus 0,1 --per-gpu 2
 
     Raises:
-        ConfigError: both a number and GPUs are given, something that is no list of GPUs, or too many slots.
+        ConfigError: both a number and GPUs, an invalid list of GPUs, or too many slots.
     """
     from flows.work.slots import Slots
 
@@ -264,7 +259,7 @@ def slots(
     if number is not None and gpus is not None:
         raise ConfigError(f"--set {number} and --gpus {gpus}: give one of them; --gpus counts its slots itself")
     if per_gpu is not None and gpus is None:
-        raise ConfigError(f"--per-gpu {per_gpu}: says how many slots each of --gpus I,J gets, so give that too")
+        raise ConfigError(f"--per-gpu {per_gpu}: is the number of slots of each of --gpus I,J; give that too")
     if number is not None:
         found.set_devices([""] * number)
     elif gpus is not None:
@@ -276,8 +271,8 @@ def slots(
     if not as_json:
         print("\n".join(_slot_lines(state, root)))
         return
-    holders = {str(number): asdict(wish) for number, wish in state.holders.items()}
-    waiting = [asdict(wish) | {"reason": state.wait_reason(wish)} for wish in state.waiting]
+    holders = {str(number): asdict(holder) for number, holder in state.holders.items()}
+    waiting = [asdict(request) | {"reason": state.wait_reason(request)} for request in state.waiting]
     print(json.dumps({"devices": state.devices, "holders": holders, "waiting": waiting}))
 
 
@@ -292,16 +287,15 @@ def _gpu_indices(gpus: str) -> list[str]:
 
 def _slot_lines(state: "SlotState", root: Path) -> list[str]:
     if not state.devices:
-        return [f"{root}: no slots, so any number of runs train at a time; --set N or --gpus I,J gives it some"]
+        return [f"{root}: no slots, so any number of runs train concurrently; --set N or --gpus I,J makes some"]
     from flows.progress import format_duration
 
-    def ago(wish: "SlotRequest") -> str:
-        return f"{format_duration(max(0.0, time.time() - wish.since))} ago"
+    def ago(request: "SlotRequest") -> str:
+        return f"{format_duration(max(0.0, time.time() - request.since))} ago"
 
     lines = []
     for number, device in enumerate(state.devices):
         name = f"slot {number}" + (f", GPU {device}" if device else "")
         holder = state.holders.get(number)
-        lines.append(f"{name}: {'free' if holder is None else f'{holder}, asked {ago(holder)}'}")
-    lines += [f"waiting: {wish.run_id} {state.wait_reason(wish)}, since {ago(wish)}" for wish in state.waiting]
-    return lines
+        lines.append(f"{name}: {'free' if holder is None else f'{holder}, requested {ago(holder)}'}")
+    return lines + [f"waiting: {one.run_id} {state.wait_reason(one)}, since {ago(one)}" for one in state.waiting]

@@ -1,4 +1,4 @@
-"""Settings on the command line: words and options, `--root`, and settings that are only shown (`--cfg`, `--info`)."""
+"""Settings on the command line: arguments and options, `--root`, and printed settings (`--cfg`, `--info`)."""
 
 import inspect
 import os
@@ -22,13 +22,13 @@ ROOT = "paths.root="
 
 
 class CommandGroup(TyperGroup):
-    """Commands that accept `paths.root=DIR` where they take no settings, and show how a setting is written."""
+    """Commands that also accept `paths.root=DIR` for `--root`, and suggest the setting for an unknown option."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command as typer does, and translate its words."""
+        """Find the command as typer does, check its arguments, and translate `paths.root=DIR`."""
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
-        if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # nothing is refused while Tab completes
+        if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # no errors during tab completion
             _require_text([*words, _working_folder()])
             if taken.keys() & {"settings", "overrides", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
@@ -39,8 +39,7 @@ class CommandGroup(TyperGroup):
 
 
 def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
-    """A group of commands by their names. The help of each is its docstring up to `Raises:`; the lines of its
-    `Examples:` are not wrapped."""
+    """Return a group of named commands. The help of each is its docstring up to `Raises:`, with unwrapped examples."""
     group = typer.Typer(cls=CommandGroup, help=description, no_args_is_help=True, rich_markup_mode=None, **more)
     for name, command in commands.items():
         text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
@@ -50,22 +49,21 @@ def command_group(commands: Mapping[str, Callable[..., None]], description: str,
 
 
 def _working_folder() -> str:
-    """The folder that the command is started in."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
-        raise DataError("the folder that this command is started in is deleted. Change to one that is there") from None
+        raise DataError("the working folder of this command is deleted. Change to an existing one") from None
 
 
 def _require_text(words: Sequence[str]) -> None:
-    """Refuse a word that is not UTF-8: settings, records and MLflow could not hold it."""
+    """Refuse a word that is not UTF-8: settings, records and MLflow cannot store it."""
     for word in words:
         if word != word.encode(errors="ignore").decode():
-            raise ConfigError(f"{word!r}: must be UTF-8 text, as every name of a file. Rename what it names")
+            raise ConfigError(f"{word!r}: must be UTF-8 text, also as a file name. Rename the file")
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an option with an empty value, unless that is its default: an unset variable would mean the default."""
+    """Refuse an empty value of an option, unless it is the default: a shell variable may be unset."""
     takes = {
         option
         for one in command.params
@@ -79,52 +77,50 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
 
 
 def root_path(word: str) -> Path:
-    """The folder that `paths.root=DIR` names.
+    """Return the folder of `paths.root=DIR`.
 
     >>> root_path("paths.root='/my data'")
     PosixPath('/my data')
     """
-    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it lets an unknown user's be
+    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it keeps an unknown user's
 
 
 def root_value(word: str) -> str:
-    """The value of `paths.root=VALUE`, without quotes."""
+    """Return the value of `paths.root=VALUE`, without quotes."""
     text = word.removeprefix(ROOT)
     if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
         return text
-    # As Hydra reads it: backslashes count double before a quote and at the end, and one makes the quote a letter.
+    # Hydra's rule: backslashes count double before a quote and at the end, and one escapes the quote.
     return re.sub(rf"\\+(?={text[0]}|$)", lambda found: found[0][: len(found[0]) // 2], text[1:-1])
 
 
 def root_in_overrides(words: Sequence[str]) -> Path | None:
-    """The folder that settings name last; None where they name none."""
+    """Return the folder of the last `paths.root=DIR`, or None."""
     return next((root_path(word) for word in reversed(words) if word.startswith(ROOT)), None)
 
 
 def root_folder(given: str | Path) -> Path:
-    """The folder that `--root` names; it need not be there.
+    """Return the folder of `--root`, which need not exist.
 
     Raises:
-        typer.BadParameter: something else than a folder has its name or that of a folder above it.
+        typer.BadParameter: a file has the folder's name or that of a parent.
     """
     from rlcore.storage.documents import find_obstacle
 
-    root = Path(os.path.expanduser(given))  # noqa: PTH111 it lets an unknown user's be
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps an unknown user's
     if (other := find_obstacle(root)) is not None:
         raise typer.BadParameter(f"must be a folder, and {other} is none. Name another one.")
     return root
 
 
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
-    """Refuse unknown options, and name the setting that was meant; typer refuses one that is like an option."""
+    """Refuse unknown options and suggest the setting; typer itself refuses one that resembles an option."""
     from rlcore.config.problems import Problem, settings_error
 
     if sweep := next((word for word in words if word in ("-m", "--multirun")), None):
         several = " ".join(word for word in words if "," in word.partition("=")[2])
-        rule = "is no option: several values of a setting are a sweep, which is a file"
-        remedy = (
-            "Write `grid: {KEY: [VALUE, VALUE]}` and `seeds: [1, 2]` in it, then `millrace sweep FILE`; docs/sweeps.md"
-        )
+        rule = "is no option: a sweep over several values of a setting is a file"
+        remedy = "Write `grid: {KEY: [VALUE, VALUE]}` and `seeds: [1, 2]`, then `millrace sweep FILE`; docs/sweeps.md"
         raise settings_error([Problem(sweep, rule, several or sweep, remedy)])
     unknown = [at for at, word in enumerate(words) if word.startswith("--") and word.partition("=")[0] not in options]
     if not unknown:
@@ -151,13 +147,13 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
 
 
 def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
-    """Refuse `--json` without `--dry-run`: whoever wants a plan wants no run."""
+    """Refuse `--json` without `--dry-run`: it would start a run in place of printing a plan."""
     if as_json and not dry_run:
-        raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
+        raise typer.BadParameter("goes with --dry-run alone; nothing was started", param_hint="--json")
 
 
 def require_only_settings(words: Sequence[str] | None) -> None:
-    """Refuse a word that is no setting: a run is validated by its settings, and the checkpoint is an option."""
+    """Refuse an argument that is no setting: the run is given by settings, the checkpoint by an option."""
     from rlcore.config.problems import Problem, settings_error
 
     if bare := [word for word in words or () if "=" not in word]:
@@ -169,10 +165,10 @@ def require_only_settings(words: Sequence[str] | None) -> None:
 def compose_arguments(
     settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
 ) -> "RunSettings":
-    """Compose the settings of a command, and warn of those without effect. `dry_run`: a fork writes no weights.
+    """Compose the settings of a command and warn of those without effect. With `dry_run` a fork writes no weights.
 
     Raises:
-        ConfigError: one message with every mistake.
+        ConfigError: one message with every problem.
     """
     from flows.parameters import all_overrides, compose_settings
 
@@ -188,13 +184,13 @@ def compose_arguments(
 
 
 def print_warnings(lines: Iterable[str]) -> None:
-    """A line each where errors go: what a command prints may be read by a program."""
+    """Print each warning on standard error, since a program may read the standard output."""
     for line in lines:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def show_settings(settings: "RunSettings", part: str | None) -> None:
-    """Print the composed settings as YAML (`part` is `job`, as of Hydra's `--cfg`), or what they are composed of."""
+    """Print the composed settings as YAML (`part` is `job`, as in Hydra's `--cfg`), or their sources."""
     from rlcore.config.compose import CONF_DIR, compose
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
@@ -214,7 +210,7 @@ def show_settings(settings: "RunSettings", part: str | None) -> None:
 
 
 def with_program_path(command: str) -> str:
-    """The command with the path of its program, where that lies beside the interpreter.
+    """Return the command with the path of its program, if that is in the interpreter's folder.
 
     >>> with_program_path("no-such-program --flag")
     'no-such-program --flag'

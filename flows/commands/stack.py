@@ -1,12 +1,15 @@
-"""`millrace up`, `down`, `status` and `deploy`."""
+"""`millrace up`, `down`, `status`, `deploy` and `doctor`: services and requirements of this machine."""
 
+import json
+import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from flows.commands.options import ARTIFACTS, OptionalRoot, Root, Settings
+from flows.commands.options import ARTIFACTS, AsJson, OptionalRoot, Root, Settings
 
-Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: its last port, or a free one.")]
 
 
 def up(
@@ -20,14 +23,14 @@ def up(
         typer.Option(
             envvar="MILLRACE_NOTIFY_BLOCK",
             metavar="TYPE/NAME",
-            help="A notification block in Prefect (Slack, mail, a webhook) that tells of runs that fail or wait.",
+            help="A notification block in Prefect (Slack, mail, a webhook) for runs that fail or wait.",
         ),
     ] = None,
 ) -> None:
-    """Start Prefect, MLflow and a worker on this machine. The deployments are applied.
+    """Start Prefect, MLflow and a worker on this machine, and apply the deployments.
 
-    Other databases than files under the root: PREFECT_API_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI in the
-    environment (docs/stack.md).
+    Set PREFECT_API_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI for databases other than files under the root
+    (docs/stack.md).
 
     Examples:
       millrace up
@@ -36,17 +39,12 @@ def up(
     from flows.stack import control
 
     control.up(
-        root,
-        ray=ray,
-        workers=workers,
-        prefect_port=prefect_port,
-        mlflow_port=mlflow_port,
-        notify_block=notify_block,
+        root, ray=ray, workers=workers, prefect_port=prefect_port, mlflow_port=mlflow_port, notify_block=notify_block
     )
 
 
 def down(root: Root = ARTIFACTS) -> None:
-    """End what `millrace up` has started. Runs save, and go on after the next `up`.
+    """Stop the services that `millrace up` has started. Runs save, and resume after the next `up`.
 
     Examples:
       millrace down
@@ -57,7 +55,7 @@ def down(root: Root = ARTIFACTS) -> None:
 
 
 def status(root: Root = ARTIFACTS) -> None:
-    """Show what `millrace up` has started, and whether it answers. Exit code 1 if something is missing.
+    """Show the services that `millrace up` has started and their state. Exit code 1 if one is missing.
 
     Examples:
       millrace status
@@ -68,21 +66,41 @@ def status(root: Root = ARTIFACTS) -> None:
 
 
 def deploy(
-    experiment: Annotated[str, typer.Argument(metavar="FILE", help="An experiment's file, or one's name.")],
+    experiment: Annotated[str, typer.Argument(metavar="FILE", help="File or name of an experiment.")],
     overrides: Settings = None,
-    name: Annotated[str | None, typer.Option(help="Of the deployment.", show_default="the experiment's name")] = None,
-    cron: Annotated[
-        str | None, typer.Option(metavar="'M H D M W'", help="When it runs by itself; none: as before, at first never.")
+    name: Annotated[
+        str | None, typer.Option(help="Name of the deployment.", show_default="the experiment's name")
     ] = None,
-    timezone: Annotated[str, typer.Option(help="Of --cron.")] = "UTC",
+    cron: Annotated[
+        str | None, typer.Option(metavar="'M H D M W'", help="Schedule; default: unchanged, none at first.")
+    ] = None,
+    timezone: Annotated[str, typer.Option(help="Time zone of --cron.")] = "UTC",
     root: OptionalRoot = None,
 ) -> None:
-    """Make a deployment of an experiment in the stack that is up, or bring it up to date. It runs in its worker.
+    """Create or update a deployment of an experiment in the running stack. The stack's worker runs it.
 
     Examples:
       millrace deploy mine.yaml
       millrace deploy mine.yaml seed=2 --name mine-2 --cron '0 3 * * *' --timezone Europe/Berlin
     """
-    from flows.stack import own
+    from flows.stack import user_deployment
 
-    own.deploy(experiment, overrides, name=name, cron=cron, timezone=timezone, root=root)
+    user_deployment.deploy(experiment, overrides, name=name, cron=cron, timezone=timezone, root=root)
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Check the requirements of a run on this machine. Each line is ok, a warning or an error; exit code 1 for errors.
+
+    Examples:
+      millrace doctor
+    """
+    from flows.plan.machine import check_machine, show
+
+    print("checking this machine, which takes half a minute ...", file=sys.stderr, flush=True)
+    lines = check_machine()
+    if as_json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        show(lines)
+    if any(line.level == "error" for line in lines):
+        sys.exit(1)

@@ -1,4 +1,4 @@
-"""`millrace compare`, `sync`, `gc` and `ui`: without Prefect."""
+"""`millrace compare`, `sync`, `gc` and `ui`. They do not use Prefect."""
 
 import os
 import signal
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Runs = None,
-    search: Annotated[str, typer.Option(help="Also the runs that this finds in MLflow, in MLflow's language.")] = "",
+    search: Annotated[str, typer.Option(help="Also the runs that this MLflow query finds.")] = "",
     root: Root = ARTIFACTS,
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare runs by settings, curves, figures and costs. The first one is the measure; figures have intervals.
+    """Compare runs by settings, curves, metrics and costs. The first run is the baseline; metrics have intervals.
 
     Examples:
       millrace compare countdown_demo-s1 countdown_demo-s2
@@ -39,16 +39,16 @@ def compare(
 
     root = root.resolve()
     tracking = with_stack_store(TrackingConfig(uri=uri, experiment=experiment), root)
-    made = compare_runs(find_runs(runs or (), search, root, tracking), root)
-    print(f"{len(made.runs)} runs: {', '.join(folder.name for folder in made.runs)}\n")
-    print("\n".join(made.statements))
-    print(f"\n  HTML      {made.html}\n  JSON      {made.json}")
-    if made.mlflow_page:
-        print(f"  MLflow    {reachable_url(made.mlflow_page, root)}")
+    comparison = compare_runs(find_runs(runs or (), search, root, tracking), root)
+    print(f"{len(comparison.runs)} runs: {', '.join(folder.name for folder in comparison.runs)}\n")
+    print("\n".join(comparison.statements))
+    print(f"\n  HTML      {comparison.html}\n  JSON      {comparison.json}")
+    if comparison.mlflow_page:
+        print(f"  MLflow    {reachable_url(comparison.mlflow_page, root)}")
 
 
 def reachable_url(page: str, root: Path) -> str:
-    """The page under the address of the root's running MLflow server; else with the command that serves it."""
+    """Return the page at the root's running MLflow server, else with the command that starts one."""
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
     if not page.startswith(LOCAL_UI):
@@ -69,7 +69,7 @@ def _running_mlflow(root: Path) -> "Service | None":
 
 
 def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
-    """Deliver to MLflow what it has not got of these runs' journals, or of all. Doing it again changes nothing.
+    """Send MLflow the undelivered part of these runs' journals, or of all runs. Safe to repeat.
 
     Examples:
       millrace sync
@@ -85,9 +85,9 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
 def gc(
     root: Root = ARTIFACTS,
     uri: Uri = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the artifacts, and remove nothing.")] = False,
 ) -> None:
-    """Remove from MLflow the artifacts of runs deleted there. Registered models and metrics stay.
+    """Remove the artifacts of runs deleted in MLflow. Registered models and metrics stay.
 
     Examples:
       millrace gc --dry-run
@@ -109,17 +109,24 @@ def _print_outcomes(outcomes: "Sequence[Outcome]", nothing: str) -> None:
 
 def ui(
     root: Root = ARTIFACTS,
-    port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Port of the page; default: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages of the root's store, and that of the answers of its runs, until interrupted.
+    """Serve MLflow's pages of the root's store, and the page of its runs' responses, until interrupted.
 
     Examples:
       millrace ui --port 5000
     """
     from flows.server.launch import log_tail
-    from flows.server.secret import login_hint, mlflow_login_environment, root_login
     from flows.stack.services import is_free_port, start_mlflow, stop_server, wait_until_ready
-    from flows.stack.state import StackState, default_mlflow_database, mlflow_database, with_stack_store
+    from flows.stack.state import (
+        StackState,
+        default_mlflow_database,
+        login_hint,
+        mlflow_database,
+        mlflow_login_environment,
+        root_login,
+        with_stack_store,
+    )
     from rlcore.config import TrackingConfig
     from rlcore.tracking.connection import has_store
     from rlcore.tracking.mlflow_store import MlflowStore
@@ -129,15 +136,13 @@ def ui(
     if running is not None:
         store = MlflowStore(with_stack_store(TrackingConfig(), root), root)
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
-        print(f"Answers: {running.url}/answers/\nLog in with {login_hint(root)}")
+        print(f"Responses: {running.url}/answers/\nLog in with {login_hint(root)}")
         return
     if port is not None and not is_free_port(port):
-        raise MillraceError(
-            f"--port {port}: is in use on this machine. Name another one, or none: a free one is taken."
-        )
+        raise MillraceError(f"--port {port}: is in use on this machine. Name another one, or leave it out.")
     database = mlflow_database(root)
     if not has_store(database):
-        raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")
+        raise MillraceError(f"--root {root}: holds no MLflow store. Run an experiment there, or name another root.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = start_mlflow(root, port, StackState(), tether=True)
     process = server.process()
@@ -148,11 +153,11 @@ def ui(
             os.environ.update(mlflow_login_environment(root_login(root)))
             tracking = TrackingConfig(uri=server.url)
         page = MlflowStore(tracking, root).runs_url(server.url)
-        print(f"MLflow: {page} (until Ctrl-C; its log: {server.log})\nAnswers: {server.url}/answers/")
+        print(f"MLflow: {page} (until Ctrl-C; its log: {server.log})\nResponses: {server.url}/answers/")
         print(f"Log in with {login_hint(root)}", flush=True)
         if process is not None:
             process.wait()
-        raise MillraceError(f"MLflow's server has ended by itself.\n{log_tail(server.log)}")
+        raise MillraceError(f"MLflow's server has ended unexpectedly.\n{log_tail(server.log)}")
     except KeyboardInterrupt:
         pass
     finally:

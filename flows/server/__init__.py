@@ -1,1 +1,1 @@
-"""Prefect: the server that a command talks to, and what it says of the flow runs that are here."""
+"""The Prefect server of a command, and the state of this process's flow run there."""

@@ -1,7 +1,7 @@
-"""Which Prefect server a command talks to, and the settings under which it does. Call before Prefect is imported.
+"""The Prefect server of a command and Prefect's settings. Call before Prefect is imported.
 
-`PREFECT_API_URL` names a server; else the one that `millrace up` has started under the same root; else one is started
-for this command, with its database in `<root>/prefect`, and ends with it.
+A command uses the server of `PREFECT_API_URL`, else the one that `millrace up` has started under the same root. Else
+it starts one with its database in `<root>/prefect`, which ends with the command.
 """
 
 import atexit
@@ -21,63 +21,70 @@ from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
 from flows.server.launch import log_tail, python_path, start_process
-from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, new_login, root_login
 from flows.stack.serve import ONE_COMMAND
-from flows.stack.state import PREFECT_DATABASE, prefect_database, read_stack
+from flows.stack.state import (
+    CLIENT_LOGIN,
+    PREFECT_DATABASE,
+    SERVER_LOGIN,
+    new_login,
+    prefect_database,
+    read_stack,
+    root_login,
+)
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 
 START_WAIT_S = 600.0
-"""The first start makes the database: 7 s of computing, minutes on a busy machine. One that dies is noticed at once."""
+"""Limit of a start. The first one creates the database: 7 s of a core, minutes on a busy machine."""
 ANSWER_WAIT_S = 10.0
-"""Seconds to wait for a server that should be up already."""
+"""Seconds to wait for a server that should be up."""
 STOP_WAIT_S = 10.0
 PREFECT_ENVIRONMENT: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    # No result is kept in Prefect: what is done is known from the run's files. Exceptions are written in any case.
+    # Prefect stores no results: the run's files show what is done. Exceptions are stored in any case.
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-    # 2^n s in all: a server that is away for a quarter of an hour does not fail a run that is done.
+    # 2^n s in total: a server that is down for a quarter of an hour does not fail a finished run.
     "PREFECT_CLIENT_MAX_RETRIES": "9",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "rlcore,data,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    # Prefect's own lines would tear the live line apart; they still go to the server.
+    # Prefect's own lines would break the live line; the server still gets them.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
-"""Environment of Prefect, as far as the user's environment does not set it."""
+"""Default environment of Prefect; the user's variables have priority."""
 COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
-"""What is other in a command, whose work has an outcome without a server too: 14 s in all."""
+"""Different defaults in a command, whose work can end without a server: 14 s of retries in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefectApi:
-    """A server that answers, or will in a moment. `home`: of a server that ends with this command, else None."""
+    """A server that is up or starting. `home` is the folder of a server that ends with this command, else None."""
 
     url: str
     home: Path | None
 
 
 class LocalServer:
-    """A Prefect server that ends with this process. Its login is known to this process and to those that it starts.
+    """A Prefect server that ends with this process. Only this process and its children know the login.
 
-    Prefect's own ephemeral server would outlive a killed process, answer under any name, choose a port that
-    another user may take first, and not start while Prefect is imported.
+    Prefect's own ephemeral server would outlive a killed process, accept any Host, choose a port that another user may
+    take first, and not start while Prefect is imported.
     """
 
     def __init__(self, home: Path) -> None:
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
         self._log = home / "server.log"
-        # Two servers that make the database at the same time would get in each other's way.
-        self._making = HeldLock(home / "server-start.lock", what=f"the Prefect database in {home}", wait_s=START_WAIT_S)
-        self._making.__enter__()
+        # Two servers must not create the database concurrently.
+        self._start = HeldLock(home / "server-start.lock", what=f"the Prefect database in {home}", wait_s=START_WAIT_S)
+        self._start.__enter__()
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         self.login = new_login()
-        own = {
+        environment = {
             "PREFECT_HOME": str(home),
             **self.environment,
             SERVER_LOGIN: self.login,
@@ -89,20 +96,20 @@ class LocalServer:
         self._log.unlink(missing_ok=True)
         with listener:
             command = [sys.executable, "-P", "-m", "flows.stack.serve", ONE_COMMAND, str(listener.fileno())]
-            self._process = start_process(command, self._log, os.environ | own, [listener.fileno()])
-        # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
+            self._process = start_process(command, self._log, os.environ | environment, [listener.fileno()])
+        # Registered before Prefect is imported, so it runs after Prefect has sent its last logs and events.
         atexit.register(self.stop)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for clients of the server."""
+        """Return the environment variables of the server's clients."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     def wait(self) -> None:
-        """Wait until the server answers.
+        """Wait until the server is up.
 
         Raises:
-            MillraceError: it does not; with the end of its log.
+            MillraceError: it did not start; with the end of its log.
         """
         try:
             _check_health(self.url, START_WAIT_S)
@@ -112,10 +119,10 @@ class LocalServer:
                 f"without Prefect. {log_tail(str(self._log))}"
             ) from error
         finally:
-            self._making.__exit__(None, None, None)
+            self._start.__exit__(None, None, None)
 
     def stop(self) -> None:
-        """End the server. Safe to call twice."""
+        """Stop the server. Safe to call twice."""
         self._process.terminate()
         try:
             self._process.wait(STOP_WAIT_S)
@@ -128,10 +135,10 @@ _servers: dict[Path, LocalServer] = {}
 
 
 def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
-    """Choose the server and set Prefect's environment; where one has to be started it comes up meanwhile.
+    """Choose the server and set Prefect's environment, or start a server without waiting for it.
 
     Raises:
-        MillraceError: a server that was named or recorded does not answer.
+        MillraceError: the server of `PREFECT_API_URL` cannot be used.
     """
     for name, value in {**PREFECT_ENVIRONMENT, **COMMAND_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)
@@ -147,10 +154,10 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """The server that is there already: named, or recorded under the root and up. None: one has to be started.
+    """Return the server of `PREFECT_API_URL`, or the running one recorded under the root, or None.
 
     Raises:
-        MillraceError: a server that was named does not answer.
+        MillraceError: the server of `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():
@@ -169,13 +176,13 @@ def running_prefect(root: Path) -> PrefectApi | None:
 
 
 def wait_for_prefect(api: PrefectApi) -> None:
-    """Wait until a server that was started here answers."""
+    """Wait until a server started by this process is up."""
     if api.home is not None:
         _servers[api.home].wait()
 
 
 def is_reachable(url: str) -> bool:
-    """Whether a Prefect server answers there."""
+    """Return whether a Prefect server answers at the address."""
     try:
         _check_health(url, ANSWER_WAIT_S)
     except (OSError, ValueError, HTTPException):
@@ -185,14 +192,14 @@ def is_reachable(url: str) -> bool:
 
 def _require_prefect(url: str) -> None:
     """Require a Prefect server of the installed series, such as 3.7, that accepts our login."""
-    what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL: then one is started here."
+    what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:
         _check_health(url, ANSWER_WAIT_S)
         theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
     except (OSError, ValueError, HTTPException) as error:
         if isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED:
             raise MillraceError(
-                f"{CLIENT_LOGIN}: {what} asks for a login, and this is another one or none. Set it by the line that "
+                f"{CLIENT_LOGIN}: {what} requires a login, and this is missing or wrong. Set it by the line that "
                 f"`millrace up` prints, {remedy}"
             ) from error
         raise MillraceError(
@@ -201,13 +208,12 @@ def _require_prefect(url: str) -> None:
     ours = version("prefect")
     if theirs.split(".")[:2] != ours.split(".")[:2]:
         raise MillraceError(
-            f"{what} is Prefect {theirs}, and {ours} is installed here; both must be of one series. Bring that server "
+            f"{what} is Prefect {theirs}, and {ours} is installed here; both must be of one series. Update that server "
             f"to {'.'.join(ours.split('.')[:2])}, {remedy}"
         )
 
 
 def _check_health(url: str, timeout_s: float) -> None:
-    """Ask for the server's health."""
     if _get(f"{url}/health", timeout_s).strip() != b"true":
         raise OSError("something else than a Prefect server answers there")
 
@@ -217,6 +223,6 @@ def _get(url: str, timeout_s: float) -> bytes:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     login = b64encode(os.environ.get(CLIENT_LOGIN, "").encode()).decode()
     request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"} if login else {})
-    with opener.open(request, timeout=timeout_s) as answer:
-        content: bytes = answer.read()
+    with opener.open(request, timeout=timeout_s) as response:
+        content: bytes = response.read()
     return content

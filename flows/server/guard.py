@@ -9,22 +9,22 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Names of loopback, with any port: an SSH tunnel may end at another one."""
+"""Names of loopback. Any port is allowed, since an SSH tunnel may end at another one."""
 HEALTH = "/health"
 FOREIGN_SITES = ("cross-site", "same-site")
-"""What a browser says in Sec-Fetch-Site of a request that a page of another host or port has caused."""
+"""Values of Sec-Fetch-Site for a request caused by a page of another host or port."""
 
 
 class Guard:
-    """An ASGI application that lets requests of our own clients and pages through to another one.
+    """An ASGI application that passes requests of our own clients and pages to another application.
 
-    It refuses a Host that is no name of loopback (a stranger's name can be made to resolve to it: DNS rebinding), what
-    a page of another origin asks for and, where `login` is given, whoever does not know it.
+    It refuses a Host that is no name of loopback (DNS rebinding can make any name resolve to it), requests of pages of
+    another origin and, if `login` is given, requests without it.
 
     Args:
-        app: what is guarded.
-        login: `user:password` of HTTP's basic authentication; None where the application asks for it itself. Only
-            `/health` answers without it.
+        app: The guarded application.
+        login: `user:password` of HTTP's basic authentication, required for all paths but `/health`; None if the
+            application checks it.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:
@@ -32,12 +32,12 @@ class Guard:
         self._login = login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or hand it on."""
+        """Refuse the request, or pass it on."""
         refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the client gets a 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet: the client gets a 403
         else:
             await refusal(scope, receive, send)
 
@@ -45,23 +45,25 @@ class Guard:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not is_loopback_name(hosts[0]):
-            return PlainTextResponse("This server is known by no such name; use 127.0.0.1 or localhost.\n", 403)
+            return PlainTextResponse("This server has no such name; use 127.0.0.1 or localhost.\n", 403)
         if _is_cross_origin(headers, hosts[0]):
-            return PlainTextResponse("Pages of other origins may not ask this server.\n", 403)
+            return PlainTextResponse("Pages of other origins may not use this server.\n", 403)
         is_health = scope["path"] == HEALTH and scope.get("method") == "GET"
         if self._login is not None and not is_health and not _has_login(headers.get("authorization", ""), self._login):
-            ask = {"WWW-Authenticate": 'Basic realm="millrace", charset="UTF-8"'}
-            return PlainTextResponse("This server asks for the login that `millrace up` tells of.\n", 401, ask)
+            challenge = {"WWW-Authenticate": 'Basic realm="millrace", charset="UTF-8"'}
+            return PlainTextResponse("This server requires the login that `millrace up` names.\n", 401, challenge)
         return None
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether a Host header names loopback.
+    """Return whether a Host header names loopback.
 
     >>> [is_loopback_name(host) for host in ("127.0.0.1:4200", "LOCALHOST", "[::1]:80")]
     [True, True, True]
-    >>> [is_loopback_name(host) for host in ("evil.example:4200", "127.0.0.1.evil.example", "10.1", "", "[", "localhost@evil")]
-    [False, False, False, False, False, False]
+    >>> [is_loopback_name(host) for host in ("evil.example:4200", "127.0.0.1.evil.example", "10.1", "localhost@evil")]
+    [False, False, False, False]
+    >>> [is_loopback_name(host) for host in ("", "[")]
+    [False, False]
     """
     try:
         return urlsplit(f"//{host}").hostname in LOOPBACK_NAMES
@@ -70,14 +72,14 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _is_cross_origin(headers: Headers, host: str) -> bool:
-    """Whether a browser sends it for a page of another origin; not where somebody has followed a link to here."""
+    """Return whether a page of another origin caused the request; a followed link is allowed."""
     if any(origin not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin")):
         return True
     return headers.get("sec-fetch-site") in FOREIGN_SITES and headers.get("sec-fetch-mode") != "navigate"
 
 
 def _has_login(authorization: str, login: str) -> bool:
-    """Whether an Authorization header gives the login.
+    """Return whether an Authorization header contains the login.
 
     >>> [_has_login(given, "a:b") for given in ("Basic YTpi", "Basic YTpj", "Basic YTp", "Basic é", "Bearer YTpi", "")]
     [True, False, False, False, False, False]

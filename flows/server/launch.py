@@ -2,11 +2,11 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The kernel sends SIGTERM to the command when its parent dies, however that happens. The signal is asked for
-here, after an exec, and not in a `preexec_fn`: Python code in a forked child of a threaded process may deadlock. The
-kernel watches the thread that forked, so start such commands from a thread that lives as long as they may.
+The kernel sends SIGTERM to the command when its parent dies. The signal is requested here after an exec, not in a
+`preexec_fn`: Python code in a forked child of a threaded process may deadlock. The kernel watches the thread that
+forked, so the starting thread must outlive the command.
 
-Run as a file, with nothing imported but the standard library: it costs 20 ms.
+Run as a file that imports the standard library alone, this costs 20 ms.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 EXIT_PARENT_GONE = 143
-"""Exit code where the parent died before the command could start: what a shell gives for SIGTERM."""
+"""Exit code if the parent died before the command started: the shell's code for SIGTERM."""
 _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 
 def tethered_command(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` tethered to this process."""
+    """Return the command line that runs `command` tethered to this process."""
     return [*_LAUNCH, str(os.getpid()), *command]
 
 
@@ -40,14 +40,14 @@ def start_process(
     folder: Path | None = None,
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in a session of its own, without input, and with its output at the end of `log`.
+    """Start a command in a new session, without input, and append its output to `log`.
 
     An interrupt at the keyboard does not reach it.
 
     Args:
-        descriptors: descriptors of this process that it inherits.
-        folder: where it is started; None: in the folder of this process.
-        tether: end it with this process.
+        descriptors: Inherited descriptors of this process.
+        folder: Working folder; None: that of this process.
+        tether: Whether it ends with this process.
     """
     import subprocess
 
@@ -65,7 +65,7 @@ def start_process(
 
 
 def python_path(*more: str) -> str:
-    """`PYTHONPATH` of a process that is to run the code that we run: our source first, then the environment's."""
+    """Return the `PYTHONPATH` for a process that runs our code: our source, then the environment's path."""
     source = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
@@ -78,13 +78,13 @@ HINTS = {
     "`mlflow db upgrade ADDRESS`.",
     "Connection refused": "Its database does not answer: is it running, and is the address right?",
     "password authentication failed": "Its database refuses the user or the password in the address.",
-    "already in use": "Another process has taken its port meanwhile: run the command again.",
+    "already in use": "Another process has taken its port: run the command again.",
 }
-"""Text at the end of a log, and the remedy that is shown for it."""
+"""Remedy by a text in the last lines of a log."""
 
 
 def log_tail(log: str) -> str:
-    """The last lines of a log, and what to do where one of them says it."""
+    """Return the last lines of a log, after the remedies for known errors."""
     text = Path(log).read_text(errors="replace")
     hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
     lines = [f"    {line}" for line in text.splitlines()[-NUM_LAST_LINES:]]
@@ -92,7 +92,7 @@ def log_tail(log: str) -> str:
 
 
 def _tether(parent: int) -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it; elsewhere a lost parent is not noticed
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only; elsewhere a lost parent is not noticed
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:

@@ -1,8 +1,8 @@
 """Cancellation and suspension of this process's flow run, requested at the Prefect server.
 
-Prefect announces both by events, and some are lost: the event of a suspension may come before its state is in the
-database; a worker of Prefect 3.7 cancels a flow run once and not again after a retry; and nobody cancels a run that no
-worker started, or whose worker is dead. So the flow polls its state every few seconds. Events are quicker.
+Prefect's events are not enough: the event of a suspension may come before the state is in the database, a worker of
+Prefect 3.7 cancels a flow run once but not after a retry, and a run without a living worker is never cancelled. So
+the flow also polls its state every few seconds.
 """
 
 import logging
@@ -29,21 +29,21 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 4.0
 CANCEL_AFTER_S = 20.0
-"""Seconds after which a cancelled flow run ends itself; a worker that lives has sent it a signal long before."""
+"""Seconds after which a cancelled flow run ends itself; a living worker sends a signal long before."""
 MAX_RETRIES = 2
 """Retries of a request at the end of a run."""
-STOP_REQUESTED = "told to end; the same command goes on from the last checkpoint"
+STOP_REQUESTED = "stop requested; the same command resumes from the last checkpoint"
 CANCELLED_TYPES = (StateType.CANCELLING, StateType.CANCELLED)
 ENGINE = "prefect.engine"
-"""The logger of the process of a flow run."""
+"""Name of the logger of a flow run's process."""
 
 
 class FlowCancelledError(Abort):
-    """The flow run was cancelled or got a signal, and no worker ends it. The trainer has saved, as after any stop."""
+    """The flow run was cancelled or got a signal, and no worker ends it. The trainer has saved."""
 
 
 class _FlowRunWatch:
-    """Polls a flow run's state in a thread, so that a server that does not answer blocks nothing."""
+    """A thread that polls a flow run's state, so that a server that does not answer blocks nothing."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
@@ -55,7 +55,7 @@ class _FlowRunWatch:
         threading.Thread(target=here.run, args=(self._poll,), name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
-        """Whether the server has the flow run as cancelled, now; False where it does not answer."""
+        """Return whether the flow run is cancelled now; False if the server does not answer."""
         with suppress(Exception), limit_retries():
             self._look()
         return self.cancelled_at is not None
@@ -87,19 +87,19 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Inside the block this process's flow run is watched. Take it before the run's lock, which the next try needs."""
+    """Watch this process's flow run in the block. Enter it before the run's lock, which the next attempt needs."""
     global _watch
-    around = UUID(str(flow_run.id))
-    watch = _watch = _FlowRunWatch(around, is_deployed=bool(deployment.id))
+    run_id = UUID(str(flow_run.id))
+    watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))
     try:
         with stop_as_cancellation():
             yield
     except FlowCancelledError:
-        _set_cancelled(around)
+        _set_cancelled(run_id)
         raise
     finally:
         _watch = None
-        watch.over.set()  # a request that is under way is left alone
+        watch.over.set()  # a request in progress is not interrupted
 
 
 def end_if_cancelled() -> None:
@@ -125,14 +125,16 @@ def end_if_suspended() -> None:
 
 @contextmanager
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn a signal inside the block into a cancellation.
+    """Turn a signal in the block into a cancellation.
 
-    Prefect takes SIGINT for a crash, and at SIGTERM ends the process before it reports, or calls the task crashed. A
-    deployed run that nobody cancelled lost its worker: the next `millrace up` resumes it. `is_stopped`: whether
-    `millrace stop` has stopped the run.
+    Prefect takes SIGINT for a crash, and at SIGTERM ends the process before it reports, or marks the task crashed. A
+    signalled deployed run that was not cancelled has lost its worker: the next `millrace up` resumes it.
+
+    Args:
+        is_stopped: Returns whether `millrace stop` has stopped the run.
 
     Raises:
-        FlowCancelledError: in place of what a signal to this process, or to the trainer, has raised.
+        FlowCancelledError: in place of the error that a signal to this process or the trainer raised.
     """
     try:
         yield
@@ -143,15 +145,15 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
 
 
 class DeferredSignals:
-    """A block in which SIGINT and SIGTERM wait for a part of it that lets them through, or for its end.
+    """A block that defers SIGINT and SIGTERM to its end, or to a part of it inside `deliver`.
 
-    For Prefect's engine around our work: interrupted while it makes or ends a task run, it fails with an error of its
-    own, and the stop is lost. A second signal is not held. Outside the main thread nothing is held.
+    It is put around Prefect's engine: interrupted while it creates or ends a task run, the engine fails with its own
+    error, and the stop is lost. A second signal is not deferred. Outside the main thread the block has no effect.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._noted: int | None = None
+        self._deferred: int | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -164,7 +166,7 @@ class DeferredSignals:
 
     @contextmanager
     def deliver(self) -> Iterator[None]:
-        """Inside the block signals come at once; one that was held comes at its beginning."""
+        """Deliver signals immediately in the block, a deferred one at its beginning."""
         try:
             self._restore()
             yield
@@ -178,47 +180,46 @@ class DeferredSignals:
     def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        noted, self._noted = self._noted, None
-        if noted is not None:
-            signal.raise_signal(noted)
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            signal.raise_signal(deferred)
 
     def _record(self, number: int, frame: object) -> None:
-        again, self._noted = self._noted is not None, number
-        if again:
+        is_second, self._deferred = self._deferred is not None, number
+        if is_second:
             self._restore()
 
 
-def _set_cancelled(one: UUID) -> None:
-    """Set the flow run and its unfinished tasks Cancelled; a warning where the server does not answer."""
-    state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
-    within = FlowRunFilter(id=FlowRunFilterId(any_=[one]))
+def _set_cancelled(run_id: UUID) -> None:
+    """Set the flow run and its unfinished tasks Cancelled; warn if the server does not answer."""
+    state: State[object] = Cancelled(message="cancelled; saved, and resumes after a retry")
     try:
         with limit_retries(), get_client(sync_client=True) as client:
-            client.set_flow_run_state(one, state, force=True)
-            for task in client.read_task_runs(flow_run_filter=within):
+            client.set_flow_run_state(run_id, state, force=True)
+            for task in client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))):
                 if task.state is None or not task.state.is_final():
                     client.set_task_run_state(task.id, state, force=True)
     except Exception as error:
-        log.warning("the Prefect server was not told that the run has ended: %s", error)
+        log.warning("the end of the run was not reported to the Prefect server: %s", error)
 
 
 def set_flow_run_state(state: State[object]) -> None:
-    """Set the flow run's state. Prefect's own `pause_flow_run` would block the flow, which must read its trainer."""
+    """Set the flow run's state. Prefect's `pause_flow_run` would block the flow, which must read from its trainer."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
 def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Inside the block requests to a server that is away are given up soon. To enter it takes 60 ms."""
+    """Limit the retries of requests to an absent server in the block. Entering it takes 60 ms."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 
 def shorten_known_errors(record: logging.LogRecord) -> bool:
-    """Log an error of ours as its message: its traceback shows our code, and the mistake is elsewhere.
+    """Log an error of ours as its message, without the traceback of our code.
 
-    A cancelled run is no error, and the state `Running` in which Prefect calls its task finished is left out.
+    A cancellation is logged as information. Prefect's line of a task that finished in state `Running` is dropped.
     """
-    if any(isinstance(said, FlowCancelledError) for said in record.args or ()):
+    if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"
     if record.getMessage() == "Finished in state Running()":
         return False
@@ -226,7 +227,7 @@ def shorten_known_errors(record: logging.LogRecord) -> bool:
     if not isinstance(error, MillraceError):
         return True
     record.msg, record.args, record.exc_info = str(error), (), None
-    return record.name != ENGINE  # which repeats what the flow run has logged
+    return record.name != ENGINE  # it repeats the flow run's line
 
 
 for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):

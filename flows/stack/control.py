@@ -1,4 +1,4 @@
-"""`millrace up`, `down` and `status`: servers of Prefect and MLflow, workers and, if asked, a Ray head, on loopback."""
+"""`millrace up`, `down` and `status`: Prefect, MLflow, workers and an optional Ray head on loopback."""
 
 import os
 import subprocess
@@ -12,13 +12,15 @@ from shlex import quote
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import with_program_path
-from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_hint
 from flows.stack import services
 from flows.stack.services import print_line
 from flows.stack.state import (
+    CLIENT_LOGIN,
+    SECRET_FILE,
     STACK_ROOT,
     Service,
     StackState,
+    login_hint,
     mlflow_database,
     read_stack,
     stack_tracking_uri,
@@ -43,13 +45,12 @@ def up(
     mlflow_port: int | None = None,
     notify_block: str | None = None,
 ) -> None:
-    """Start what is not running, apply the deployments, and print where everything is. Safe to call again.
+    """Start the missing services, apply the deployments, and print the addresses. Safe to repeat.
 
-    Where that fails, what this call has started is ended again. A port of None: the one that there was before, or a
-    free one.
+    After an error the services that this call has started are stopped. A port of None is the last one or a free one.
 
     Raises:
-        MillraceError: a service does not start; says why, with the end of its log.
+        MillraceError: a service does not start; with the end of its log.
     """
     root, ports = root.resolve(), {"prefect": prefect_port, "mlflow": mlflow_port}
     try:
@@ -74,9 +75,9 @@ def up(
 
 
 def down(root: Path) -> None:
-    """End what `up` has started, and all flow runs of its workers, which save.
+    """Stop the services of `up`, and all flow runs of its workers, which save.
 
-    The record stays, so that the next `up` takes the same ports and resumes those runs.
+    The record stays, so that the next `up` uses the same ports and resumes those runs.
     """
     root = root.resolve()
     with _stack_lock(root):
@@ -92,7 +93,7 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> None:
-    """Print a line for each service; exit code 1 where one is missing."""
+    """Print a line for each service; exit with code 1 if one is missing."""
     stack, states = read_stack(root), service_states(root)
     for service, state in states:
         print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")
@@ -104,16 +105,17 @@ def status(root: Path) -> None:
 
 
 def service_states(root: Path) -> list[tuple[Service, str]]:
-    """The state of each recorded service: `up`, `does not answer`, or `gone`."""
-    found = []
-    for service in read_stack(root).services:
+    """Return the state of each recorded service: `up`, `does not answer`, or `gone`."""
+
+    def state_of(service: Service) -> str:
         state = "up" if services.is_ready(service) else "does not answer"
-        found.append((service, "gone" if service.process() is None else state))
-    return found
+        return "gone" if service.process() is None else state
+
+    return [(service, state_of(service)) for service in read_stack(root).services]
 
 
 def shell_export(root: Path, state: StackState) -> str:
-    """The line by which Prefect's own commands find this stack and may use it."""
+    """Return the shell line that gives Prefect's own commands the address and login of this stack."""
     return f'export PREFECT_API_URL={state.prefect_api_url} {CLIENT_LOGIN}="$(cat {quote(str(root / SECRET_FILE))})"'
 
 
@@ -122,39 +124,38 @@ def _stack_lock(root: Path) -> HeldLock:
 
 
 def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
-    """Require that ports that were asked for are free, and that a server that is up fits: version and port."""
-    again = f"`millrace down --root {quote(str(root))}`"
+    """Require that the requested ports are free, and that running servers have the installed version and that port."""
+    down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
         service = state.service(name)
         if service is None or service.process() is None:
             if port is not None and not services.is_free_port(port):
                 raise MillraceError(
-                    f"--{name}-port: port {port} is in use on this machine (`ss -ltnp` shows by what). Choose another "
-                    "one, or leave the option out: then a free port is taken and kept."
+                    f"--{name}-port: port {port} is in use on this machine (`ss -ltnp` shows its process). Choose "
+                    "another one, or leave the option out for a free port."
                 )
             continue
         if service.version != version(name):
             raise MillraceError(
                 f"{name} is up at {service.url} in version {service.version}, and {version(name)} is installed here. "
-                f"{again}, then `millrace up` again; both read the database of the older one."
+                f"{down_first}, then `millrace up` again; both read the database of the older one."
             )
         if port is not None and port != service.port:
             raise MillraceError(
-                f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. {again} first, or "
-                "leave the port out."
+                f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. {down_first} first, "
+                "or leave the port out."
             )
 
 
 def _start_services(
     root: Path, state: StackState, ports: Mapping[str, int | None], notify_block: str | None, workers: int, *, ray: bool
 ) -> StackState:
-    """Start what does not run: servers, which come up while Prefect is set up, then workers."""
+    """Start the missing services: the servers, which come up while Prefect is set up, then workers."""
     ran_before = state.running()
     state = _start(root, state, "prefect", partial(services.start_prefect, root, ports["prefect"]))
     database = mlflow_database(root)
     if not has_store(database):
-        # Whole or not at all: of a server that is killed meanwhile half the tables would stay.
-        connect(database)
+        connect(database)  # atomic: a server killed at its start would leave half of the tables
     services.wait_until_ready(_service(state, "prefect"))
     earlier = state.service("mlflow")
     state = _start(root, state, "mlflow", partial(services.start_mlflow, root, ports["mlflow"]))
@@ -176,7 +177,7 @@ def _start_services(
 
 
 def _start(root: Path, state: StackState, name: str, start: Callable[[StackState], Service]) -> StackState:
-    """Start a service that does not run, and record it at once: `down` must know it, whatever happens next."""
+    """Start a service that is not running, and record it immediately, so that `down` can stop it after any error."""
     known = state.service(name)
     if known is not None and known.process() is not None:
         return state
@@ -193,20 +194,20 @@ def _service(state: StackState, name: str) -> Service:
 
 
 def _stop_services(ended: Iterable[Service]) -> None:
-    """End services: workers, then what their flows talk to."""
+    """Stop services: workers first, then the servers that their flows use."""
     order = ("worker", "ray", "mlflow", "prefect")
     for service in sorted(ended, key=lambda service: (order.index(service.name.partition("-")[0]), service.name)):
         if (process := service.process()) is None:
             continue
         if service.is_worker:
-            services.kill([process])  # told to end it would note its flow runs as crashed
+            services.kill([process])  # after SIGTERM it would mark its flow runs crashed
         else:
             services.stop_server(process)
         print_line(f"{service.name} (process {service.pid}) has ended")
 
 
 def _apply_deployments(root: Path, state: StackState, notify_block: str | None) -> None:
-    """Run `flows.stack.deploy` in a process of its own: Prefect reads its settings once."""
+    """Run `flows.stack.deploy` in a separate process: Prefect reads its settings at import."""
     environment = os.environ | services.prefect_environment(root, state.prefect_api_url) | {STACK_ROOT: str(root)}
     if notify_block is not None:
         environment[services.NOTIFY_BLOCK] = notify_block

@@ -1,8 +1,8 @@
-"""What Millrace has in a Prefect server: work pool, queues, automations, deployments.
+"""Millrace's objects in a Prefect server: work pool, queues, automations, deployments.
 
     python -m flows.stack.deploy
 
-Brings them up to date in the server of `PREFECT_API_URL`, for the stack of `MILLRACE_STACK`. May be repeated.
+updates them in the server of `PREFECT_API_URL` for the stack of `MILLRACE_STACK`. It may be repeated.
 """
 
 import os
@@ -36,20 +36,21 @@ from rlcore.errors import MillraceError
 
 DEPLOYMENTS = Path("conf", "prefect.yaml")
 JOB_TEMPLATE: dict[str, Any] = {
-    # The worker's folder; else a temporary one, which a killed worker leaves.
+    # The worker's folder: a temporary one would stay after a killed worker.
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""How the worker starts a flow run: by Prefect's own command, in its own environment, with a log that stays where the
-worker is killed. A job variable is refused: by default one may name another command, other variables of the environment
-or another folder."""
+"""The worker's start of a flow run: Prefect's own command in the worker's environment, with a log that survives it.
+
+Job variables are refused: by default one may set another command, environment or folder.
+"""
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""Flow runs at a time. One training, as long as the root has no slots: with slots each run waits for its own."""
+"""Concurrent flow runs: one training unless the root has slots, where each run waits for its own."""
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 
 
 def main() -> None:
-    """Set it all up, and print what was done."""
+    """Update all objects, and print the changes."""
     root = Path(os.environ[STACK_ROOT])
     with get_client(sync_client=True) as client:
         ensure_pool(client, has_slots=bool(Slots(root).devices()))
@@ -66,9 +67,9 @@ def main() -> None:
 
 
 def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
-    """Make the work pool and its queues, with their limits, or keep these as people have set them.
+    """Create the work pool and its queues with their limits; existing limits stay as users have set them.
 
-    Where the root has slots, a limit that we have set is removed: each run waits for its own slot.
+    If the root has slots, our own default limit is removed: each run waits for its slot.
     """
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
@@ -84,30 +85,28 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
 
 
 def apply_deployments() -> None:
-    """Have Prefect apply the file of deployments. It leaves schedules, and switches on deployments that were paused.
+    """Apply the file of deployments by Prefect's command, which keeps schedules and resumes paused deployments.
 
     Raises:
-        MillraceError: Prefect refuses; with its message.
+        MillraceError: Prefect refuses the file; with its message.
     """
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise MillraceError(
-            f"{DEPLOYMENTS}: Prefect does not apply it:\n{(done.stdout + done.stderr).strip()[-3_000:]}"
-        )
+        raise MillraceError(f"{DEPLOYMENTS}: Prefect refuses it:\n{(done.stdout + done.stderr).strip()[-3_000:]}")
 
 
 NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Let a deployment's form leave empty what may be None, and set whether the deployment is paused."""
+    """Make the optional fields of a deployment's form clearable, and set whether the deployment is paused."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
 
 def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema in which what may be None has its other type alone, and no default. An eased schema is unchanged.
+    """Return a schema whose optional fields have their other type alone and no default. Idempotent.
 
     >>> without_null_types({"properties": {"seed": {"anyOf": [{"type": "integer"}, NULL_TYPE], "default": None}}})
     {'properties': {'seed': {'type': 'integer'}}}
@@ -122,83 +121,83 @@ def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAILURE_EVENTS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""States that people are told of. A flow run is Paused only while it waits, for room on a disk or for slots."""
+"""States that send a notification. A Paused flow run only waits for disk space or slots."""
 _IMMEDIATELY = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
 _DEPLOYED = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
 )
 NOTIFICATIONS = (
     (
-        "millrace: tell of a run that failed or waits",
+        "millrace: notify of a run that failed or waits",
         _IMMEDIATELY(
             expect={f"prefect.flow-run.{end}" for end in FAILURE_EVENTS},
             match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-            match_related=_DEPLOYED,  # flows nested in one fail with it, and are not told too
+            match_related=_DEPLOYED,  # nested flows fail with their parent and send no second message
         ),
         "{{ flow_run.name }}: {{ flow_run.state.name }}",
         '{{ flow_run.state.message or "" }}\n{{ flow_run | ui_url }}',
     ),
     (
-        "millrace: tell of a run that waits for room on the disk",  # also where no deployment has started it
+        "millrace: notify of a run that waits for disk space",  # also without a deployment
         _IMMEDIATELY(expect={"millrace.paused_for_disk"}),
         "{{ event.resource.name }}: {{ event.event }}",
         "{{ event.payload.text }}",
     ),
 )
-"""Name, trigger, subject and text of each notification; the server fills the texts in."""
+"""Name, trigger, subject and text of each notification, as templates of the server."""
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
-    """From now on have a notification block tell people of runs that end badly, or wait for room on a disk.
+    """Set up the automations that send notifications of runs that fail or wait for disk space.
 
     Raises:
-        MillraceError: there is no such block, or it is none that notifies.
+        MillraceError: no such notification block.
     """
-    teller = _notification_block(client, block)
+    block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:
-        action = SendNotification(block_document_id=teller, subject=subject, body=body)
-        wanted = AutomationCore(name=name, trigger=trigger, actions=[action])
+        action = SendNotification(block_document_id=block_id, subject=subject, body=body)
+        automation = AutomationCore(name=name, trigger=trigger, actions=[action])
         if known := client.read_automations_by_name(name):
-            client.update_automation(known[0].id, wanted)
+            client.update_automation(known[0].id, automation)
         else:
-            client.create_automation(wanted)
+            client.create_automation(automation)
 
 
-def _notification_block(client: SyncPrefectClient, named: str) -> UUID:
-    """The block that `TYPE/NAME` names, such as `slack-webhook/team`."""
+def _notification_block(client: SyncPrefectClient, name: str) -> UUID:
+    """Return the id of the block `TYPE/NAME`, such as `slack-webhook/team`."""
     known = {
         f"{one.block_type.slug}/{one.name}": one.id
         for one in client.read_block_documents(include_secrets=False)
         if one.block_type and one.block_schema and "notify" in (one.block_schema.capabilities or ())
     }
-    if named not in known:
+    if name not in known:
         raise MillraceError(
-            f"{NOTIFY_BLOCK}: must name a notification block in Prefect as TYPE/NAME; got {named}, and there is "
-            f"{', '.join(sorted(known)) or 'none'}. Make it first, in the page (Blocks) or as docs/stack.md says, "
+            f"{NOTIFY_BLOCK}: must name a notification block in Prefect as TYPE/NAME; got {name}, and there is "
+            f"{', '.join(sorted(known)) or 'none'}. Create it first, in the page (Blocks) or as in docs/stack.md, "
             "while the stack is up without this setting"
         )
-    return known[named]
+    return known[name]
 
 
 LOST_PROCESS = "Its process is gone."
 SUSPENDED = "Suspended"
-"""Name of a state of the type PAUSED in which a run has no process: it goes on only when it is resumed."""
+"""Name of the PAUSED state of a run without a process, which only a resume starts again."""
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
-    """Schedule runs that have lost their process again, to resume from their last checkpoint. Return their names.
+    """Reschedule runs that have lost their process, to resume from their last checkpoint; return their names.
 
-    A run that was being cancelled is cancelled. Only processes of this host are judged. Where no worker is up, a run
-    that waits to be started has lost the worker that was about to start it.
+    A run in cancellation is set Cancelled. Processes of other hosts count as alive. If no worker is up, a pending run
+    has lost the worker that was about to start it.
     """
     lost = []
-    # A run that waits for room on a disk or for slots is Paused, with its process.
+    # A run that waits for disk space or slots is Paused and has its process.
     alive = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": alive}}}), work_pool_filter=POOL_FILTER
     )
     for run in runs:
-        # A pending one may still name the process of its last attempt: it is lost only with the worker that had it.
+        # A pending run may still name the process of its last attempt; it is lost only with its worker.
         is_pending = run.state_type == StateType.PENDING
         if run.state_name == SUSPENDED or (workers_are_up if is_pending else not _is_lost(run)):
             continue
@@ -211,7 +210,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
 
 
 def _is_lost(run: FlowRun) -> bool:
-    """Whether the process `<host>:<pid>` that a worker noted is gone; one that has its id works for another run."""
+    """Return whether the recorded process `<host>:<pid>` is gone, or belongs to another run now."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False

@@ -1,12 +1,11 @@
-"""The page of a root's kept answers: beside MLflow's on its server, behind the same guard and login.
+"""The page of a root's recorded responses, on MLflow's server behind the same guard and login.
 
     GET /answers/                     the page
-    GET /answers/runs                 names of the runs that have answers on record
-    GET /answers/find?run=&...        50 answers of a search (`Query.read`), and how many it has found
-    GET /answers/together?run=&key=   the answers to the same prompt at the same step, with their tokens
+    GET /answers/runs                 names of the runs with responses on record
+    GET /answers/find?run=&...        50 responses of a search (`Query.parse`), and their total number
+    GET /answers/together?run=&key=   the responses to the same prompt at the same step, with their tokens
 
-A run may be named by the beginning of its id. The page asks for what it shows; nothing is written. What a
-model wrote goes out as JSON and into the page as text.
+A run may be named by a prefix of its id. Nothing is written. A model's text is sent as JSON and shown as text.
 """
 
 from contextlib import suppress
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError, DataError, MillraceError
+from rlcore.report.page import responses_page, truth_text
 from rlcore.responses.query import (
     MAX_DIGITS,
     Query,
@@ -37,75 +37,69 @@ from rlcore.score import Score
 
 URL_PREFIX = "/answers/"
 PAGE_ROWS = 50
-"""Answers that the page asks for at a time."""
+"""Responses of one request."""
 MAX_LISTED_CHARACTERS = 400
-"""Characters of a prompt or an answer in the list."""
+"""Maximum length of a prompt or response in the list."""
 LISTED_COLUMNS = [*LIGHT.names, "change", "prompt", "answer"]
 
 
 def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
-    """An application that answers below `/answers/` and hands everything else to another one."""
-    answers = responses_app(root)
+    """Return an application that serves `/answers/` and passes every other request to `app`."""
+    responses = responses_app(root)
 
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # the bare name is redirected
-        await (answers if ours else app)(scope, receive, send)
+        await (responses if ours else app)(scope, receive, send)
 
-    return answered
+    return dispatch
 
 
 def responses_app(root: Path) -> Starlette:
-    """The page of the runs under a root. A mistake in a request is a sentence for whoever asked."""
+    """Return the application of a root's runs. A wrong request gets status 400 and a message."""
 
-    def told(request: Request, error: Exception) -> Response:
+    def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400)
 
     runs = Runs(root)
     routes = {
-        "": _page,
+        "": lambda _: HTMLResponse(responses_page()),
         "runs": lambda _: JSONResponse(runs.newest_first()),
         "find": runs.find,
         "together": runs.same_prompt,
     }
     return Starlette(
         routes=[Route(URL_PREFIX + path, answer) for path, answer in routes.items()],
-        exception_handlers={MillraceError: told},
+        exception_handlers={MillraceError: refuse},
     )
 
 
-def _page(request: Request) -> Response:
-    from rlcore.report.page import responses_page
-
-    return HTMLResponse(responses_page())
-
-
 class Runs:
-    """The runs of a root and what is asked of them."""
+    """The runs of a root, and the requests for their responses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def newest_first(self) -> list[str]:
-        """The runs that have answers on record, those that wrote some last first."""
+        """Return the runs with responses on record, the last written first."""
         newest: dict[str, float] = {}
         for file in (self._root / "runs").glob("*/answers/*.parquet"):
             name = file.relative_to(self._root / "runs").parts[0]
-            with suppress(OSError):  # it is deleted at this moment
+            with suppress(OSError):  # deleted in between
                 newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
-        """A run by its name, or by a beginning that is no other's, which may lead nowhere else."""
+        """Find a run of this root by its name or a unique prefix; no other path is accepted."""
         folders = sorted((self._root / "runs").glob("*"))
         found = [folder for folder in folders if folder.name == name]
         found = found or [folder for folder in folders if name and folder.name.startswith(name)]
         if len(found) == 1:
             return RunLayout(self._root, found[0])
-        why = "is the beginning of several runs" if found else "is none of this root"
+        why = "is a prefix of several runs" if found else "is none of this root"
         raise DataError(f"run {name!r}: {why}")
 
     def find(self, request: Request) -> Response:
-        """A page of the answers that a search finds."""
+        """Return one page of the responses that a search finds."""
         given = request.query_params
         words: dict[str, Any] = {
             name: given[name] for name in ("step", "score", "search", "kind", "sort", "each") if given.get(name)
@@ -115,19 +109,17 @@ class Runs:
         folder = self._layout(given.get("run", "")).answers
         found = find_responses(folder, query)
         if not found:
-            count_responses(folder)  # raises where the run has kept none
+            count_responses(folder)  # raises an error for a run without responses
         rows = found.rows(range(len(found))[offset : offset + PAGE_ROWS], LISTED_COLUMNS)
         rows = [{**row, **{name: row[name][:MAX_LISTED_CHARACTERS] for name in ("prompt", "answer")}} for row in rows]
         return JSONResponse(to_finite_json({"total": len(found), "rows": rows}))
 
     def same_prompt(self, request: Request) -> Response:
-        """The answers to the prompt of one answer at its step, with their tokens, and the other steps with answers."""
-        from rlcore.report.page import truth_text
-
+        """Return the responses to one response's prompt at its step with their tokens, and the prompt's other steps."""
         layout = self._layout(request.query_params.get("run", ""))
         found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)
-        answers = [
+        responses = [
             {
                 **row,
                 "parts": (parts := dict(row["parts"])),
@@ -137,7 +129,7 @@ class Runs:
             }
             for row in found.answers
         ]
-        return JSONResponse(to_finite_json({"answers": answers, "visits": found.visits}))
+        return JSONResponse(to_finite_json({"answers": responses, "visits": found.visits}))
 
 
 def _number(name: str, text: str | None) -> int | None:

@@ -1,12 +1,11 @@
-"""Our guard before Prefect's and MLflow's servers: what Prefect's own settings lack, and MLflow's need a database for.
+"""Prefect's and MLflow's servers behind our guard.
 
     python -m flows.stack.serve PORT            Prefect's server of a stack
-    python -m flows.stack.serve one-command FD  one for a command (`flows.server.api`), on a socket that it has opened
+    python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`), on its open socket
 
-`prefect server start` has no place for a guard; whoever connects to an opened socket waits until the server is up, so
-nothing polls and no port is guessed. `mlflow server` takes `guarded_mlflow` by its name, see `pyproject.toml`.
-
-Everything else comes by the environment: a command line is seen by every user of the machine.
+`prefect server start` has no option for a guard. Clients of an open socket wait until the server is up, without
+polling or guessing a port. `mlflow server` finds `guarded_mlflow` by its name in `pyproject.toml`. Secrets come by the
+environment, since every user of the machine can see a command line.
 """
 
 import logging
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
 ONE_COMMAND = "one-command"
 MLFLOW_APP = "millrace"
-"""The name in `mlflow server --app-name`."""
+"""Name for `mlflow server --app-name`."""
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
 RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
-"""Whose kept answers have a page on MLflow's server, see `flows.stack.responses`."""
+"""The root whose responses have a page on MLflow's server, see `flows.stack.responses`."""
 
 
 def main() -> None:
-    """Serve Prefect until SIGTERM. For one command: no page, and only the services that record runs and events."""
+    """Serve Prefect until SIGTERM. For one command: without pages, with the services that record runs and events."""
     import uvicorn
     from prefect.server.api.server import create_app
 
@@ -37,7 +36,7 @@ def main() -> None:
 
     logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(hide_address)
     *one_command, place = sys.argv[1:]
-    # Prefect asks for its login itself, on websockets too.
+    # Prefect checks its login itself, also on websockets.
     app = Guard(create_app(final=True, ephemeral=bool(one_command)))
     if one_command:
         uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def hide_address(record: logging.LogRecord) -> bool:
-    """Leave the text of httpx's errors out: it has the whole address of a notification block, and that is a secret."""
+    """Drop the text of httpx's errors: it contains the address of a notification block, which is a secret."""
     import httpx
 
     error = record.exc_info[1] if record.exc_info else None
@@ -57,8 +56,10 @@ def hide_address(record: logging.LogRecord) -> bool:
 
 
 def guarded_mlflow() -> "Guard":
-    """MLflow's application and the page of answers, behind a login: MLflow's own logins need a second database, and a
-    hash of a password for each request."""
+    """Return MLflow's application and the page of responses behind a login.
+
+    MLflow's own logins need a second database, and hash a password for each request.
+    """
     from flows.server.guard import Guard
     from flows.stack.responses import with_responses
     from rlcore.tracking.connection import mlflow_app

@@ -1,4 +1,4 @@
-"""Processes of the local stack: how each is started, when it is ready, and how it is ended."""
+"""Processes of the local stack: their start, readiness and end."""
 
 import os
 import shlex
@@ -18,19 +18,21 @@ from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
 from flows.server.api import PREFECT_ENVIRONMENT
 from flows.server.launch import log_tail, python_path, start_process
-from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, root_login
 from flows.stack.serve import MLFLOW_APP, MLFLOW_LOGIN, RESPONSES_ROOT
 from flows.stack.state import (
+    CLIENT_LOGIN,
     FLOW_RUN_COMMAND,
     LOOPBACK,
     MLFLOW_DATABASE,
     PREFECT_DATABASE,
     PREFECT_SERVER_DATABASE,
+    SERVER_LOGIN,
     STACK_ROOT,
     Service,
     StackState,
     mlflow_database,
     prefect_database,
+    root_login,
 )
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
@@ -38,28 +40,25 @@ from rlcore.storage.locks import start_time_of
 
 POOL = "millrace"
 FLOW_RUNS = "flow-runs"
-"""Name of the log to which flow runs write."""
+"""Name of the log of all flow runs."""
 _LOGGED_COMMAND = (
     f'exec {shlex.quote(sys.executable)} {FLOW_RUN_COMMAND} >>"${STACK_ROOT}/stack-logs/{FLOW_RUNS}.log" 2>&1'
 )
 FLOW_COMMAND = shlex.join(["sh", "-c", _LOGGED_COMMAND])
-"""How a worker starts a flow run."""
+"""A worker's command for a flow run."""
 NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"
-"""Environment of `up`: the notification block in Prefect that tells people, as `prefect block ls` names it."""
+"""Environment variable of `up`: the notification block in Prefect, as `prefect block ls` names it."""
 READY_WAIT_S = 600.0
-"""The first start makes both databases: minutes on a busy machine. A service that dies is noticed at once."""
+"""Limit of a start. The first one creates both databases: minutes on a busy machine."""
 POLL_S = 0.2
 STOP_WAIT_S = 40.0
-"""Seconds for servers and flow runs to end; a flow run waits for its trainer, which saves in any case."""
+"""Seconds for servers and flow runs to end. A flow run waits for its trainer, which saves in any case."""
 TRAINER = "rlcore.run.process"
 
 
 def print_line(text: str) -> None:
-    """Print a line at once."""
+    """Print a line without buffering."""
     print(text, flush=True)
-
-
-# ---------------------------------------------------------------------- the services
 
 
 def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
@@ -69,10 +68,10 @@ def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
     environment = prefect_environment(root, f"{url}/api") | {
         SERVER_LOGIN: root_login(root),
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
-        "PREFECT_UI_API_URL": "/api",  # of the page's own origin, whatever tunnel it came through
-        # Without it a slot of a killed holder stays taken when the server is started again.
+        "PREFECT_UI_API_URL": "/api",  # on the page's own origin, also through a tunnel
+        # Without it a slot of a killed holder stays taken after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        # So that `--watch` shows a run's log, and why it has failed.
+        # `--watch` shows a run's log by these, with the reason of a failure.
         "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
         PREFECT_DATABASE: prefect_database(root / "prefect"),
@@ -82,7 +81,7 @@ def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
 
 
 def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: bool = False) -> Service:
-    """Start MLflow's server with the page of answers. `tether`: it ends with this process."""
+    """Start MLflow's server with the page of responses. With `tether` it ends with this process."""
     port = _choose_port(state, "mlflow", default=5000, requested=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = {
@@ -91,21 +90,21 @@ def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: boo
         "PYTHONPATH": python_path(),
         "PYTHONSAFEPATH": "1",
         RESPONSES_ROOT: str(root),
-        # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
+        # Its job runners take 2 GB and half a minute to start, and are not used.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", MLFLOW_APP, "--workers", "1"]
     command += ["--host", LOOPBACK, "--port", str(port), "--uvicorn-opts", "--log-level warning --lifespan on"]
-    # Its CORS is what it is by default, loopback alone: with origins named it sends them to whoever asks.
+    # CORS stays at its default, loopback alone: with named origins MLflow sends them to every client.
     command += ["--allowed-hosts", "127.0.0.1,127.0.0.1:*,localhost,localhost:*"]
-    # As a URI: of a plain path MLflow would take %41 for an A.
+    # A URI: in a plain path MLflow would decode %41 to an A.
     command += ["--artifacts-destination", (root / "mlartifacts").as_uri()]
     return _start(root, "mlflow", command, environment, port, url=url, ready_url=f"{url}/health", tether=tether)
 
 
 def start_ray(root: Path, state: StackState) -> Service:
-    """Start a Ray head of this user and machine alone; runs join it by `runtime.ray_address`."""
+    """Start a Ray head for this user and machine; runs join it by `runtime.ray_address`."""
     port = _choose_port(state, "ray", default=6379)
     ray = str(Path(sys.executable).parent / "ray")
     command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
@@ -122,7 +121,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
-        # A flow that `millrace down` ends has not crashed: it stays Running, and the next `up` resumes it.
+        # A flow that `millrace down` stops stays Running, not Crashed, and the next `up` resumes it.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
         STACK_ROOT: str(root),
@@ -132,7 +131,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
 
 
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
-    """Prefect's settings in every process of the stack, and where it finds the code that we run."""
+    """Return Prefect's settings for every process of the stack, and the path of our code."""
     return {
         **PREFECT_ENVIRONMENT,
         "PREFECT_HOME": str(root / "prefect"),
@@ -155,7 +154,7 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with its log under the root. A database's address, a secret, reaches its own server alone.
+    """Start a service with its log under the root. Only a database's own server gets its address, which is secret.
 
     Raises:
         MillraceError: the service has ended already.
@@ -164,7 +163,7 @@ def _start(
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}
     process = start_process(command, log, {**inherited, **environment}, folder=SOURCE_FOLDER, tether=tether)
-    threading.Thread(target=process.wait, daemon=True).start()  # else it is a zombie if it ends before us
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps it if it ends before us
     try:
         born = start_time_of(psutil.Process(process.pid))
     except psutil.NoSuchProcess:
@@ -174,14 +173,14 @@ def _start(
 
 
 def free_port() -> int:
-    """A port on which nothing listens now."""
+    """Return a port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def is_free_port(port: int) -> bool:
-    """Whether a server may listen on the port."""
+    """Return whether a server can listen on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         try:
@@ -192,32 +191,29 @@ def is_free_port(port: int) -> bool:
 
 
 def _choose_port(state: StackState, name: str, *, default: int | None = None, requested: int | None = None) -> int:
-    """The port that was asked for; else the one that it had, so that a page keeps its address; else a free one."""
+    """Return the requested port, else the last one (a page keeps its address), the default one or a free one."""
     known = state.service(name)
     for port in (requested, None if known is None else known.port, default):
         if port is not None and is_free_port(port):
             return port
         if port is not None:
-            print_line(f"port {port} is in use on this machine; {name} takes another one")
+            print_line(f"port {port} is in use on this machine; {name} gets another one")
     return free_port()
 
 
 def log_of(root: Path, name: str) -> Path:
-    """The log of a service, made where it is missing, and readable by its owner alone."""
+    """Return the log file of a service; create it if missing, readable by its owner alone."""
     log = root / "stack-logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     log.touch(0o600)
     return log
 
 
-# ---------------------------------------------------------------------- wait for them
-
-
 def wait_until_ready(service: Service) -> None:
     """Wait until the service is ready.
 
     Raises:
-        MillraceError: it has ended, or does not answer in time.
+        MillraceError: it has ended, or did not answer in time.
     """
     deadline = time.monotonic() + READY_WAIT_S
     while not is_ready(service):
@@ -229,7 +225,7 @@ def wait_until_ready(service: Service) -> None:
 
 
 def is_ready(service: Service) -> bool:
-    """Whether its process listens on its port, and its page answers: another user's server may have the port."""
+    """Return whether its own process listens on its port and its page answers: another user may have the port."""
     process = service.process()
     if process is None or not _listens(process, service.port):
         return False
@@ -237,14 +233,14 @@ def is_ready(service: Service) -> bool:
         return True
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(service.ready_url, timeout=5) as answer:
-            return bool(answer.status == 200)
+        with opener.open(service.ready_url, timeout=5) as response:
+            return bool(response.status == 200)
     except (OSError, ValueError):
         return False
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
-    """Whether the process, or one that it has started, listens on the port."""
+    """Return whether the process or a descendant listens on the port."""
     for member in (process, *_descendants(process)):
         with suppress(psutil.Error):
             for connection in member.net_connections("tcp"):
@@ -253,11 +249,8 @@ def _listens(process: psutil.Process, port: int) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------- end them
-
-
 def stop_server(process: psutil.Process) -> None:
-    """SIGTERM, time to end, then SIGKILL to what is left of it and of what it has started."""
+    """Send SIGTERM to a server, wait, and kill what is left of it and its descendants."""
     family = [process, *_descendants(process)]
     with suppress(psutil.NoSuchProcess):
         process.terminate()
@@ -266,17 +259,21 @@ def stop_server(process: psutil.Process) -> None:
 
 
 def stop_flows(flows: Sequence[psutil.Process]) -> None:
-    """SIGTERM to flow runs, time to end, then SIGKILL to what is left of them, but not to trainers, which save."""
+    """Send SIGTERM to flow runs, wait, and kill what is left of them except trainers, which save."""
     family = [member for flow in flows for member in (flow, *_descendants(flow))]
     for flow in flows:
         with suppress(psutil.NoSuchProcess):
             flow.terminate()
     _, left = psutil.wait_procs(family, timeout=STOP_WAIT_S)
-    kill([member for member in left if TRAINER not in _command_line(member)])
+    others = []
+    for member in left:
+        with suppress(psutil.NoSuchProcess):
+            others += [member] if TRAINER not in member.cmdline() else []
+    kill(others)
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
-    """Flow runs that workers of this root have started, also workers that were killed."""
+    """Return the flow runs started by workers of this root, also by killed ones."""
     found, home = [], str(root / "prefect")
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -286,7 +283,7 @@ def flow_runs(root: Path) -> list[psutil.Process]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL."""
+    """Send SIGKILL to processes, and wait for their end."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -296,12 +293,5 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
     except psutil.NoSuchProcess:
         return []

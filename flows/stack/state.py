@@ -1,23 +1,27 @@
-"""The record of a stack, `stack.json` under its root, and the addresses and login that runs under the root use.
+"""The record of a stack (`stack.json` under its root), and the addresses and login that runs under the root use.
 
-A process is identified by its id and its birth.
+A process is identified by its id and its start time. The login is in a file that only its owner may read, with one
+line `millrace:<random>`. Our processes get it by their environment, which no other user can read; never by a command
+line or `stack.json`, which every user can read.
 """
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from flows.server.secret import mlflow_login_environment, root_login
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
 from rlcore.storage.documents import read_ordinary, sqlite_address
 from rlcore.storage.locks import process_of
-from rlcore.storage.publish import write_text_atomically
+from rlcore.storage.publish import write_secret_once, write_text_atomically
+from rlcore.storage.documents import sqlite_address
 
 STATE_FILE = "stack.json"
 LOOPBACK = "127.0.0.1"
@@ -25,9 +29,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process; `born`: see `start_time_of`. `url`: its page, if it has one; `ready_url` answers once it is up.
+    """One process. `born` is the result of `start_time_of`, `version` the release of a server at its start.
 
-    `version`: release of a server at its start.
+    `url` is its page, if it has one; `ready_url` answers once the service is up.
     """
 
     name: str
@@ -40,18 +44,18 @@ class Service:
     version: str = ""
 
     def process(self) -> psutil.Process | None:
-        """The process that was started; None if it has ended, even where another process has its id."""
+        """Return the process, or None if it has ended, also if another process has its id now."""
         return process_of(self.pid, self.born)
 
     @property
     def is_worker(self) -> bool:
-        """Whether it is a Prefect worker."""
+        """Return whether it is a Prefect worker."""
         return self.name.startswith("worker-")
 
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """A stack. `mlflow_database` has no password; `root` is the folder that the record was written to."""
+    """A stack. `mlflow_database` has no password; `root` is the folder of the record."""
 
     format_version: Literal[2] = 2
     root: str = ""
@@ -59,22 +63,22 @@ class StackState:
     services: tuple[Service, ...] = ()
 
     def service(self, name: str) -> Service | None:
-        """The service of that name."""
+        """Return the service of that name."""
         return next((service for service in self.services if service.name == name), None)
 
     def running(self) -> set[Service]:
-        """The services whose processes live."""
+        """Return the services whose processes are alive."""
         return {service for service in self.services if service.process() is not None}
 
     @property
     def prefect_api_url(self) -> str:
-        """Address of Prefect's API, running or not; '' where none was started."""
+        """Return the address of Prefect's API, running or not, or ''."""
         prefect = self.service("prefect")
         return "" if prefect is None else f"{prefect.url}/api"
 
     @property
     def mlflow_url(self) -> str:
-        """Address of MLflow's server, running or not; '' where none was started."""
+        """Return the address of MLflow's server, running or not, or ''."""
         mlflow = self.service("mlflow")
         return "" if mlflow is None else mlflow.url
 
@@ -83,7 +87,7 @@ _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """Read the record of a root's stack. It is empty without a record, and in a copied or moved folder.
+    """Return the record of a root's stack: empty without a file, and in a copied or moved folder.
 
     Raises:
         MillraceError: the file is damaged or of another format.
@@ -97,8 +101,8 @@ def read_stack(root: Path) -> StackState:
         (first, *_) = error.errors()
         raise MillraceError(
             f"{path}: is no record of a stack of this Millrace ({'.'.join(map(str, first['loc']))}: {first['msg']}). "
-            "Run `millrace down` with the Millrace that wrote it, or end what it started by hand and delete it; then "
-            "`millrace up`."
+            "Run `millrace down` with the Millrace that wrote it, or stop its services yourself and delete the file; "
+            "then `millrace up`."
         ) from error
     return state if state.root == str(root.resolve()) else StackState()
 
@@ -115,31 +119,31 @@ MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
 def prefect_database(home: Path) -> str:
-    """Address of the database of a Prefect server: the one in the environment, else a file in the server's home."""
+    """Return the database address of a Prefect server: the environment's, else a file in the server's home."""
     named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_SERVER_DATABASE)
     return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
 
 def mlflow_database(root: Path) -> str:
-    """Address of the database of MLflow's server: the one in the environment, else the file under the root."""
+    """Return the database address of MLflow's server: the environment's, else the file under the root."""
     return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
 
 def default_mlflow_database(root: Path) -> str:
-    """Address of the MLflow store that runs use where their settings and the stack name no other one."""
+    """Return the address of the MLflow store that runs use unless their settings or the stack name another one."""
     return sqlite_address(root / "mlflow.db")
 
 
 FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"
-"""Environment variable of a process that a worker has started: the id of its flow run."""
+"""Environment variable of a worker's process: the id of its flow run."""
 FLOW_RUN_COMMAND = "-m prefect.engine"
-"""End of the command line of such a process."""
+"""End of that process's command line."""
 STACK_ROOT = "MILLRACE_STACK"
-"""Environment variable of flows under a stack: its root, which is theirs where no other one is named."""
+"""Environment variable of flows under a stack: its root, the default root of their runs."""
 
 
 def stack_tracking_uri(root: Path) -> str | None:
-    """The address of the stack's MLflow server; None: the file under the root. See `log_in`.
+    """Return the address of the stack's MLflow server and set its login; None: the file under the root.
 
     Raises:
         MillraceError: `stack.json` is damaged or of another format, or others can read the login's file.
@@ -152,25 +156,25 @@ def stack_tracking_uri(root: Path) -> str | None:
 
 
 _user_login: dict[str, str | None] = {}
-"""The user's own MLflow login, while the environment has the stack's in its place."""
+"""The user's own MLflow login, while the environment has the stack's."""
 
 
 def set_mlflow_login(uri: str, root: Path) -> str:
-    """Return the address, and set the login of MLflow's clients in the environment of this process for it.
+    """Set the login of MLflow's clients for this address in the environment, and return the address.
 
-    The stack's login for the stack's server while that is up, else the user's own: MLflow's clients send one login to
-    every server, and another user may have the port of a stack that was stopped.
+    The stack's login is set for the stack's running server alone, else the user's own: MLflow's clients send one login
+    to every server, and another user may have the port of a stopped stack.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
     server = stack.service("mlflow")
-    wanted: Mapping[str, str | None] = dict(_user_login)
+    login: Mapping[str, str | None] = dict(_user_login)
     if uri.rstrip("/") == stack.mlflow_url and server is not None and server.process() is not None:
-        wanted = mlflow_login_environment(root_login(root))
-        _user_login.update({name: os.environ.get(name) for name in wanted.keys() - _user_login.keys()})
+        login = mlflow_login_environment(root_login(root))
+        _user_login.update({name: os.environ.get(name) for name in login.keys() - _user_login.keys()})
     else:
         _user_login.clear()
-    for name, value in wanted.items():
+    for name, value in login.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
@@ -178,12 +182,62 @@ def set_mlflow_login(uri: str, root: Path) -> str:
 
 
 def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """The tracking settings with the stack's store, if they name none."""
+    """Return the tracking settings, with the stack's store if they name none."""
     uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def with_stack_tracking(config: RunConfig) -> RunConfig:
-    """The settings with the stack's store, if they name none."""
+    """Return the settings, with the stack's store if they name none."""
     tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
+
+
+SECRET_FILE = "stack-secret"
+USER = "millrace"
+CLIENT_LOGIN = "PREFECT_API_AUTH_STRING"
+SERVER_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"
+"""Environment variables of Prefect's clients and of its server."""
+
+
+def new_login() -> str:
+    """Return a random login of 256 bits."""
+    return f"{USER}:{secrets.token_urlsafe(32)}"
+
+
+def root_login(root: Path) -> str:
+    """Return the login of this root's servers; create it at the first call.
+
+    Raises:
+        MillraceError: another user can read the file or has written it.
+    """
+    path = root / SECRET_FILE
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_secret_once(path, new_login() + "\n")
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            login = file.read().strip()
+    except PermissionError as error:
+        raise MillraceError(
+            f"{path}: may not be read: another user has started a stack under {root}. Name another root by --root, or "
+            "paths.root."
+        ) from error
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid() or not login.startswith(f"{USER}:"):
+        raise MillraceError(
+            f"{path}: must be a file of yours that no other user may read (mode 0600, one line {USER}:...). `millrace "
+            f"down --root {quote(str(root))}`, delete the file, and `millrace up` creates another one."
+        )
+    return login
+
+
+def login_hint(root: Path) -> str:
+    """Return the end of a sentence on how to log in to the pages."""
+    return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
+
+
+def mlflow_login_environment(login: str) -> dict[str, str]:
+    """Return the environment variables of MLflow's clients for a login."""
+    user, _, password = login.partition(":")
+    return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}

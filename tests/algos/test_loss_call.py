@@ -25,7 +25,7 @@ from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from rlcore.errors import ConfigError, UserCodeError
 from rlcore.models.memory import OutOfMemory, catch_out_of_memory
 from rlcore.runtime.local import LocalGroup
-from tests.small_run import prepare, train
+from tests.helpers.small_run import prepare, train
 
 HEAD = """
 import torch

@@ -19,7 +19,7 @@ from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE, saved
-from tests.file_shapes import ADD, TOOL_TEMPLATE
+from tests.helpers.file_shapes import ADD, TOOL_TEMPLATE
 from tests.helpers.tokenizer_kinds import KINDS
 
 

@@ -15,7 +15,7 @@ from data.schema import provenance
 from data.tasks import build_dataset
 from rlcore.config import Gsm8kData, MappedData
 from rlcore.errors import DataError
-from tests.hub_server import Repository, serving, use_hub
+from tests.helpers.hub_server import Repository, serving, use_hub
 
 OLD, NEW = "a" * 40, "b" * 40
 # As the published dataset has it: two subsets, of which none is the default.

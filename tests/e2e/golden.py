@@ -1,6 +1,6 @@
 """The golden runs: what five steps give, written down. A refactor leaves them as they are.
 
-python -m tests.e2e.golden     # writes tests/e2e/golden.json anew: only where numbers are meant to change
+python -m tests.e2e.golden     # rewrites tests/e2e/golden.json: only for an intended change of numbers
 """
 
 import json
@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from rlcore.runtime.local import LocalGroup
-from tests.share_of_digits import LEARNING
-from tests.small_run import prepare, train
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import prepare, train
 
 FILE = Path(__file__).with_name("golden.json")
 STEPS = 5

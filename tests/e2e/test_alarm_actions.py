@@ -1,4 +1,4 @@
-"""Each alarm with each of its actions, by its real cause, in a whole run: what is told, recorded, left out, undone."""
+"""Each alarm with each of its actions, by its real cause: events, journal, skipped updates, saved steps."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +12,7 @@ from rlcore.trainer.alarms import SKIPPED
 from tests.helpers.harmful import HARM
 from tests.helpers.running import steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and start models are made once."""
+    """Data and initial policies are made once."""
     return tmp_path_factory.mktemp("alarms")
 
 
@@ -71,18 +71,18 @@ def test_what_is_done(root: Path, alarm: str, action: str) -> None:
         run_to_the_end(run, heard.append)
         assert verified_steps(run)[-1] == STEPS
 
-    told = [event for event in heard if event["event"] == "alarm"]
+    reported = [event for event in heard if event["event"] == "alarm"]
     recorded = [event for event in load_journal(run.layout.journal).events if event.name == "alarm"]
     if action == "stop" and alarm == "non_finite":
         assert list(run.layout.failures.glob("step-000001*.safetensors")), "the batch that it came from"
         return
-    assert told
-    assert [event.data["text"] for event in recorded] == [event["text"] for event in told]
-    assert {(event["alarm"], event["action"]) for event in told} == {(alarm, action)}
+    assert reported
+    assert [event.data["text"] for event in recorded] == [event["text"] for event in reported]
+    assert {(event["alarm"], event["action"]) for event in reported} == {(alarm, action)}
     skipped = [record.metrics.get(SKIPPED, 0.0) for record in read_journal(run.layout.journal)]
     assert any(skipped) == (action == "skip")
     if action == "stop":
-        assert verified_steps(run)[-1] == told[0]["step"], "the step that raised it is saved"
+        assert verified_steps(run)[-1] == reported[0]["step"], "the step that raised it is saved"
 
 
 def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +100,14 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
             broken.touch()
 
     run = elsewhere(calm, tmp_path / "run", *words)
-    failed = (
-        "failed, the last time: ValueError: the scorer is broken. Mend what failed and start the same command again"
-    )
     for _ in range(2):
         with session_of(run, breaks) as session, pytest.raises(UnscoredError) as caught:
             session.train(4)
-        assert str(caught.value).startswith(
-            f"step 3: has no metrics, for 32 responses have no score; tests.helpers.harmful:fails_while_broken {failed}: "
-            f"step 2 is saved. Where the scorer's code has to change, go on by --fork {run.layout.run_dir.name}@2 and "
-        )
+        for words in (
+            "step 3: ", "tests.helpers.harmful:fails_while_broken", "ValueError: the scorer is broken",
+            "step 2 is saved", f"--fork {run.layout.run_dir.name}@2",
+        ):  # fmt: skip
+            assert words in str(caught.value)
         assert verified_steps(run) == [2]
     broken.unlink()
     run_to_the_end(run)
@@ -117,10 +115,7 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
     assert weights_of(run) == weights_of(calm)
 
     broken.touch()
-    with (
-        session_of(run) as session,
-        pytest.raises(UnscoredError, match="validation after: has no metrics, for 96 resp"),
-    ):
+    with session_of(run) as session, pytest.raises(UnscoredError, match=r"validation after: .*96"):
         session.validate("last", "after")
     assert not (run.layout.validation / "after.json").exists()
     assert not list(run.layout.answers.glob("*after*"))

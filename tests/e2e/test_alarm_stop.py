@@ -1,4 +1,4 @@
-"""What a run does about an alarm: it reports, or stops with its step saved."""
+"""An alarm stops a run with its step saved, or is reported."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of
-from tests.share_of_digits import LEARNING
-from tests.small_run import SmallRun
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 
@@ -27,7 +27,7 @@ def test_an_alarm_that_stops_saves_its_step(tmp_path: Path) -> None:
     assert "step 2: the KL divergence from the reference is 0.00659" in said(run)
     assert stopped["checkpoints"] == ["step-000002"]
     assert [str(fault.kind) for fault in read_failures(run.layout.run_dir)] == ["numbers"]
-    told = small(tmp_path, *DRIFTS, "alarms.kl=tell", "alarms.kl_above=0.005", steps=4)
-    assert disturb(told, None)[0]["code"] == 0, said(run)
-    assert len(events(told, "alarm")) == 2, "told once as it stopped, and once for the steps after it"
-    assert len(steps_of(told)) == 5
+    reported = small(tmp_path, *DRIFTS, "alarms.kl=tell", "alarms.kl_above=0.005", steps=4)
+    assert disturb(reported, None)[0]["code"] == 0, said(run)
+    assert len(events(reported, "alarm")) == 2, "reported at the stop, and for the steps after it"
+    assert len(steps_of(reported)) == 5

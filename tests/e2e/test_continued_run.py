@@ -1,4 +1,4 @@
-"""Going on is the same run: at an epoch's end, after the last step, with other ranks, with settings that may change."""
+"""A continued run is the same run: at an epoch's end, after the last step, with other ranks or allowed settings."""
 
 import itertools
 import re
@@ -17,8 +17,8 @@ from rlcore.tracking.delivery import read_state
 from tests.helpers.running import steps_of, weights_of, write_record
 from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
+from tests.helpers.small_run import SmallRun
 from tests.helpers.whole_run import WholeRun
-from tests.small_run import SmallRun
 
 __all__ = ["undisturbed"]
 
@@ -60,14 +60,14 @@ def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_pa
 
 def test_a_stop_at_any_moment_saves_the_last_step(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *steps(6), QUIET)
-    for asked in (1, 2, 3):  # the loop looks more than once a step: the wish may come between two looks
-        looks = itertools.chain([False] * (asked - 1), itertools.repeat(True))
+    for requested in (1, 2, 3):  # the loop checks more than once a step: the request may come between two checks
+        looks = itertools.chain([False] * (requested - 1), itertools.repeat(True))
         with (
             session_of(run, stop=looks.__next__) as session,
             pytest.raises(StopRequestedError, match=r"stopped after step \d, which is saved"),
         ):
             session.train(6)
-        assert max(steps_of(run)) == verified_steps(run)[-1], f"asked at look {asked}"
+        assert max(steps_of(run)) == verified_steps(run)[-1], f"requested at check {requested}"
 
 
 def test_training_ends_within_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_training_ends_within_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> 
 
 def test_an_unsettled_checkpoint_is_committed_later(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
-    told: list[Event] = []
-    with session_of(run, told.append) as session:
+    reported: list[Event] = []
+    with session_of(run, reported.append) as session:
         session.train(2, settle=False)
         session.train(4, settle=False)
-        assert 2 in [event["step"] for event in told if event["event"] == "checkpoint"]
+        assert 2 in [event["step"] for event in reported if event["event"] == "checkpoint"]
     assert verified_steps(run)[-1] == 4
 
 
@@ -112,7 +112,7 @@ def test_a_stop_while_waiting_for_the_lock(undisturbed: SmallRun, tmp_path: Path
         assert run_process(run_dir, WholeRun(run_dir), Asked(lambda: True)) == EXIT_RESUMABLE
 
 
-def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
     """Every chunk's result is committed, no step is done twice, and validations in between change nothing."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     events: list[Event] = []
@@ -139,8 +139,8 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(
     with session_of(run, events.append) as session:
         assert session.train(6)["step"] == 6
         session.export("last")
-    told = [(event["event"], event["step"]) for event in events if event["event"] in ("progress", "checkpoint")]
-    assert told == [
+    reported = [(event["event"], event["step"]) for event in events if event["event"] in ("progress", "checkpoint")]
+    assert reported == [
         *[("progress", 1), ("progress", 2), ("checkpoint", 2)],
         *[("progress", 3), ("progress", 4), ("checkpoint", 4)],
         *[("progress", 5), ("progress", 6), ("checkpoint", 6)],
@@ -185,7 +185,7 @@ def test_settings_that_may_change_and_others(undisturbed: SmallRun, tmp_path: Pa
     assert steps_of(run) == steps_of(undisturbed)
 
 
-def test_the_mlflow_run_goes_on(undisturbed: SmallRun, tmp_path: Path, empty_store: Path) -> None:
+def test_a_resume_continues_the_mlflow_run(undisturbed: SmallRun, tmp_path: Path, empty_store: Path) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")  # on a busy machine its tables take longer than a run's end waits
     ids = []
     for step in (2, 6):

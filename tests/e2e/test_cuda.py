@@ -1,4 +1,4 @@
-"""What only a GPU can show: flash kernels, compiled layers, bfloat16 under FSDP2, the head's memory at full size."""
+"""Tests that need a GPU: flash kernels, compiled layers, bfloat16 under FSDP2, the head's memory at full size."""
 
 import subprocess
 import sys

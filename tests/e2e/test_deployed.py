@@ -92,7 +92,7 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     spec = spec_of(stack.root, "grid")
     obstacle = in_the_way(spec, stack.root)
 
-    # As a deployment, on a queue of its own; its children wait for each other in the queue `training`.
+    # A deployment on a separate queue; its children wait for each other in the queue `training`.
     run = stack.start("sweep/countdown-lr", spec=str(spec), overrides=list(UNTRACKED))
     for number in range(1, 3):  # a deadline for each: two processes, one after the other
 
@@ -143,17 +143,16 @@ def wait_until_held(stack: Stack, run: str) -> None:
 
 
 def states_below(stack: Stack, run: str) -> list[str]:
-    """States of a flow run's children."""
     return sorted(child["state_type"] for child in children_of(stack, run))
 
 
 def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
-    # Interrupted at the command: the child in hand saves, the one that waits is not begun.
+    # Interrupted at the command: the open child saves, the one that waits is not begun.
     hold_the_next(stack)
     process = start_sweep(stack, "on workers")
     wait_until(lambda: (stack.root / "held").exists() or process.poll() is not None, "a trainer in its update")
     run = stack.newest("sweep")["id"]
-    wait_until(lambda: len(children_of(stack, run)) == 2, "two points at once")
+    wait_until(lambda: len(children_of(stack, run)) == 2, "two concurrent points")
     process.send_signal(signal.SIGINT)
     stopped = ended(process)
     assert stopped.code == 75, stopped.err
@@ -172,7 +171,7 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
     assert "CANCELLED" in states_below(stack, run)
     begun = len(children_of(stack, run))
 
-    # Tried again in the page, it goes on with its study.
+    # Retried in the page, it continues its study.
     stack.retry_cancelled(run)
     for number in range(begun, begun + 4):  # a deadline for each: four processes, one after the other
 
@@ -208,7 +207,7 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")
     saved = [path.name for path in stack.root.glob("runs/stopped-*/checkpoints/step-*")]
-    assert saved == ["step-000001"], "the run in hand is saved, the other has not begun"
+    assert saved == ["step-000001"], "the open run is saved, the other has not begun"
 
     stack.retry_cancelled(run)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2

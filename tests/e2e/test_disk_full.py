@@ -20,7 +20,7 @@ from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
 from tests.helpers.running import answers_of, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ LEFT_BYTES = 1 << 20
 @pytest.mark.parametrize("has_start_model", [False, True])
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("has_warm_start", [False, True])
-def test_a_start_model_is_planned_for(
+def test_an_initial_policy_is_in_the_disk_plan(
     has_start_model: bool, is_given: bool, has_warm_start: bool, tmp_path: Path
 ) -> None:
     config = load_config(["experiment=debug", f"paths.root={tmp_path}"])
@@ -85,7 +85,7 @@ class FullDisk:
     """Event and its step -> bytes to leave free then."""
     paused: list[tuple[int, str, int, list[int]]] = field(default_factory=list)
     """Step, path, bytes missing, and the checkpoints that were whole at that moment."""
-    is_told_to_stop: bool = False
+    is_stop_requested: bool = False
 
     @property
     def ballast(self) -> Path:
@@ -99,7 +99,7 @@ class FullDisk:
                     os.posix_fallocate(file.fileno(), size, more)
                     size += more
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         step = event.get("step")
         assert step is None or isinstance(step, int)
         match event["event"]:
@@ -111,7 +111,7 @@ class FullDisk:
                     self.ballast.unlink(missing_ok=True)
 
     def stop(self) -> bool:
-        return self.is_told_to_stop
+        return self.is_stop_requested
 
 
 def run_to_the_end_in_spite(fault: FullDisk) -> list[tuple[str, list[int]]]:
@@ -119,7 +119,7 @@ def run_to_the_end_in_spite(fault: FullDisk) -> list[tuple[str, list[int]]]:
     ends: list[tuple[str, list[int]]] = []
     while True:
         try:
-            run_to_the_end(fault.run, fault.hear, fault.stop)
+            run_to_the_end(fault.run, fault.receive, fault.stop)
             return ends
         except DiskSpaceError as reason:
             ends.append((str(reason), verified_steps(fault.run)))
@@ -201,13 +201,13 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
     run = elsewhere(undisturbed, disk, *OVERRIDES, f"checkpoint.wait_for_room_s={wait_s}")
     fault = FullDisk(run, disk, makes_room=False, fill_after={("checkpoint", 3): 1 << 20})
 
-    def hear(event: Event) -> None:
-        fault.hear(event)
-        fault.is_told_to_stop = ending == "stop" and bool(fault.paused)
+    def receive(event: Event) -> None:
+        fault.receive(event)
+        fault.is_stop_requested = ending == "stop" and bool(fault.paused)
 
     expected = DiskSpaceError if ending == "time" else StopRequestedError
     words = r"[kMG]B are missing|no room|could not be written"
-    with session_of(run, hear, fault.stop) as session, pytest.raises(expected, match=words):
+    with session_of(run, receive, fault.stop) as session, pytest.raises(expected, match=words):
         train_in_chunks(session, 3, 6)
     assert verified_steps(run) == [3]
     fault.ballast.unlink()
@@ -217,28 +217,28 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
 
 
 def test_a_save_that_takes_the_room_is_committed(undisturbed: SmallRun, disk: Path) -> None:
-    """Room for the checkpoint that is kept and one more, as the plan asks for, and for no third beside them."""
+    """Room for the checkpoint that is kept and one more, as the plan asks for, and for no third one."""
     words = [word for word in OVERRIDES if not word.startswith("trainer.")]
     chunks = ("trainer.total_steps=3", "trainer.steps_per_chunk=1", "checkpoint.wait_for_room_s=0")
     run = elsewhere(undisturbed, disk, *words, *chunks)
     size = 0
 
     def stop() -> bool:
-        """Asked after each step: before the first save is committed; when the second one lies there, not published."""
+        """Wait after step 2 until the second save is written and not published."""
         nonlocal size
         for folder in run.layout.checkpoints.glob(".tmp-step-000002-*"):
             while sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 0.9 * size:
                 time.sleep(0.01)
         return False
 
-    def hear(event: Event) -> None:
+    def receive(event: Event) -> None:
         nonlocal size
         if event["event"] == "checkpoint" and event["step"] == 1:
             size = sum(file.stat().st_size for file in run.layout.checkpoints.glob("step-000001/**/*.safetensors"))
             FullDisk(run, disk).fill(int(1.1 * size) + CHECKPOINT_SLACK_BYTES)
         assert event["event"] != "paused_for_disk"
 
-    with session_of(run, hear, stop) as session:
+    with session_of(run, receive, stop) as session:
         train_in_chunks(session, 1, 2, 3)
     assert verified_steps(run) == [3]
 
@@ -250,16 +250,18 @@ def test_a_full_disk_is_noticed_before_a_chunk(undisturbed: SmallRun, disk: Path
     events: list[Event] = []
     fault = FullDisk(run, disk)
 
-    def hear(event: Event) -> None:
+    def receive(event: Event) -> None:
         events.append(event)
-        fault.hear(event)
+        fault.receive(event)
 
-    with session_of(run, hear, fault.stop) as session:
+    with session_of(run, receive, fault.stop) as session:
         fault.fill(LEFT_BYTES)  # for the journal, and not for a checkpoint
         session.train(6)
     assert [pause[:2] for pause in fault.paused] == [(3, str(run.layout.checkpoints))]
-    told = [(event["event"], event["step"]) for event in events if event["event"] in ("paused_for_disk", "progress")]
-    assert told[:2] == [("paused_for_disk", 3), ("progress", 4)]
+    reported = [
+        (event["event"], event["step"]) for event in events if event["event"] in ("paused_for_disk", "progress")
+    ]
+    assert reported[:2] == [("paused_for_disk", 3), ("progress", 4)]
 
 
 def test_a_resume_on_a_full_disk_keeps_the_journal(undisturbed: SmallRun, disk: Path) -> None:

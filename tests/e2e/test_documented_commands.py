@@ -1,5 +1,6 @@
-"""What README, docs, conf/ and the help tell people to type is parsed, composed and planned, so that it stays true."""
+"""Commands in README, docs, conf/ and help texts are parsed, composed and planned."""
 
+import ast
 import json
 import re
 import shlex
@@ -24,9 +25,9 @@ from rlcore import sandbox
 from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
 from rlcore.config.sweep import load_sweep
-from tests.file_shapes import write_files, write_tokenizer
+from tests.helpers.file_shapes import write_files, write_tokenizer
+from tests.helpers.hub_server import Repository, serving, use_hub
 from tests.helpers.pages import BLOCK
-from tests.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CONFIGS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,7 +149,7 @@ def problems_counted_once() -> Iterator[None]:
 
 @pytest.fixture
 def as_a_reader(readers_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """In that folder, with a hub that has the published data."""
+    """Enter that folder, with a hub that has the published data."""
     monkeypatch.chdir(readers_folder)
     monkeypatch.syspath_prepend(str(readers_folder))
     modules = set(sys.modules)
@@ -181,13 +182,13 @@ def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys
     if "data=code" in settings and sandbox._missing_requirement():  # a machine without bubblewrap refuses it
         settings = [*settings, "sandbox.allow_weak=true"]
     code = exit_code(lambda: app(["train", *settings, "--dry-run"]))
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     if WRONG_ON_PURPOSE in line:
         assert code == EXIT_WRONG_SETTINGS
-        assert "Did you mean trainer.total_steps?" in told
+        assert "Did you mean trainer.total_steps?" in reported
     else:
-        assert code == 0, told
-        assert "has no effect" not in told
+        assert code == 0, reported
+        assert "has no effect" not in reported
 
 
 def test_every_target_of_make_is_there() -> None:
@@ -225,3 +226,25 @@ def test_every_named_deployment_exists_and_takes_the_settings() -> None:
             assert name in by_name, line
             for override in (word.removeprefix("overrides=") for word in words if word.startswith("overrides=")):
                 load_config(json.loads(override), experiment=by_name[name]["parameters"]["experiment"])
+
+
+def test_every_setting_of_the_comparison_with_verl_and_trl_exists() -> None:
+    docs = REPOSITORY / "docs"
+    known = set(re.findall(r"^\| `([a-z_.0-9]+)` \|", (docs / "settings.md").read_text(encoding="utf-8"), re.MULTILINE))
+    sections = {key[: match.start()] for key in known for match in re.finditer(r"\.", key)}
+    page = (docs / "from-verl-and-trl.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `[^|]*\|([^|]*)\|[^|]*\|$", page, re.MULTILINE)
+    named = [
+        word.partition("=")[0] for cell in rows for span in re.findall(r"`([^`]+)`", cell) for word in span.split()
+    ]
+    assert len(named) > 60
+    assert [name for name in named if name not in known | sections] == []
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "rlcore/algos").glob("[!_]*.py")), ids=lambda file: file.stem)
+def test_the_algorithms_page_names_every_public_function(file: Path) -> None:
+    page = (REPOSITORY / "docs/algorithms.md").read_text()
+    tree = ast.parse(file.read_text())
+    public = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert public
+    assert [name for name in public if f"`{name}`" not in page and f"`{file.stem}.{name}`" not in page] == []

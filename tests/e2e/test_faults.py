@@ -1,4 +1,4 @@
-"""Workers and engines that die, hang or run out of memory: found, named, and the run goes on bit for bit."""
+"""Workers and engines that die, hang or run out of memory: found, named, and the run resumes bit for bit."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 
@@ -154,7 +154,7 @@ def test_a_hung_engine_and_a_collective_that_never_returns(two_ranks: SmallRun, 
 def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, *RAY, steps=STEPS)  # before the short deadline: both share its warm start
     impatient = small(tmp_path, *RAY, "runtime.deadlines.start_s=15", steps=STEPS)
-    # Not gcs_server: stopped before it can answer it was given up by Ray itself, under load, before this deadline.
+    # Not gcs_server: stopped before it answers, it was abandoned by Ray itself, under load, before this deadline.
     (hung,) = disturb(impatient, at("start", "SIGSTOP", to="raylet", aside=True))
     lost, done = disturb(run, at("start", "SIGKILL", to="raylet", aside=True), None)
     assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], said(run)

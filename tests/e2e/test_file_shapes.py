@@ -16,9 +16,9 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.runtime.local import LocalGroup
-from tests.file_shapes import DEMONSTRATIONS, PROBLEMS, write_files, write_model
 from tests.flows.conftest import in_this_process, journal
-from tests.small_run import SmallRun, train, warm_start
+from tests.helpers.file_shapes import DEMONSTRATIONS, PROBLEMS, write_files, write_model
+from tests.helpers.small_run import SmallRun, train, warm_start
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -66,7 +66,6 @@ def test_each_shape_has_a_command() -> None:
 @pytest.mark.parametrize("words", COMMANDS, ids=named)
 @pytest.mark.usefixtures("inside")
 def test_two_steps_of_each_shape(words: list[str]) -> None:
-    """By the stages of the pipeline, in this process."""
     config = composed(*words[1:])
     of_run = OpenRun(config)
     dataset, filtered = Dataset().make(of_run), Filter().make(of_run)
@@ -99,7 +98,6 @@ def test_the_whole_command(name: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_programs_and_mathematics_in_one_file_are_refused_unless_a_scorer_is_known_for_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before a model is loaded, and with a scorer that cannot use the programs too."""
     files = [f"data.{split}_file=eurus/{name}.parquet" for split, name in (("train", "train"), ("validation", "test"))]
     words = ("train", "experiment=tried.yaml", "model.path=model", "data=parquet", *files, *SMALL)
     done = in_this_process(capsys, *words)

@@ -1,4 +1,4 @@
-"""Answers that say something else than the reference, or several things at once: no scorer takes one for right."""
+"""Answers that say something else than the reference, or several things: no scorer takes one for right."""
 
 import itertools
 import re

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from flows.server.secret import root_login
+from flows.stack.state import root_login
 from tests.flows.conftest import REPOSITORY, WAIT_S, ended, start
 from tests.helpers.stack import Stack
 
@@ -22,7 +22,7 @@ PACKAGES = ("conf", "data", "flows", "rlcore")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds. It is built of a copy: setuptools writes beside the sources."""
+    """A folder with what the wheel holds. It is built of a copy: setuptools writes into the sources."""
     if int(version("setuptools").partition(".")[0]) < 77:
         pytest.skip("setuptools is older than pyproject.toml asks for: no wheel is built without a network")
     folder = tmp_path_factory.mktemp("wheel")
@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_the_packages(installed: Path) -> None:
 
 
 def python(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,), **environment: str) -> str:
-    """Python in a folder of its own, with the wheel; its output."""
+    """Run Python with the wheel in a folder, and return its output."""
     done = subprocess.run(
         [sys.executable, "-P", *words],
         cwd=folder,
@@ -64,12 +64,12 @@ def python(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = 
 
 
 def millrace(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """A command of the wheel in a folder of its own; its output."""
+    """Run a command of the wheel in a folder, and return its output."""
     return python(installed, folder, "-m", "flows.cli", *words, codes=codes)
 
 
 def tab(installed: Path, folder: Path, *words: str) -> list[str]:
-    """What Tab gives at the last word, in bash."""
+    """Return the completions of the last word in bash."""
     asked = {"COMP_WORDS": " ".join(("millrace", *words)), "COMP_CWORD": str(len(words))}
     asked["_MILLRACE_COMPLETE"] = "complete_bash"
     return python(installed, folder, "-c", "from flows.cli import app; app(prog_name='millrace')", **asked).splitlines()
@@ -109,10 +109,10 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
     name, state, row, step, answers = python(installed, tmp_path, "-c", API).split()
     assert (name, state, row, step) == ("mine", "finished", "1", "1")
     assert int(answers) > 0
-    assert "nobody works on it" in do("stop", run["run_id"])
+    assert "no process works on it" in do("stop", run["run_id"])
     assert "1 shown of" in do("rollouts", run["run_id"], "--limit", "1")
-    assert "answers by own:score" in do("rescore", run["run_id"], "--scorer", "own:score")
-    assert "none of the answers that must not score did" in do("audit", run["run_id"])
+    assert "responses by own:score" in do("rescore", run["run_id"], "--scorer", "own:score")
+    assert "none of the responses that must not score did" in do("audit", run["run_id"])
     (dataset,) = (tmp_path / "artifacts" / "datasets").iterdir()
     assert "share 0 prompts" in do("data", "inspect", str(dataset))
     (tmp_path / "suite.yaml").write_text(
@@ -133,7 +133,7 @@ def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
     try:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")  # it may say first that its usual port is taken
-        url = next((line.split()[1] for line in lines if line.startswith("Answers: ")), None)
+        url = next((line.split()[1] for line in lines if line.startswith("Responses: ")), None)
         assert url is not None, ended(process)
         login = tuple(root_login(folder / "artifacts").split(":", 1))
         assert "<script" in httpx.get(url, auth=login).raise_for_status().text
@@ -141,7 +141,7 @@ def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
         (server,) = psutil.Process(process.pid).children()
         server.kill()
         done = ended(process)
-        assert (done.code, "MLflow's server has ended by itself" in done.err) == (1, True), done.err
+        assert (done.code, "MLflow's server has ended unexpectedly" in done.err) == (1, True), done.err
     finally:
         process.kill()
 

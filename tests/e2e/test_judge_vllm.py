@@ -16,8 +16,8 @@ from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.errors import UnscoredError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
+from tests.helpers.small_run import prepare, train
 from tests.rollout.real_vllm import real_vllm
-from tests.small_run import prepare, train
 
 pytestmark = [*real_vllm(timeout_s=600), pytest.mark.lengthy]
 

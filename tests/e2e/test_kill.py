@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_module
 from tests.helpers.crash_chain import MEANWHILE, OPERATIONS
+from tests.helpers.forked import run_module
 from tests.helpers.running import answers_of, steps_of, weights_of
 from tests.helpers.sessions import elsewhere, run_to_the_end
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 OVERRIDES = (
     "trainer.total_steps=60", "trainer.steps_per_chunk=2", "validation.every_steps=4",

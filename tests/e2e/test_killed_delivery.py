@@ -11,7 +11,7 @@ from rlcore.config import RunConfig
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state, sync_run
 from rlcore.tracking.journal import Record, iter_lines
-from tests.forked import ForkedCommand
+from tests.helpers.forked import ForkedCommand
 from tests.helpers.mlflow import (
     client_of,
     config,
@@ -29,7 +29,7 @@ __all__ = ["config", "root", "run_dir"]
 
 
 class Trainer:
-    """A process that logs, saves every 10 steps and says so, in a session of its own."""
+    """A process that logs, saves every 10 steps and says so, in a new session."""
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]

@@ -14,14 +14,9 @@ from rlcore.run.initial_policy import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
-pytestmark = [
-    pytest.mark.lengthy,
-    pytest.mark.multiprocess,
-    pytest.mark.needs_ray,
-    pytest.mark.timeout(8 * WAIT_S),
-]
+pytestmark = [pytest.mark.lengthy, pytest.mark.multiprocess, pytest.mark.needs_ray, pytest.mark.timeout(8 * WAIT_S)]
 
 STEPS = 30
 KEPT = ("checkpoint.keep_last=1", "checkpoint.keep_best=0")
@@ -36,12 +31,12 @@ LATEST = {
 }
 """Moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has."""
 FAILED = 1
-"""What the trainer ends with: the loss of a rank it tells itself."""
+"""Exit code of the trainer, which reports the loss of a rank itself."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """In one process: the numbers are those of one rank under Ray."""
+    """One process has the numbers of one rank under Ray."""
     run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
     assert disturb(run, None)[0]["code"] == 0, said(run)
     return run

@@ -1,4 +1,4 @@
-"""A journal that was cut, changed or lost between two starts: told, and its steps trained again where that can be."""
+"""A journal that was cut, changed or lost between two starts: reported, and its steps trained again where possible."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.helpers.running import steps_of as steps_in_order
 from tests.helpers.running import weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, undisturbed
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 __all__ = ["undisturbed"]
 
@@ -42,7 +42,7 @@ def without_steps(layout: RunLayout, *steps: int) -> None:
     )
 
 
-def told_while_it_goes_on(run: SmallRun, name: str) -> list[str]:
+def events_of_resume(run: SmallRun, name: str) -> list[str]:
     events: list[Event] = []
     run_to_the_end(run, events.append)
     return [str(event["text"]) for event in events if event["event"] == name]
@@ -59,9 +59,9 @@ def test_the_checkpoint_that_fits_the_journal_is_taken(
     undisturbed: SmallRun, copied: SmallRun, harm: Callable[[RunLayout], None], reason: str
 ) -> None:
     harm(copied.layout)
-    (told,) = told_while_it_goes_on(copied, "checkpoint_refused")
-    assert told.startswith("resuming from step-000004: ")
-    assert f"metrics.jsonl: {reason}" in told
+    (reported,) = events_of_resume(copied, "checkpoint_refused")
+    assert "step-000004: " in reported
+    assert f"metrics.jsonl: {reason}" in reported
     assert steps_in_order(copied) == steps_in_order(undisturbed)
     assert weights_of(copied) == weights_of(undisturbed)
     assert verified_steps(copied) == verified_steps(undisturbed)
@@ -74,13 +74,13 @@ def test_a_gap_of_the_journal_is_named(undisturbed: SmallRun, stopped: SmallRun,
         stopped.layout.journal.unlink()
     else:
         without_steps(stopped.layout, 1, 5, 6)
-    (told,) = told_while_it_goes_on(stopped, "journal_mismatch")
+    (reported,) = events_of_resume(stopped, "journal_mismatch")
     gap = "steps 1-4" if is_lost else "step 1"
-    assert told.startswith("resuming from step 4 nevertheless")
-    assert f"it lacks {gap} permanently" in told
+    assert "step 4 nevertheless" in reported
+    assert f"it lacks {gap} permanently" in reported
     assert weights_of(stopped) == weights_of(undisturbed)
     missing = read_run(stopped.layout.run_dir).missing
-    assert told in missing
+    assert reported in missing
     assert f"metrics.jsonl has no line of {gap}: they were trained, and their figures are lost." in missing
 
 

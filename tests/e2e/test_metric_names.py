@@ -10,7 +10,7 @@ from rlcore.tracking.catalog import describe
 from rlcore.tracking.journal import read_journal
 from tests.helpers.metrics_page import reference_log
 from tests.helpers.sessions import session_of
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
 SETTINGS = (
@@ -64,7 +64,7 @@ def test_every_metric_is_logged_at_every_step(tmp_path: Path, algo: str, more: s
         wanted -= GPU_ONLY
     for record in later:
         assert wanted - record.metrics.keys() == set(), f"step {record.step}"
-    # The seconds of a checkpoint stand in the line after it.
+    # The seconds of a checkpoint are in the next line.
     assert wanted - first.metrics.keys() <= {"timing_s/save_checkpoint"}
     assert {name for name in later[-1].metrics if describe(name) is None} == set(), "not in the docs"
     metrics = later[-1].metrics

@@ -1,4 +1,4 @@
-"""Mistakes of a new user, as they are typed: each is told before anything begins, with key, rule, value and remedy."""
+"""Mistakes of a new user: each is reported before anything starts, with key, rule, value and remedy."""
 
 import json
 import os
@@ -65,21 +65,21 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train exprmnt=debug", ["1 problem", "got 'exprmnt=debug'. Did you mean experiment=debug?"]),
     ("train alg=dapo", ["1 problem", "alg: there is no such setting", "Did you mean algo=dapo?"]),
     ("train algo=[grpo]", ["1 problem", "algo: must name a file in conf/algo; got [grpo]. Did you mean grpo?"]),
-    ("rollouts nobody --text x", ["--text: is no option", "There are --help", "--search"]),
+    ("rollouts absent --text x", ["--text: is no option", "There are --help", "--search"]),
     ("validate debug-s1 99", ["1 problem", "validate: takes the settings", "got debug-s1 99", "--checkpoint 99"]),
     ("train --cfg hydra", ["--cfg: must be job", "got hydra"]),
     ("train --root=/proc/here", ["paths.root: must be writable, and /proc is not", "choose another"]),
     ("train --root=/dev/null/here", ["--root", "must be a folder, and /dev/null is none"]),
     ("train paths.root=", ["paths.root: must be a folder, and '' is none"]),
-    ("train --fork nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
-    ("report nobody extra", ["RUN: must be one run, by its folder or id, or the settings", "got nobody extra"]),
-    ("logs nobody -n 99999999999999999999", ["--lines", "less than or equal to"]),
+    ("train --fork absent", ["absent: is neither the folder nor the id of a run", "--root"]),
+    ("report absent extra", ["RUN: must be one run, by its folder or id, or the settings", "got absent extra"]),
+    ("logs absent -n 99999999999999999999", ["--lines", "less than or equal to"]),
     ("logs lr=1", ["lr=1/run.json: cannot be read"]),
     ("eval lr=1 --suite gsm8k", ["lr=1/run.json: cannot be read"]),
     (f"logs {'x' * 300}", [f"{'x' * 300}/run.json: File name too long"]),
     ("runs a\udcff", ["'a\\udcff': must be UTF-8 text"]),
-    ("checkpoints nobody --checkpoint best", ["--checkpoint best: says which one to export", "--export DIR"]),
-    ("slots --per-gpu 2", ["--per-gpu 2: says how many slots each of --gpus"]),
+    ("checkpoints absent --checkpoint best", ["--checkpoint best: names the one to export", "--export DIR"]),
+    ("slots --per-gpu 2", ["--per-gpu 2: is the number of slots of each of --gpus"]),
     (f"slots --per-gpu 64 --gpus {','.join(map(str, range(17)))}", ["--gpus: must give 1,024 slots at most", "1,088"]),
     ("slots --set 2 --root=/proc/here", ["/proc/here/slots: cannot be written"]),
     ("up --root=/proc/here", ["/proc/here: cannot be written"]),
@@ -87,7 +87,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
     ("eval model --suite pipe.yaml", ["--suite: must be a regular file"]),
     *((f"{line}=", [f"{line.split()[-1]}: must not be empty; is a shell variable unset?"]) for line in (
-        "runs --root", "sync --uri", "rescore nobody --scorer", "train --fork", "deploy mine.yaml --name",
+        "runs --root", "sync --uri", "rescore absent --scorer", "train --fork", "deploy mine.yaml --name",
     )),
     (f"new task {'x' * 65}", ["NAME: must be small letters, digits and _, at most 64"]),
     ("train trainer.total_steps=99999999999999999999", ["trainer.total_steps: must be less than or equal to 10000000"]),
@@ -169,7 +169,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new user's folder."""
     folder = tmp_path_factory.mktemp("new")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -190,7 +189,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if a command had been started there, without a network."""
+    """Enter the folder, without a network."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("rlcore.models.hub.is_hub_reachable", lambda: False)
@@ -199,10 +198,10 @@ def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("line", "told"), MISTAKES, ids=[line for line, _ in MISTAKES])
+@pytest.mark.parametrize(("line", "reported"), MISTAKES, ids=[line for line, _ in MISTAKES])
 @pytest.mark.usefixtures("in_the_folder")
-def test_a_mistake_is_told_before_anything_begins(
-    line: str, told: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_is_reported_before_anything_starts(
+    line: str, reported: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verb, *words = line.split()
     if verb == "train" and not any(word.startswith("experiment=") or word in ("debug", "mine.yaml") for word in words):
@@ -211,6 +210,6 @@ def test_a_mistake_is_told_before_anything_begins(
     code = exit_code(lambda: app([verb, *words, *(["--dry-run"] if verb in ("train", "sweep") else [])]))
     said = capsys.readouterr().err
     assert code in (1, 2), said
-    assert [text for text in told if text not in said] == [], said
+    assert [text for text in reported if text not in said] == [], said
     assert "Traceback" not in said
     assert {path for path in folder.iterdir() if path.name != "__pycache__"} <= before

@@ -1,10 +1,10 @@
-"""A whole run on a mixture: scored by part, judged by source, gone on with where it stopped."""
+"""A whole run on a mixture: scores by part, validation by source, and a resume."""
 
 from pathlib import Path
 
 from rlcore.evaluation.result import ValidationResult
 from tests.helpers.running import finish, steps_of, write_record
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 EASY = (
     "{task:countdown,train_size:30,validation_size:12,min_numbers:2,max_numbers:2,number_high:9,target_high:9,"
@@ -12,17 +12,13 @@ EASY = (
 )
 PARTS = f"data.parts=[{{weight:3,name:easy,data:{EASY}}},{{data:{{task:custom,train_size:80,validation_size:8}}}}]"
 OVERRIDES = (
-    "data=mixture",
-    PARTS,
-    "trainer.steps_per_chunk=1",
-    "validation.every_steps=1",
-    "tracking.enabled=false",
+    "data=mixture", PARTS, "trainer.steps_per_chunk=1", "validation.every_steps=1", "tracking.enabled=false",
     "warm_start.max_steps=20",
-)
+)  # fmt: skip
 
 
 def train(root: Path, name: str, *ends: int) -> SmallRun:
-    """Train to each of the steps in a trainer process of its own."""
+    """Train to each of the steps in a separate trainer process."""
     for total_steps in ends:
         run = prepare(root, *OVERRIDES, f"run_id={name}", f"trainer.total_steps={total_steps}")
         finish(write_record(run), root / f"{name}.log")

@@ -38,7 +38,7 @@ Begin = Callable[[str], RunJournal]
 
 @pytest.fixture
 def run_dir(root: Path, request: pytest.FixtureRequest) -> Path:
-    """A run of its own for each test on the one server."""
+    """A separate run for each test on the one server."""
     return root / "runs" / request.node.name
 
 
@@ -61,7 +61,7 @@ def train(journal: RunJournal, first: int, last: int) -> None:
 
 
 def num_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    """How often MLflow has begun to fail."""
+    """Return the number of warnings that MLflow fails."""
     return sum("does not take the values" in line for line in caplog.messages)
 
 
@@ -94,7 +94,7 @@ def test_a_restarted_server_has_every_value_once(
 def test_a_store_on_a_full_disk_gets_every_value_later(
     begin: Begin, run_dir: Path, empty_store: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
 ):
-    """MLflow's database has a file system of its own here: the journal's is another test's."""
+    """MLflow's database has a separate file system here: the journal's is another test's."""
     shutil.copy(empty_store, small_disk / "mlflow.db")
     uri = f"sqlite:///{small_disk}/mlflow.db"
     journal = begin(uri)
@@ -112,8 +112,8 @@ def test_a_store_on_a_full_disk_gets_every_value_later(
 def test_a_server_that_is_never_there_is_caught_up_later(
     config: RunConfig, begin: Begin, run_dir: Path, caplog: pytest.LogCaptureFixture
 ):
-    with held_port() as nobody:
-        journal = begin(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    with held_port() as unused:
+        journal = begin(f"http://127.0.0.1:{unused.getsockname()[1]}")
         train(journal, 1, 100)
         wait_until(lambda: num_warnings(caplog) == 1)
         assert not journal.finish("FINISHED", timeout_s=0.5)
@@ -237,11 +237,11 @@ def test_a_server_that_answered_with_errors_gets_every_value_once(
     assert_every_value_once(server.uri, run_dir)
 
 
-def test_finish_waits_no_longer_than_told(begin: Begin, run_dir: Path):
-    """A server that accepts and never answers; the process beside the trainer is gone afterwards."""
+def test_finish_waits_no_longer_than_its_timeout(begin: Begin, run_dir: Path):
+    """A server that accepts and never answers; the delivery process is gone afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         journal = begin(f"http://127.0.0.1:{silent.getsockname()[1]}")
         train(journal, 1, 1)
         assert not journal.finish("FAILED", timeout_s=3.0)
     with pytest.raises(TrackingError, match="cannot be reached"):
-        sync_run(run_dir)  # not "in use by": nobody delivers any more
+        sync_run(run_dir)  # not "in use by": no process delivers any more

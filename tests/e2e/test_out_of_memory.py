@@ -1,4 +1,4 @@
-"""A pass of a run that finds no memory: the run goes on with the same numbers, and everybody hears of it."""
+"""A pass of a run that runs out of memory: the run continues with the same numbers, and reports it."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.mlflow import client_of, main_run, points
 from tests.helpers.running import disturb, said, steps_of
 from tests.helpers.sessions import elsewhere, run_to_the_end
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 SETTINGS = (
     "trainer.steps_per_chunk=2", "trainer.total_steps=2", "validation.every_steps=0", "tracking.enabled=false",
@@ -37,8 +37,8 @@ def test_a_shortage_is_in_journal_mlflow_and_events(tmp_path: Path) -> None:
     assert (last["name"], last["num_micro"], last["num_again"]) == ("the policy's update", 2, 4)
     assert "step 1: the policy's update ran out of memory in 2 micro-batches and is repeated in 4" in str(last["text"])
     assert "allocate" in str(last["refusal"])
-    told = [event for event in heard if event["event"] == "out_of_memory"]
-    assert [{**event.data, "event": event.name, "step": event.step} for event in found] == told
+    reported = [event for event in heard if event["event"] == "out_of_memory"]
+    assert [{**event.data, "event": event.name, "step": event.step} for event in found] == reported
     assert [record.metrics.get("perf/num_passes_redone") for record in read_journal(short.layout.journal)[1:]] == [2, 2]
 
     steps, expected = steps_of(short), steps_of(plain)

@@ -30,7 +30,7 @@ def test_a_run_without_its_server_saves_and_ends_at_sigterm(
     process.send_signal(signal.SIGTERM)
     stopped = ended(process)
     assert stopped.code == 75, stopped.err
-    assert "Prefect was not told of the end, since no server answers" in stopped.err
+    assert "the end was not reported to Prefect: no server answers" in stopped.err
     assert "Traceback" not in stopped.err
     (saved,) = (millrace.run_dir() / "checkpoints").glob("step-*")
     assert saved.name == f"step-{max(millrace.steps()):06d}"
@@ -39,15 +39,15 @@ def test_a_run_without_its_server_saves_and_ends_at_sigterm(
 RUNS = """
 import os, sys
 from pathlib import Path
-from flows.cli import leave
+from flows.cli import run_and_exit
 from flows.commands.run import command_flow
 from flows.server.api import _servers, start_prefect
 
 def command():
     api = start_prefect(Path(sys.argv[1]))
     from prefect import flow
-    from flows.server.watch import watched
-    from flows.tasks import kept, call_flow, task_of
+    from flows.server.watch import watch_flow_run
+    from flows.tasks import call_flow, keep_outcome, run_task
     from rlcore.errors import MillraceError
 
     def work():
@@ -57,26 +57,23 @@ def command():
         return "its result"
 
     def stages():
-        with watched():
-            return task_of("stage", "stage", work, str)
+        with watch_flow_run():
+            return run_task("stage", "stage", work, str)
 
     @flow
     def chain():
-        return kept(stages)
+        return keep_outcome(stages)
 
     with command_flow(api, verbose=False):
         print(call_flow(None, chain), flush=True)
 
-leave(command)
+run_and_exit(command)
 """
 
 
 @pytest.mark.parametrize(
     ("how", "code", "out", "err"),
-    [
-        pytest.param("succeeds", 0, "its result\n", "", marks=pytest.mark.lengthy),
-        ("fails", 1, "", "our own error\n"),
-    ],
+    [pytest.param("succeeds", 0, "its result\n", "", marks=pytest.mark.lengthy), ("fails", 1, "", "our own error\n")],
 )
 def test_a_flow_without_its_server_ends_as_its_work(how: str, code: int, out: str, err: str, tmp_path: Path) -> None:
     environment = os.environ | {"PREFECT_CLIENT_MAX_RETRIES": "1"}
@@ -84,5 +81,5 @@ def test_a_flow_without_its_server_ends_as_its_work(how: str, code: int, out: st
     assert done.code == code, done.err
     assert done.out.endswith(out)
     assert "Traceback" not in done.err
-    told = [line for line in done.err.splitlines(keepends=True) if not line.startswith("Prefect was not told")]
-    assert "".join(told) == err
+    reported = [line for line in done.err.splitlines(keepends=True) if not line.startswith("the end was not reported")]
+    assert "".join(reported) == err

@@ -25,13 +25,13 @@ from rlcore.models.tokenizer import load_tokenizer
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.worker import Worker
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import prepare, train
 from tests.models.tiny import Batch, twin
-from tests.share_of_digits import LEARNING
-from tests.small_run import prepare, train
 
 CPU = torch.device("cpu")
 ROUNDING = 5e-5
-"""Of a log-probability in float32, summed in another order by the packed attention and the chunked head."""
+"""Rounding of a log-probability in float32, summed in another order by the packed attention and the chunked head."""
 TEXTS = [
     ("What is 16 - 3 - 4?", "16 - 3 - 4 = 9\n#### 9"),
     ("Name a colour.", "Blue."),
@@ -40,13 +40,13 @@ TEXTS = [
 
 
 def plain(folder: Path) -> PreTrainedModel:
-    """As transformers alone computes it."""
+    """Load the model by transformers alone."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 
 
 def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """Of each token that is in the loss, one sequence after another; 0 elsewhere."""
+    """Return the log-probability of each token in the loss, 0 elsewhere."""
     tokens = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
     return twin(model, Batch(*tokens, weights=torch.ones_like(batch.loss_mask)), 1.0)[0]
 

@@ -14,9 +14,8 @@ import pytest
 
 from rlcore.run.process import EXIT_RESUMABLE
 from rlcore.runtime.cluster import ray_folder
-from tests.forked import run_module
 from tests.helpers.running import DEADLINE_S, finish, small, start, steps_of, weights_of, write_record
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 STEPS = 6
 
@@ -88,31 +87,3 @@ def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path
     finish(write_record(small(tmp_path, steps=STEPS)), log)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
-
-
-def test_a_finished_run_does_no_step_again(undisturbed: SmallRun) -> None:
-    before = undisturbed.layout.journal.read_bytes()
-    finish(write_record(undisturbed), undisturbed.layout.run_dir / "out.log")
-    assert undisturbed.layout.journal.read_bytes() == before
-
-
-def test_more_steps_go_on_from_the_end(undisturbed: SmallRun, tmp_path: Path) -> None:
-    short = small(tmp_path, steps=4)
-    finish(write_record(short), tmp_path / "out.log")
-    longer = small(tmp_path, steps=STEPS)
-    assert longer.layout.run_dir == short.layout.run_dir
-    finish(write_record(longer), tmp_path / "out.log")
-    assert steps_of(longer) == steps_of(undisturbed)
-
-
-def test_a_checkpoint_of_other_settings_is_refused_by_name(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run_id = undisturbed.layout.run_dir.name
-    other = small(Path(undisturbed.config.paths.root), "optim.lr=1e-3", f"run_id={run_id}", steps=STEPS)
-    record, run_dir = undisturbed.layout.run_json, undisturbed.layout.run_dir
-    before = record.read_text()
-    other.inputs.write(other.config, undisturbed.layout)
-    log = tmp_path / "out.log"
-    code = run_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log, timeout_s=DEADLINE_S)
-    record.write_text(before)
-    assert code == 1
-    assert "optim.lr: 0.0003 in the checkpoint, 0.001 now" in log.read_text()

@@ -24,11 +24,11 @@ from flows.stack.deploy import set_up_notifications
 from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
-from tests.helpers.attempts import Attempt, told_to_a_page
+from tests.helpers.attempts import Attempt, responses_to_page
 from tests.helpers.chromium import open_tab
 from tests.helpers.serving import serving
+from tests.helpers.small_run import prepare
 from tests.helpers.stack import RETRY, SUSPEND, Stack, stack_up
-from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
 
 LONG = ("trainer.total_steps=60", "trainer.steps_per_chunk=20", "validation.every_steps=20")
@@ -43,14 +43,14 @@ RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x
 
 @dataclass
 class Hook:
-    """A server outside, as a notification block calls it; what it was told, and the status that it answers."""
+    """A server outside, as a notification block calls it; its messages, and the status that it answers."""
 
     url: str = ""
-    told: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
     answer: int = 200
 
     def heard(self, title: str, words: str = "") -> bool:
-        return any(title in one["title"] and words in one["message"] for one in self.told)
+        return any(title in one["title"] and words in one["message"] for one in self.messages)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def hook() -> Iterator[Hook]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert self.path == f"/{SECRET}"
-            hook.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            hook.messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(hook.answer)
             self.end_headers()
 
@@ -70,7 +70,7 @@ def hook() -> Iterator[Hook]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Path) -> Iterator[Stack]:
-    """A stack that is up and tells the hook, on a root with data, start model and an empty MLflow store."""
+    """A stack that is up and notifies the hook, on a root with data, initial policy and an empty MLflow store."""
     root = tmp_path_factory.mktemp("stack")
     shutil.copy(empty_store, root / "mlflow.db")
     prepare(root)
@@ -88,8 +88,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Pat
 
 def test_a_block_that_is_not_there_is_refused_with_those_that_are(stack: Stack) -> None:
     with stack.client() as client, pytest.raises(MillraceError) as refused:
-        set_up_notifications(client, "slack-webhook/nobody")
-    assert "as TYPE/NAME; got slack-webhook/nobody, and there is custom-webhook/hook" in str(refused.value)
+        set_up_notifications(client, "slack-webhook/absent")
+    assert "as TYPE/NAME; got slack-webhook/absent, and there is custom-webhook/hook" in str(refused.value)
 
 
 def test_a_second_up_leaves_processes_and_what_people_have_changed(
@@ -131,8 +131,8 @@ def test_a_notification_that_fails_is_logged_without_its_address(stack: Stack, h
     stack.ask("events", [{**one, "id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()} for one in events])
     wait_until(lambda: "HTTPStatusError 500" in stack.log("prefect"), "the server's log names the failure")
     hook.answer = 200
-    told = [(one["title"], one["message"]) for one in hook.told]
-    assert told == [("x: millrace.paused_for_disk", "3 GB are missing")], "of the other event there is no message"
+    reported = [(one["title"], one["message"]) for one in hook.messages]
+    assert reported == [("x: millrace.paused_for_disk", "3 GB are missing")], "of the other event there is no message"
     stack.assert_hidden(SECRET)
 
 
@@ -152,12 +152,12 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
         tab.call("Page.navigate", url=server.replace("127.0.0.1", "evil.example"))
         tab.wait("location.hostname === 'evil.example' && document.readyState === 'complete'")
         # Without CORS a browser hides the answer, which is "opaque 0" whatever it was.
-        assert set(told_to_a_page(tab, stack, command)) <= {"refused", "opaque 0"}
+        assert set(responses_to_page(tab, stack, command)) <= {"refused", "opaque 0"}
 
         prefect = stack.url.removesuffix("/api").replace("127.0.0.1", "evil.example")
         tab.call("Page.navigate", url=prefect)
         tab.wait(f"location.origin === {json.dumps(prefect)} && document.readyState === 'complete'")
-        answers = told_to_a_page(tab, stack, command, through="evil.example")
+        answers = responses_to_page(tab, stack, command, through="evil.example")
         assert set(answers) <= {"basic 403", "refused", "opaque 0"}, answers
         assert "basic 403" in answers, "the browser takes it for the page's own server"
     assert stack.api.filter("flow_runs") == runs
@@ -176,15 +176,15 @@ def test_a_wrong_override_fails_the_run_and_is_notified(stack: Stack, hook: Hook
     failed = stack.newest()
     assert "Did you mean trainer.total_steps?" in failed["state"]["message"]
     assert failed["run_count"] == 1, "trying again would not help"
-    wait_until(lambda: hook.heard(": Failed", "trainer.totl_steps"), "the hook hears of the failure")
+    wait_until(lambda: hook.heard(": Failed", "trainer.totl_steps"), "the hook receives the failure")
 
 
 def test_a_wrong_value_is_refused_before_there_is_a_run(stack: Stack) -> None:
-    for wrong, told in (({"learning_rate": -1}, "learning_rate"), ({"experiment": "debg"}, "countdown_demo")):
+    for wrong, reported in (({"learning_rate": -1}, "learning_rate"), ({"experiment": "debg"}, "countdown_demo")):
         with pytest.raises(urllib.error.HTTPError) as refused:
             stack.start("pipeline/debug", **wrong)
         assert refused.value.code == 409
-        assert told in refused.value.read().decode()
+        assert reported in refused.value.read().decode()
 
 
 def test_a_cancelled_run_has_saved(stack: Stack) -> None:
@@ -200,24 +200,23 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
 def test_a_run_stopped_by_millrace_is_cancelled_and_resumes_by_retry(
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=told"])
-    stack.wait_for_step("told", 3)
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=stopped"])
+    stack.wait_for_step("stopped", 3)
     process = stack.process_of(run)
-    stop([str(stack.run_dir("told"))])
-    saved = stack.steps_saved("told")[-1]
-    assert f"step {saved} is saved; `prefect flow-run retry {run}` goes on" in capsys.readouterr().out
+    stop([str(stack.run_dir("stopped"))])
+    saved = stack.steps_saved("stopped")[-1]
+    assert f"step {saved} is saved; `prefect flow-run retry {run}`" in capsys.readouterr().out
     stack.wait(run, "CANCELLED")
     wait_until(lambda: not process.is_running(), "the flow's process has ended")
-    assert stack.mlflow_status("told") == "KILLED"
+    assert stack.mlflow_status("stopped") == "KILLED"
     done = stack.prefect("flow-run", "retry", run)
     assert done.returncode == 0, done.stderr
-    stack.wait_for_step("told", saved + 1)
+    stack.wait_for_step("stopped", saved + 1)
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")
 
 
 def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tmp_path: Path) -> None:
-    """Of an experiment's file, as the form sends it."""
     own = tmp_path / "own.yaml"
     own.write_text("defaults: [debug, _self_]\nname: again\n")
     run = stack.start("pipeline/debug", experiment=str(own), total_steps=1, learning_rate=0.001)
@@ -239,40 +238,40 @@ def test_a_cancelled_run_resumes_by_retry_and_a_suspended_one_by_resume(stack: S
     stack.wait(run, "CANCELLED")
     saved = stack.steps_saved("story")[-1]
 
-    # Tried again, it goes on; suspended, it ends its chunk and its process, and tells the hook.
+    # Retried, it resumes; suspended, it ends its chunk and its process, and notifies the hook.
     stack.retry_cancelled(run)
     stack.wait_for_step("story", saved + 1)
     process, trainer = stack.process_of(run), stack.trainer("story")
     stack.set_state(run, SUSPEND)
     wait_until(lambda: not process.is_running(), "the flow's process has ended")
     assert not trainer.is_running()
-    wait_until(lambda: hook.heard(": Suspended"), "the hook hears of the pause")
+    wait_until(lambda: hook.heard(": Suspended"), "the hook receives the pause")
     assert stack.run(run)["state_type"] == "PAUSED"
     reached = max(numbers(stack.run_dir("story")))
     assert reached >= 10
     assert stack.steps_saved("story")[-1] == reached  # steps of the next chunk too
 
-    # Resumed, it goes on; cancelled a second time, it ends a second time.
+    # Resumed, it continues; cancelled a second time, it ends a second time.
     stack.ask(f"flow_runs/{run}/resume", {})
     stack.wait_for_step("story", reached + 1)
     stack.set_state(run, {"type": "CANCELLING"})
-    assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
+    assert stack.wait(run, "CANCELLED")["run_count"] == 2  # a resume is no new start
     assert stack.steps_saved("story")[-1] > reached
 
 
 @pytest.mark.lengthy
 @pytest.mark.timeout(900)
 def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
-    before, runs = len(hook.told), stack.root / "runs"
+    before, runs = len(hook.messages), stack.root / "runs"
     with mounted(runs, size_mib=32):
         run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
         stack.wait_for_step("full", 2)
         ballast = fill(runs, leave_bytes=1 << 20)
-        wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook hears of the pause")
+        wait_until(lambda: hook.heard("millrace.paused_for_disk", "B are missing"), "the hook receives the pause")
         stack.wait(run, "PAUSED")
         ballast.unlink()
         stack.wait(run, "COMPLETED")
-    assert [one["title"].rpartition(": ")[2] for one in hook.told[before:]] == ["millrace.paused_for_disk"]
+    assert [one["title"].rpartition(": ")[2] for one in hook.messages[before:]] == ["millrace.paused_for_disk"]
 
 
 @pytest.mark.lengthy

@@ -1,6 +1,6 @@
 """The tutorials as a new user goes through them: every file and command of a page in its order, in an empty folder.
 
-Runs have fewer steps than on the page, and less to learn; everything else is as it stands there.
+Runs have fewer steps than on the page, and less to learn; everything else is as on the page.
 """
 
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lengthy  # what each command does has its own tests
 
 DOCS = REPOSITORY / "docs"
 LOOKED_UP = "## Your own settings"
-"""What follows on the first page is for reference, and needs a model, a GPU or a cluster."""
+"""The rest of the first page is for reference, and needs a model, a GPU or a cluster."""
 BRIEF = (
     "runtime=local warm_start.stop_at_reward=null warm_start.max_steps=4 warm_start.batch_size=16 "
     "trainer.total_steps=2 trainer.steps_per_chunk=1 trainer.batch_size=8 trainer.mini_batch_size=8 "
@@ -47,8 +47,8 @@ def steps_of(page: Path) -> Iterator[tuple[str, str]]:
             yield from (("", line) for line in lines if not line.startswith("make "))
 
 
-def told_by(line: str, folder: Path) -> str:
-    """What a command says, once it has ended with the exit code that the page gives it."""
+def run_line(line: str, folder: Path) -> str:
+    """Return the output of a command that ends with the exit code of the page."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if line.startswith("prefect"):  # after the line that `up` has printed
         environment |= Stack(folder / "artifacts").environment
@@ -65,7 +65,7 @@ def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words
         settings: beginning of a command -> what the test adds to it.
         other_words: word of a command or file -> the test's own.
     """
-    told = {}
+    reported = {}
     for name, text in steps_of(DOCS / page):
         if name:
             for word, own in other_words.items():
@@ -76,21 +76,21 @@ def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words
         added = next((more for beginning, more in settings.items() if line.startswith(beginning)), "")
         for word, own in other_words.items():
             line = line.replace(word, own)
-        told[text] = told_by(f"{line} {added} # {comment}", folder)
-    return told
+        reported[text] = run_line(f"{line} {added} # {comment}", folder)
+    return reported
 
 
-def test_a_task_and_a_reward_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_task_and_reward(tmp_path: Path) -> None:
     smaller = f"{BRIEF} data.train_size=64 data.validation_size=16"
-    told = go_through("tutorials/own-task.md", tmp_path, {"millrace run ": smaller}, {})
-    assert "none of the answers that must not score did" in told["millrace audit sort_digits-s1"]
-    assert "scores would have been others" in told["millrace rescore sort_digits-s1 --scorer by_place:score"]
-    assert "copy of the prompt" in told["millrace audit sort_digits-s1 --scorer by_place:score    # exit code 1"]
+    reported = go_through("tutorials/own-task.md", tmp_path, {"millrace run ": smaller}, {})
+    assert "none of the responses that must not score did" in reported["millrace audit sort_digits-s1"]
+    assert "scores would have been different" in reported["millrace rescore sort_digits-s1 --scorer by_place:score"]
+    assert "copy of the prompt" in reported["millrace audit sort_digits-s1 --scorer by_place:score    # exit code 1"]
 
 
 def test_the_first_run(tmp_path: Path) -> None:
-    told = go_through("get-started.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
-    compared = told["millrace compare countdown_demo-s1 countdown_demo-s2"]
+    reported = go_through("get-started.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
+    compared = reported["millrace compare countdown_demo-s1 countdown_demo-s2"]
     assert re.search(r"Over seeds: countdown_demo: reward/mean@4 [\d.]+, [\d.]+ to [\d.]+\.", compared), compared
     assert re.search(r"From countdown_demo-s1-\w+: countdown_demo-s2-\w+ \S+ \[\S+, \S+\]", compared), compared
     rows = [
@@ -98,8 +98,8 @@ def test_the_first_run(tmp_path: Path) -> None:
         for file in sorted((tmp_path / "artifacts" / "runs").glob("countdown_demo-s*/validation/after.json"))
     ]
     assert len(rows) == 2
-    assert rows[0] == rows[1], "seeds are judged on the same problems"
-    assert "finished" in told["millrace runs"]
+    assert rows[0] == rows[1], "seeds have the same held-out problems"
+    assert "finished" in reported["millrace runs"]
 
 
 def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
@@ -107,5 +107,5 @@ def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
     (tmp_path / "artifacts" / "models").symlink_to(smollm2.parent)
     (tmp_path / "few.yaml").write_text((REPOSITORY / "conf/suite/countdown.yaml").read_text().replace("1024", "2"))
     settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout.engine=hf rollout.max_response_tokens=8"}
-    told = go_through("tutorials/real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
-    assert "finished" not in told["millrace run experiment=smollm2_countdown --dry-run"]
+    reported = go_through("tutorials/real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
+    assert "finished" not in reported["millrace run experiment=smollm2_countdown --dry-run"]

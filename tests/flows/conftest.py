@@ -23,8 +23,8 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunLayout
-from tests.forked import ForkedCommand
-from tests.repeatable import repeatable
+from tests.helpers.forked import ForkedCommand
+from tests.helpers.repeatable import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"

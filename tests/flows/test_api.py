@@ -14,7 +14,7 @@ from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import Origin
-from tests.notebook import NOTEBOOK, notebook
+from tests.helpers.notebook import NOTEBOOK, notebook
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors

@@ -16,7 +16,7 @@ from rlcore.report.record import read_run
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.flows.conftest import in_this_process
 from tests.helpers.sessions import session_of, train_in_chunks
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 TASK = (
     "data: {task: countdown, template: bare, train_size: 1, validation_size: %d, min_numbers: 3, max_numbers: 3, "

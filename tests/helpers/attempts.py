@@ -52,7 +52,7 @@ class Attempt:
 
 ATTACK = """
 (async () => {
-    const told = [], given = %s;
+    const reported = [], given = %s;
     for (const {url, method, body, login} of given)
         for (const mode of ["cors", "no-cors"])
             try {
@@ -60,23 +60,23 @@ ATTACK = """
                 if (login) headers.Authorization = login;
                 const options = {method, mode, headers, body: body && JSON.stringify(body), credentials: "include"};
                 const answer = await fetch(url, options);
-                told.push(`${answer.type} ${answer.status}`);
+                reported.push(`${answer.type} ${answer.status}`);
             } catch (error) {
-                told.push("refused");
+                reported.push("refused");
             }
     const socket = new WebSocket(given[0].socket, "prefect");
-    told.push(await new Promise((done) => {
+    reported.push(await new Promise((done) => {
         socket.onopen = () => done("open");
         socket.onerror = () => done("refused");
     }));
-    return told;
+    return reported;
 })()
 """
-"""What a page does to be heard; what it is told of each try."""
+"""The requests of a hostile page; the result of each."""
 
 
-def told_to_a_page(tab: Tab, stack: Stack, command: str, *, through: str = "127.0.0.1") -> list[str]:
-    """What the open page hears when it tries to run a command, to read and to write; `through`: by which name."""
+def responses_to_page(tab: Tab, stack: Stack, command: str, *, through: str = "127.0.0.1") -> list[str]:
+    """Return the responses to a page that tries to run a command, to read and to write, at the name `through`."""
     record = read_stack(stack.root)
     prefect, mlflow = (url.replace("127.0.0.1", through) for url in (stack.url, record.mlflow_url))
     start = f"{prefect}/deployments/{stack.deployment('pipeline/debug')['id']}/create_flow_run"

@@ -10,7 +10,7 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from tests.programs import CHROMIUM
+from tests.helpers.programs import CHROMIUM
 
 START_TIMEOUT_S = 60.0
 KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39, "c": 67}
@@ -51,7 +51,7 @@ class Tab:
         self.call("Fetch.enable", handleAuthRequests=True)
 
     def _let_pass(self, method: str, params: Any) -> None:
-        """Go on with a request that waits for us; the answer to this command is not waited for."""
+        """Continue a paused request, without waiting for the response to this command."""
         answer: dict[str, Any] = {"requestId": params["requestId"]}
         if method == "Fetch.authRequired":
             assert self._login is not None
@@ -77,7 +77,6 @@ class Tab:
         return self.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.innerText)")
 
     def wait(self, expression: str) -> None:
-        """Until an expression is true."""
         end = time.monotonic() + START_TIMEOUT_S
         while not self.value(expression):
             assert time.monotonic() < end, f"never true: {expression}"
@@ -95,7 +94,7 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def frame(self) -> None:
-        """Until what was scrolled is drawn: a click is aimed at the picture, not at the document."""
+        """Wait until the scrolled page is drawn, since a click is aimed at pixels."""
         drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         self.call("Runtime.evaluate", expression=drawn, awaitPromise=True)
 
@@ -126,7 +125,7 @@ def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
             with connect(_address(profile, browser), max_size=None) as root:
                 target = _page(root)
             port = _port(profile)
-            # No pings: a browser on a busy machine answers them late, and every wait has a deadline of its own.
+            # No pings: a browser on a busy machine answers them late, and every wait has a deadline own.
             address = f"ws://127.0.0.1:{port}/devtools/page/{target}"
             with connect(address, max_size=None, ping_interval=None) as socket:
                 yield Tab(socket)

@@ -2,7 +2,7 @@
 
     python -m tests.helpers.crash_chain ROOT OVERRIDE...       prints what was hit as JSON
 
-A child is killed (SIGKILL) right before a chosen operation on a file, or by the parent some time after it has gone on.
+A child is killed (SIGKILL) right before a chosen operation on a file, or by the parent some time after its progress.
 Forked, since a start of Python with torch costs more than the whole run.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.sessions import run_to_the_end, verified_steps
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 OPERATIONS = (
     ("os.mkdir", "checkpoints/.tmp-step-", 2),  # a save begins

@@ -4,8 +4,8 @@
 
 PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
 "journal", "nth": which time from 1, "to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its
-program, "signals": ["SIGTERM", ...], "aside": whether the trainer goes on meanwhile, since it starts that process,
-"sleep_s": how long it then does nothing, "late_s": how much longer ago a stop counts as asked for, "env": variables
+program, "signals": ["SIGTERM", ...], "aside": whether the trainer continues meanwhile, since it starts that process,
+"sleep_s": how long it then does nothing, "late_s": by how much a stop request is dated back, "env": variables
 of the start}. OUT gets what each came to.
 
 Starts are forked from one process that has imported everything: an import costs seconds. It is the reaper of its
@@ -48,7 +48,6 @@ class Disturbance:
         self.seen = 0
 
     def moment(self, name: str) -> None:
-        """Something has begun."""
         self.seen += name == self.at
         if name == self.at and self.seen == self.nth:
             if self.aside:
@@ -58,7 +57,6 @@ class Disturbance:
             time.sleep(self.sleep_s)
 
     def send(self) -> None:
-        """The signals."""
         for number in self.signals:
             for pid in self.targets():
                 with suppress(ProcessLookupError):  # a node's processes end with the first of them
@@ -121,7 +119,7 @@ def listen(disturbance: Disturbance) -> None:
 
 
 def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
-    """In the fork: the trainer itself. Does not return."""
+    """Run the trainer in the fork. Does not return."""
     code = 99
     try:
         disturbance = None if plan is None else Disturbance(plan)

@@ -1,4 +1,4 @@
-"""Scorers and losses that harm the process they run in, once: a file beside the settings says that it has happened."""
+"""Scorers and losses that harm the process they run in, once: a file records that it has happened."""
 
 import os
 import resource
@@ -24,7 +24,7 @@ HARM = "MILLRACE_TEST_HARM"
 
 
 def first_time(what: str) -> bool:
-    """Whether this harm has not been done yet, by whatever process."""
+    """Return whether no process has done this harm yet."""
     try:
         (Path(os.environ[HARM]) / what).touch(exist_ok=False)
     except FileExistsError:
@@ -37,7 +37,7 @@ TRIED = 2
 
 
 def after(harm: Callable[[int], None]) -> PolicyLossFunction:
-    """`ppo_clip`, after the harm has been done; it hears of how many sequences."""
+    """`ppo_clip`, after the harm has been done; it gets the number of sequences."""
 
     def loss(
         policy_logprobs: Float[Tensor, "T"],
@@ -56,7 +56,7 @@ def after(harm: Callable[[int], None]) -> PolicyLossFunction:
 
 
 def _take_memory(num_sequences: int) -> None:
-    """In the first process there is no memory, however small the batch."""
+    """Take all memory of the first process, however small the batch."""
     if first_time("memory"):
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30,) * 2)
         (Path(os.environ[HARM]) / "memory").write_text(str(os.getpid()))
@@ -65,13 +65,13 @@ def _take_memory(num_sequences: int) -> None:
 
 
 def _refuse_more_than_four(num_sequences: int) -> None:
-    """For more than four sequences torch is asked for more memory than there is."""
+    """Request more memory than there is for more than four sequences."""
     if num_sequences > 4:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def _refuse_the_second_rank(num_sequences: int) -> None:
-    """The same in one rank alone."""
+    """Request more memory than there is in one rank alone."""
     if dist.get_rank() == 1:
         _refuse_more_than_four(num_sequences)
 

@@ -17,7 +17,7 @@ from mlflow.entities import Run
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.tracking.delivery import Delivery, delivery_lock
 from rlcore.tracking.journal import read_journal
-from tests.forked import fork_module
+from tests.helpers.forked import fork_module
 
 SERVER_START_S = 200.0
 
@@ -57,7 +57,6 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """As a crash would: no goodbye."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -69,7 +68,7 @@ class Server:
 
 
 def held_port() -> socket.socket:
-    """A bound socket that does not listen: its port answers nobody, nobody else is given it, a server may take it."""
+    """Return a bound socket that does not listen: no one else gets its port, but a server may take it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -90,7 +89,7 @@ def config(root: Path) -> RunConfig:
 
 @pytest.fixture
 def offline(config: RunConfig) -> RunConfig:
-    """Without the process beside the trainer: the test delivers, at the moments it chooses."""
+    """Settings without the delivery process: the test delivers at the moments it chooses."""
     return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
 
 
@@ -101,7 +100,7 @@ def run_dir(root: Path) -> Path:
 
 @contextmanager
 def running_server(folder: Path, empty_store: Path) -> Iterator[Server]:
-    """A server with an empty store of its own in this folder, for the block."""
+    """Run a server with an empty store in this folder, for the block."""
     database = folder / "mlflow.db"
     shutil.copy(empty_store, database)
     server = Server(database)
@@ -127,7 +126,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
 
 @contextmanager
 def delivery_of(run_dir: Path) -> Iterator[Delivery]:
-    """The delivery of a run."""
     with delivery_lock(run_dir):
         yield Delivery(run_dir)
 

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     database = Path(sys.argv[1])
     address = sqlite_address(database)
     connect(address)
-    # As `mlflow server` tells its application.
+    # As `mlflow server` sets them.
     os.environ |= {
         "_MLFLOW_SERVER_FILE_STORE": address,
         "_MLFLOW_SERVER_REGISTRY_STORE": address,

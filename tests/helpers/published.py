@@ -34,5 +34,4 @@ def flip(path: Path, position: int = -1) -> None:
 
 
 def num_open() -> int:
-    """Open descriptors of this process."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -259,7 +259,6 @@ def parse(html: str) -> Page:
 
 
 def page_of(files: ReportFiles) -> Page:
-    """The page of a report."""
     return parse(files.html.read_text())
 
 

@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 
 from rlcore.responses.store import parts_of
 from rlcore.tracking.journal import read_journal
-from tests.forked import fork_module, run_module
-from tests.repeatable import repeatable
-from tests.small_run import SmallRun, prepare
+from tests.helpers.forked import fork_module, run_module
+from tests.helpers.repeatable import repeatable
+from tests.helpers.small_run import SmallRun, prepare
 
 OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")
 DEADLINE_S = 240
-"""For one start."""
+"""Limit of one start."""
 WAIT_S = 560
-"""For a whole chain of starts, on a machine that others keep busy too."""
+"""Limit of a whole chain of starts, on a machine that others keep busy too."""
 Plan = dict[str, Any] | None
 
 
@@ -37,7 +37,7 @@ def write_record(run: SmallRun) -> Path:
 
 
 def start(run_dir: Path, log: Path) -> BaseProcess:
-    """The trainer process in a session of its own, its output in a file."""
+    """Start the trainer process in a new session, with its output in a file."""
     return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
 
 
@@ -48,7 +48,7 @@ def finish(run_dir: Path, log: Path) -> None:
 
 
 def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
-    """What each start came to, see `tests.helpers.disturbed`."""
+    """Return the outcome of each start, see `tests.helpers.disturbed`."""
     run_dir = write_record(run)
     file, out, log = (run.layout.run_dir / name for name in ("plan.json", "out.json", "out.log"))
     file.write_text(json.dumps(plan))
@@ -59,12 +59,11 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
 
 
 def said(run: SmallRun) -> str:
-    """The log of all starts."""
     return (run.layout.run_dir / "out.log").read_text()
 
 
 def steps_of(run: SmallRun) -> dict[int, dict[str, float]]:
-    """The journal's metrics by step, without those of the machine; each step stands there once."""
+    """The journal's metrics by step, without those of the machine; each step is there once."""
     records = read_journal(run.layout.journal)
     assert [record.step for record in records] == list(range(len(records)))
     return {record.step: repeatable(dict(record.metrics)) for record in records}

@@ -1,4 +1,4 @@
-"""Sessions in this process: the same as the trainer process runs, with the test as the one that hears and stops."""
+"""Sessions in this process: as in the trainer process, but the test receives the events and requests stops."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
 from rlcore.run.process import Session
 from tests.helpers.running import write_record
-from tests.small_run import NoSignals, SmallRun, prepare
+from tests.helpers.small_run import NoSignals, SmallRun, prepare
 
 Event = Mapping[str, object]
 

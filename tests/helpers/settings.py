@@ -1,4 +1,4 @@
-"""Settings for tests, without any rule being judged: from words, and with another value under one key."""
+"""Settings for tests, without checks of rules: from words, and with another value under one key."""
 
 from typing import Any, Literal, get_args, get_origin
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.sessions import run_to_the_end
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 # Two steps and a half an epoch: a batch holds the end of one and the beginning of the next.
 BASE = ("data.train_size=20", "validation.every_steps=2")
@@ -11,7 +11,7 @@ QUIET = "tracking.enabled=false"
 
 
 def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
-    """Settings of the run, or of its beginning: training goes on while a checkpoint is written, but not at its end."""
+    """Return the settings of the run, or of its beginning, where no step follows the last checkpoint."""
     return (*BASE, f"trainer.total_steps={total}", f"trainer.steps_per_chunk={chunk}")
 
 

@@ -28,9 +28,9 @@ class SmallTrainer:
         print(f"signal {number}")
         self.stop = self.behaviour != "deaf"
         if self.is_idle:
-            self.leave_if_told()
+            self.leave_if_stopped()
 
-    def leave_if_told(self) -> None:
+    def leave_if_stopped(self) -> None:
         if self.stop:
             message = f"saved step {self.committed()}"
             self.send(event="error", command="stop", type="StopRequestedError", message=message)
@@ -96,7 +96,7 @@ def main() -> None:
         trainer.is_idle = False
         trainer.train(command["to_step"])
         trainer.is_idle = True
-        trainer.leave_if_told()  # the signal may have come in the command's last moment
+        trainer.leave_if_stopped()  # the signal may have come in the command's last moment
 
 
 if __name__ == "__main__":

@@ -21,18 +21,17 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
-from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, root_login
 from flows.stack.control import down, up
-from flows.stack.state import read_stack
+from flows.stack.state import CLIENT_LOGIN, SECRET_FILE, read_stack, root_login
 from rlcore.storage.locks import read_holder
 from tests import SHARED_STAGES
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
-"""What the page's button sends, and `prefect flow-run retry`."""
+"""The state that the page's button sends, and `prefect flow-run retry`."""
 SUSPEND = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
-"""What the page's button sends."""
+"""The state that the page's button sends."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,19 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Prefect's API."""
         return read_stack(self.root).prefect_api_url
 
     @property
     def login(self) -> str:
-        """Of its servers."""
         return root_login(self.root)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What `millrace up` prints for a shell."""
+        """The variables that `millrace up` prints for a shell."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     @property
     def api(self) -> Api:
-        """Prefect's filters."""
         return Api(self.url, self.login)
 
     @contextmanager
@@ -71,7 +67,6 @@ class Stack:
             yield client
 
     def prefect(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Prefect's own command line."""
         environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect"), "PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
             [sys.executable, "-m", "prefect", "--no-prompt", *words],
@@ -84,7 +79,6 @@ class Stack:
         )
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None) -> Any:
-        """A request to Prefect's API."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Authorization": basic(self.login)}
         request = urllib.request.Request(f"{self.url}/{path}", data, headers)
@@ -99,7 +93,6 @@ class Stack:
                 time.sleep(1)
 
     def deployment(self, name: str) -> dict[str, Any]:
-        """A deployment by `flow/name`."""
         found: dict[str, Any] = self.ask(f"deployments/name/{name}")
         return found
 
@@ -109,7 +102,6 @@ class Stack:
         return str(made["id"])
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """A flow run."""
         found: dict[str, Any] = self.ask(f"flow_runs/{run_id}")
         return found
 
@@ -129,14 +121,13 @@ class Stack:
         self.set_state(run_id, RETRY)
 
     def wait(self, run_id: str, *states: str) -> dict[str, Any]:
-        """Until it is in one of these states; any other end is a failure."""
+        """Wait until it is in one of these states; any other end is a failure."""
         wait_until(lambda: self.run(run_id)["state_type"] in (*states, *ENDS), f"{run_id} is {states}")
         found = self.run(run_id)
         assert found["state_type"] in states, (found["state"]["type"], found["state"]["message"])
         return found
 
     def newest(self, flow: str = "pipeline") -> dict[str, Any]:
-        """The flow run that began last."""
         return self.api.filter("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_DESC", limit=1)[0]
 
     def run_dir(self, name: str) -> Path:
@@ -145,7 +136,7 @@ class Stack:
         return found
 
     def wait_for_step(self, name: str, step: int) -> None:
-        """Until the run's journal has that step."""
+        """Wait until the run's journal has that step."""
 
         def is_there() -> bool:
             found = list(self.root.glob(f"runs/{name}-*/metrics.jsonl"))
@@ -154,7 +145,6 @@ class Stack:
         wait_until(is_there, f"step {step} of {name}")
 
     def trainer(self, name: str) -> psutil.Process:
-        """Who trains it now."""
         holder = read_holder(self.run_dir(name) / "run.lock")
         assert holder is not None
         return psutil.Process(holder.pid)
@@ -164,11 +154,10 @@ class Stack:
         return psutil.Process(int(self.run(run_id)["infrastructure_pid"].rpartition(":")[2]))
 
     def steps_saved(self, name: str) -> list[int]:
-        """Steps of the run's checkpoints."""
         return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
 
     def mlflow_status(self, name: str) -> str:
-        """What MLflow says of the run."""
+        """Return the status of the run in MLflow."""
         query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
         with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
             ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
@@ -186,7 +175,7 @@ class Stack:
                 assert secret.encode() not in file.read_bytes(), f"{file} says a secret"
 
     def log(self, service: str = "flow-runs") -> str:
-        """What a service has written, or all flow runs."""
+        """Return the log of a service, or of all flow runs."""
         return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
 
 

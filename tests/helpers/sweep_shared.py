@@ -18,7 +18,7 @@ from flows.sweep.points import Member
 from flows.work.open_run import open_run
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.storage.publish import write_text_atomically
-from tests.share_of_digits import LEARNING
+from tests.helpers.share_of_digits import LEARNING
 
 SPEC = f"""
 name: shared

@@ -50,7 +50,6 @@ pruning: {pruner: median, every_steps: 1, options: {n_startup_trials: 2}}
 
 
 def spec_of(folder: Path, name: str) -> Path:
-    """A sweep's file, written there."""
     file = folder / f"{name}.yaml"
     file.write_text(SPECS[name])
     return file
@@ -67,7 +66,7 @@ def in_the_way(spec: Path, root: Path) -> Path:
 
 
 GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}
-"""How much each learning rate gains in two steps."""
+"""Gain of each learning rate in two steps."""
 
 
 class RunWriter:

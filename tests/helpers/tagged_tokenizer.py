@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "</lone>", "[THINK]", "[/THINK]", "<seed:think>")
 MARKERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<start_of_turn>", "<unused1>", "<pad>")
 PLAIN = ("<answer>", "</answer>", "</seed:think>")
-"""Tokens of their own that no decoder cuts, as Qwen3 has `<think>`."""
+"""Added tokens that no decoder cuts, as Qwen3 has `<think>`."""
 
 
 def tagged(folder: Path, *, byte_level: bool) -> Path:

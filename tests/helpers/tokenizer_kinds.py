@@ -60,7 +60,7 @@ R1 = (
 
 
 def byte_level(special: list[str]) -> Tokenizer:
-    """As Qwen's and Llama 3's."""
+    """Return a tokenizer like Qwen's and Llama 3's."""
     core = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(WORDS), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,7 +77,7 @@ def byte_level(special: list[str]) -> Tokenizer:
 
 
 def sentence_piece(special: list[str], *, legacy: bool) -> Tokenizer:
-    """As Llama 2's: `legacy` puts a word mark before the first word behind each special token too."""
+    """Return a tokenizer like Llama 2's. `legacy` puts a word mark before the first word after each special token."""
     core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -97,7 +97,7 @@ def sentence_piece(special: list[str], *, legacy: bool) -> Tokenizer:
 
 
 def unigram(special: list[str]) -> Tokenizer:
-    """As T5's and Gemma's first ones: pieces by probability."""
+    """Return a unigram tokenizer like T5's and Gemma's first ones."""
     core = Tokenizer(models.Unigram())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Metaspace()
@@ -110,7 +110,7 @@ def unigram(special: list[str]) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a tokenizer of the kind is made. `stops`: tokens of generation_config.eos_token_id, if there is one."""
+    """The parts of a tokenizer of the kind. `stops`: tokens of generation_config.eos_token_id, if there is one."""
 
     core: Callable[[], Tokenizer]
     template: str
@@ -118,7 +118,7 @@ class Kind:
     bos: str | None = None
     stops: tuple[str, ...] = ()
     writes: bool = True
-    """Whether the template writes an answer behind the prompt."""
+    """True if the template writes an answer behind the prompt."""
 
     def saved(self, folder: Path, *, template: bool = True) -> Path:
         tokenizer = PreTrainedTokenizerFast(
@@ -162,5 +162,5 @@ KINDS = {
 
 
 def scratch(folder: Path) -> Path:
-    """The tokenizer of a model made from nothing: words of arithmetic."""
+    """The tokenizer of a randomly initialized model: words of arithmetic."""
     return build_scratch_tokenizer(ScratchModel(), folder)

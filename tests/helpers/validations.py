@@ -9,7 +9,7 @@ from rlcore.config import EvaluationConfig
 from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 
 FAILED = -1.0
-"""In place of a score: the scorer failed."""
+"""A score that stands for a failed scorer."""
 
 
 def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Response:
@@ -21,8 +21,8 @@ def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Respons
 def problem(prompt_id: int, scores: Sequence[float], *, greedy: float | None = None, difficulty: int = 2):
     samples = tuple(answer(score, f"answer {index} of {score}") for index, score in enumerate(scores))
     truth = json.dumps({"target": prompt_id, "numbers": [prompt_id, 1, 2]})
-    judged = None if greedy is None else answer(greedy)
-    return ProblemResult(prompt_id, difficulty, f"problem {prompt_id}", truth, judged, samples)
+    greedy_response = None if greedy is None else answer(greedy)
+    return ProblemResult(prompt_id, difficulty, f"problem {prompt_id}", truth, greedy_response, samples)
 
 
 def result(problems: Sequence[ProblemResult], *, name: str = "after", step: int = 20, **settings: object):

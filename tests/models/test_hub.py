@@ -15,7 +15,7 @@ from rlcore.errors import ModelError
 from rlcore.models.hub import is_hub_reachable, require_reachable
 from rlcore.models.load import load_policy
 from rlcore.runtime.cluster import unreachable
-from tests.hub_server import Repository, serving, use_hub
+from tests.helpers.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CPU, write_model
 
 COMMIT = "a" * 40

@@ -23,7 +23,6 @@ from rlcore.types import PackedBatch
 from rlcore.workers.actor import token_logprobs
 from rlcore.workers.trained_model import MicroBatch
 from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
-from tests.small_run import prepare, train
 
 GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))
 """Tokens of each prompt and of each of its responses."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.side_by_side import ROOT
 from tests.rollout.real_vllm import real_vllm
-from tests.side_by_side import ROOT
 
 pytestmark = [*real_vllm(timeout_s=600), pytest.mark.lengthy]  # on a small model: test_vllm_engine.py
 

@@ -25,6 +25,7 @@ from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.device import join_ranks
 from rlcore.workers.worker import Worker
+from tests.helpers.small_run import SmallRun, prepare, train
 from tests.rollout.vllm_session import (
     CPU,
     MAX_TOKENS,
@@ -39,7 +40,6 @@ from tests.rollout.vllm_session import (
     weights_of,
     write_model,
 )
-from tests.small_run import SmallRun, prepare, train
 
 NUM_RANKS = 2
 SPANNING = SETTINGS.model_copy(update={"tensor_parallel_size": NUM_RANKS})

@@ -14,8 +14,8 @@ from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.worker import Worker
+from tests.helpers.small_run import SmallRun, prepare, train
 from tests.rollout.vllm_session import differing
-from tests.small_run import SmallRun, prepare, train
 
 STALE = "model.layers.0.mlp.gate_proj.weight"
 VLLM = ("rollout.engine=vllm", "rollout.max_num_seqs=64", "rollout.memory_share=0.3")

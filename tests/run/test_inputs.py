@@ -26,8 +26,8 @@ from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.helpers.published import edit_manifest
 from tests.helpers.settings import changed
-from tests.small_run import SmallRun
-from tests.small_run import make as prepare
+from tests.helpers.small_run import SmallRun
+from tests.helpers.small_run import make as prepare
 
 FILTERED = Path("filtered/0123456789abcdef")
 

@@ -12,7 +12,7 @@ from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
 from tests.helpers.running import disturb, said, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 COARSE = ("data.train_size=48", "pass_rates.samples=4", "tracking.enabled=false")
 BASE = (*COARSE, "pass_rates.rows_per_part=20")

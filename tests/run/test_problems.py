@@ -12,7 +12,7 @@ from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.problems import HeldOutProblems, Problems, read_parts, spread
 from rlcore.types import Prompt
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 PART = "{task: countdown, template: bare, number_high: 20, target_high: 40, min_numbers: 3, max_numbers: 3}"
 

@@ -20,10 +20,10 @@ from rlcore.run.supervised import Demonstrations, build_model
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
+from tests.helpers.repeatable import repeatable
 from tests.helpers.running import WAIT_S, disturb, said, small
-from tests.repeatable import repeatable
-from tests.small_run import SmallRun
-from tests.small_run import make as prepare
+from tests.helpers.small_run import SmallRun
+from tests.helpers.small_run import make as prepare
 
 THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm_start.held_out_rows=0")
 

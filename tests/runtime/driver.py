@@ -26,7 +26,7 @@ from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
-from tests.small_run import SmallRun, prepare, train
+from tests.helpers.small_run import SmallRun, prepare, train
 
 STEPS = 3
 

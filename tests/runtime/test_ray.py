@@ -24,9 +24,9 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.runtime.ray import as_array, as_tensor
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, TrainBatch
-from tests.forked import run_module
+from tests.helpers.forked import run_module
+from tests.helpers.small_run import prepare, train
 from tests.runtime.driver import STEPS
-from tests.small_run import prepare, train
 
 WAIT_S = 560
 """On a machine that others keep busy too."""

@@ -23,7 +23,7 @@ from rlcore.tracking.connection import (
     resolve_uri,
 )
 from rlcore.tracking.mlflow_store import MlflowStore
-from tests.forked import fork_module, run_module
+from tests.helpers.forked import fork_module, run_module
 
 
 def test_uris_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

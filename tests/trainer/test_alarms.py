@@ -24,8 +24,8 @@ from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score, Trai
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.worker import Worker
 from tests.batching.rows import packed as packed_batch
-from tests.share_of_digits import LEARNING
-from tests.small_run import prepare, train
+from tests.helpers.share_of_digits import LEARNING
+from tests.helpers.small_run import prepare, train
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,10 @@ from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
-from tests.forked import run_module
+from tests.helpers.forked import run_module
 from tests.helpers.running import small, steps_of, write_record
+from tests.helpers.small_run import SmallRun, prepare, train
 from tests.rollout.odd_environments import SLEEP_S, Odd
-from tests.small_run import SmallRun, prepare, train
 
 ODD = "tests.rollout.odd_environments"
 SMALL = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2", "episode.max_turns=5",

@@ -15,7 +15,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
-from tests.small_run import prepare, train
+from tests.helpers.small_run import prepare, train
 
 GROUP = 4
 UNSCORED = {1, *range(4, 8), 8, 9, 11, 17, 18}

@@ -30,7 +30,7 @@ from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.worker import Worker
-from tests.small_run import SmallRun, prepare, train
+from tests.helpers.small_run import SmallRun, prepare, train
 from tests.trainer.batches import (
     POLICY,
     PROMPTS,

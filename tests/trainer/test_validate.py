@@ -22,7 +22,7 @@ from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 
 def test_greedy_responses_at_temperature_0(tmp_path: Path) -> None:

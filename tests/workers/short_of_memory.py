@@ -21,7 +21,7 @@ from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import choose_placement, join_ranks
-from tests.small_run import prepare
+from tests.helpers.small_run import prepare
 
 NUM_SEQUENCES = 64
 SLACK_BYTES = 40 << 20

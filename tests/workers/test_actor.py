@@ -19,8 +19,8 @@ from rlcore.workers import worker as module
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.nf4 import nearest_levels
+from tests.helpers.small_run import prepare
 from tests.models.tiny import plain_model
-from tests.small_run import prepare
 from tests.workers.ranks import batch_from, random_batch
 
 Open = Callable[..., Worker]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError
 from rlcore.workers.device import choose_placement, free_address, holds_on_all_ranks, join_ranks, unsupported_gpu
-from tests.forked import run_module
+from tests.helpers.forked import run_module
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]

@@ -28,8 +28,8 @@ from rlcore.workers.trained_model import (
 )
 from tests.helpers.passes import answers, needs
 from tests.models.tiny import answers as random_answers
-from tests.side_by_side import run_side_by_side
-from tests.small_run import prepare, train
+from tests.helpers.side_by_side import run_side_by_side
+from tests.helpers.small_run import prepare, train
 from tests.trainer.batches import make_statistics
 
 

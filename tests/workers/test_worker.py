@@ -21,7 +21,7 @@ from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.passes import answers, needs
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 
 @pytest.fixture(scope="module")

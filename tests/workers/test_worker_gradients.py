@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlcore.config.algo import POLICY_LOSSES
-from tests.side_by_side import run_side_by_side
-from tests.small_run import SmallRun, prepare
+from tests.helpers.side_by_side import run_side_by_side
+from tests.helpers.small_run import SmallRun, prepare
 from tests.workers.ranks import NUM_SEQUENCES, UNSCORED, random_batch
 
 ALGORITHMS = {

@@ -18,7 +18,7 @@ from tests.flows.conftest import Millrace
 from tests.helpers.hub_model import HUB_ID, cache_of
 from tests.helpers.published import edit_manifest, flip
 from tests.helpers.sessions import run_to_the_end, session_of
-from tests.small_run import SmallRun, prepare
+from tests.helpers.small_run import SmallRun, prepare
 
 OVERRIDES = (
     "trainer.total_steps=4", "validation.every_steps=2", "checkpoint.keep_last=4", "tracking.enabled=false",
@@ -131,11 +131,11 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
     planned = compose_fork(given, str(folder), dry_run=True).planning_config
     assert planned is not None
     assert start == planned.model.path == HUB_ID
-    judged = evaluation_settings(f"{folder}@start", ["countdown"], [], None)
-    assert judged.model.path == HUB_ID
+    evaluated = evaluation_settings(f"{folder}@start", ["countdown"], [], None)
+    assert evaluated.model.path == HUB_ID
     monkeypatch.chdir(tmp_path)
-    assert evaluation_settings(f"{folder}@start", ["countdown"], [], None).run_id == judged.run_id
-    assert evaluation_settings(f"{folder}@best", ["countdown"], [], None).run_id != judged.run_id
+    assert evaluation_settings(f"{folder}@start", ["countdown"], [], None).run_id == evaluated.run_id
+    assert evaluation_settings(f"{folder}@best", ["countdown"], [], None).run_id != evaluated.run_id
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ModelError, match=f"model.path: {HUB_ID} is not a directory here, it is not in the hub's cache"):
         compose_fork(given, f"{folder}@start")

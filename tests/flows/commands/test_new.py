@@ -13,7 +13,6 @@ from rlcore.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the command is started."""
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -46,11 +45,11 @@ def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "told"),
+    ("kind", "name", "reported"),
     [
         ("tasks", "sums", "KIND: must be one of task, experiment, scorer; got tasks"),
         ("task", "Two-words", "NAME: must be small letters"),
-        ("task", "class", "NAME: must be no word of Python; got 'class'. Choose another, such as my_class"),
+        ("task", "class", "NAME: must not be a Python keyword; got 'class'. Choose another, such as my_class"),
         (
             "experiment",
             "-mine",
@@ -60,14 +59,14 @@ def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) 
         ("scorer", "data", "got data. Choose another, such as my_data"),
     ],
 )
-def test_a_kind_or_name_that_cannot_be(kind: str, name: str, told: str, empty_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_kind_or_name_that_cannot_be(kind: str, name: str, reported: str, empty_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=reported):
         new(kind, name)
     assert list(empty_folder.iterdir()) == []
 
 
 def test_a_file_that_is_there_stays(empty_folder: Path) -> None:
     (empty_folder / "mine.yaml").write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         new("experiment", "mine")
     assert (empty_folder / "mine.yaml").read_text() == "name: mine\n"

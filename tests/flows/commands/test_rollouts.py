@@ -15,7 +15,7 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.by_part import with_scorer
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
-from tests.small_run import SmallRun
+from tests.helpers.small_run import SmallRun
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.C
     rollouts.rollouts(words, kind="training", sort="-score", limit=3)
     page = capsys.readouterr().out
     assert page.count("-- step ") == page.count("\n=> ") == 3
-    assert page.endswith("3 shown of 64 answers that match, of 256 on record\n")
+    assert page.endswith("3 shown of 64 responses that match, of 256 on record\n")
     rollouts.rollouts(words, step="2", kind="training", limit=0, tokens=True, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [2] * 32
@@ -42,7 +42,7 @@ def test_a_models_text_does_nothing_to_a_terminal() -> None:
     assert printable("\x1b[31mred\x07\u202e") == "\\x1b[31mred\\x07\\u202e"
 
 
-def test_rescored_and_audited_by_a_scorer_of_ones_own(
+def test_rescore_and_audit_by_a_custom_scorer(
     run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_own_scorer.py").write_text("def score(response, truth):\n    return float('+' in response)\n")
@@ -54,9 +54,9 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
     assert found["num_answers"] == 256
     assert found["mean_after"] > found["mean_before"]
     rollouts.rescore(words, kind="training", scorer="my_own_scorer:score")
-    assert capsys.readouterr().out.startswith("64 answers by my_own_scorer:score: mean ")
+    assert capsys.readouterr().out.startswith("64 responses by my_own_scorer:score: mean ")
     rollouts.audit(words)
-    assert "none of the answers that must not score did" in capsys.readouterr().out
+    assert "none of the responses that must not score did" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         rollouts.audit(words, scorer="my_own_scorer:score")
     assert ended.value.code == 1
@@ -90,16 +90,16 @@ def test_weights_of_a_run_are_those_of_its_own_scorer(
     with pytest.raises(ConfigError, match=r"^reward\.weights: must name parts .*, got len\. .*: half, total$"):
         means("own_parts:score", "reward.weights={len: 1}")
     rollouts.rescore([str(copy)], scorer="own_parts:score")
-    assert "the run's reward.weights (correct) are of its own scorer; here the total of own_parts:score counts" in (
+    assert "the run's reward.weights (correct) apply to its own scorer only; the total of own_parts:score is used" in (
         capsys.readouterr().out
     )
 
 
-def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
+def test_a_failing_scorer_is_reported(run: SmallRun) -> None:
     words = [str(run.layout.run_dir)]
-    with pytest.raises(DataError, match=r"must score any text, but failed on \d+ answers of the audit"):
+    with pytest.raises(DataError, match=r"must score any text, but failed on \d+ responses of the audit"):
         rollouts.audit(words, scorer="math:prod")
-    with pytest.raises(DataError, match="must score any text, but failed on all answers"):
+    with pytest.raises(DataError, match="must score any text, but failed on all responses"):
         rollouts.rescore(words, scorer="math:prod", as_json=True)
 
 

@@ -1,4 +1,4 @@
-"""`millrace runs`, `logs` and `stop`: what a run's files and locks say of it, and how it is told to stop."""
+"""`millrace runs`, `logs` and `stop`: a run's state by its files and locks, and its stop."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ from flows.stack.state import FLOW_RUN_ID
 from flows.stages.report import write_report
 from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
 from flows.work.runs import Outcome, all_runs, collect_garbage, compare, find_named_runs, find_run, prune, sync
-from flows.work.status import status_of
+from flows.work.status import SAME_COMMAND, resume_hint, status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
@@ -62,7 +62,7 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
-    """What a trainer writes of three steps, and how it ends."""
+    """Write what a trainer leaves of three steps, and how it ends."""
     with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
         for step in (1, 2, 3):
@@ -73,12 +73,11 @@ def begin(layout: RunLayout, *finish: str) -> None:
 
 @contextmanager
 def worked_on(layout: RunLayout) -> Iterator[None]:
-    """This process works on the run."""
     with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
         yield
 
 
-def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
+def test_the_state_of_an_idle_run(layout: RunLayout) -> None:
     assert status_of(layout.run_dir).state == "not begun"
     begin(layout)
     found = status_of(layout.run_dir)
@@ -105,8 +104,8 @@ def test_state_of_a_run_ended_before_its_first_step(layout: RunLayout) -> None:
         return found.state, found.note
 
     assert state_after(DataError("suite sums: no rows")) == ("failed", "data after step 0: suite sums: no rows")
-    assert state_after(KeyboardInterrupt()) == ("stopped", "the same command resumes it")
-    assert state_after(StopRequestedError("told to stop while it waited")) == ("stopped", "the same command resumes it")
+    assert state_after(KeyboardInterrupt()) == ("stopped", SAME_COMMAND)
+    assert state_after(StopRequestedError("stopped while it waited")) == ("stopped", SAME_COMMAND)
     assert state_after(OSError("disk")) == ("failed", "error after step 0: disk")
     assert len(read_failures(layout.run_dir)) == 2
     begin(layout, "FINISHED")
@@ -117,38 +116,30 @@ def test_state_of_a_run_ended_before_its_first_step(layout: RunLayout) -> None:
 
 
 def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> None:
-    def reported() -> tuple[str, str, bool]:
-        made = write_report(layout)
-        told = json.loads(made.html.with_suffix(".json").read_text())["failure"]
-        head = made.html.read_text().partition("<nav>")[0]
-        return told, head, made.cached
+    def failure_in_report() -> tuple[str, str, bool]:
+        files = write_report(layout)
+        failure = json.loads(files.html.with_suffix(".json").read_text())["failure"]
+        return failure, files.html.read_text().partition("<nav>")[0], files.cached
 
     begin(layout)
     append_failure(layout.run_dir, failure_from(DataError("row 7: has <no> answer\nmore"), "gen", 3))
-    assert reported()[0] == "lost: data in gen after step 3: row 7: has <no> answer"
+    assert failure_in_report()[0] == "lost: data in gen after step 3: row 7: has <no> answer"
     begin(layout, "FAILED")
     why = "failed: data in gen after step 3: row 7: has <no> answer"
-    told, head, cached = reported()
-    assert (told, cached) == (why, False)
+    failure, head, cached = failure_in_report()
+    assert (failure, cached) == (why, False)
     assert escape(why) in head
-    assert reported() == (why, head, True)
+    assert failure_in_report() == (why, head, True)
     with worked_on(layout):
-        assert reported()[0] == ""
-    assert reported()[0] == why
+        assert failure_in_report()[0] == ""
+    assert failure_in_report()[0] == why
     begin(layout, "FINISHED")
-    told, head, _ = reported()
-    assert told == ""
+    failure, head, _ = failure_in_report()
+    assert failure == ""
     assert "failed" not in head
 
 
-def test_a_run_stopped_while_waiting_is_stopped(layout: RunLayout) -> None:
-    with worked_on(layout):
-        record_stop_request(layout.run_dir, Holder.me())
-        assert status_of(layout.run_dir).state == "stopping"
-    assert status_of(layout.run_dir).state == "stopped"
-
-
-def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     """Its process is started with an environment, so its command line says nothing."""
     holding = (
         "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
@@ -162,9 +153,10 @@ def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest
         assert found is not None
         lock.write_text(json.dumps(asdict(replace(found, command="/bin/python -m prefect.engine"))))
         stop([str(layout.run_dir)])
-    told = capsys.readouterr().out.splitlines()[-1]
-    how = "`prefect flow-run retry 0b5c-7` resumes it, or Retry on its page"
-    assert told == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
+    reported = capsys.readouterr().out.splitlines()[-1]
+    how = resume_hint(layout.run_dir)
+    assert "`prefect flow-run retry 0b5c-7`" in how
+    assert reported == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
     found = status_of(layout.run_dir)
     assert (found.state, found.note) == ("stopped", how)
     begin(layout)
@@ -195,17 +187,17 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
             holder = replace(Holder.me(), pid=stranger.pid, host="elsewhere")
         with worked_on(layout):
             (layout.run_dir / RUN_LOCK).write_text(json.dumps(asdict(holder)))
-            with pytest.raises(RunInUseError, match="that process cannot be told from"):
+            with pytest.raises(RunInUseError, match="that process cannot be signalled from"):
                 stop([str(layout.run_dir)])
         assert stranger.poll() is None
         stranger.kill()
 
 
-def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_idle_run_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with worked_on(layout):
         pass  # the lock's file still names this process
     stop([str(layout.run_dir)])
-    assert "nobody works on it" in capsys.readouterr().out
+    assert "no process works on it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])
@@ -222,7 +214,7 @@ def test_pruning_keeps_the_recorded_holder_of_a_run(layout: RunLayout) -> None:
     layout.checkpoints.mkdir()
     lock = layout.run_dir / RUN_LOCK
     with HeldLock(lock, what="the run"):
-        assert prune(layout.run_dir, dry_run=False).text == "is running, and prunes by itself"
+        assert "prunes by itself" in prune(layout.run_dir, dry_run=False).text
     lock.write_text("{}")
     assert prune(layout.run_dir, dry_run=False).text == "deleted 0 checkpoints"
     assert lock.read_text() == "{}"
@@ -260,7 +252,7 @@ def test_following_shows_all_lines_of_all_trainers(
     first.write_text("begun\n")
     lost = b"x" * (2 * MAX_READ_BYTES) + b"\nlost\nits last words"
 
-    def goes_on(seconds: float) -> None:
+    def wait(seconds: float) -> None:
         if second.exists():
             second.write_bytes(b"again\n" + lost)
             work.close()
@@ -270,7 +262,7 @@ def test_following_shows_all_lines_of_all_trainers(
 
     with ExitStack() as work, monkeypatch.context() as patched:
         work.enter_context(worked_on(layout))
-        patched.setattr("flows.commands.runs.time.sleep", goes_on)
+        patched.setattr("flows.commands.runs.time.sleep", wait)
         logs([str(layout.run_dir)], num_lines=1, follow=True)
     said = [line for line in capsys.readouterr().out.splitlines() if len(line) < MAX_READ_BYTES]
     last = ["lost", "its last words"]
@@ -320,7 +312,7 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
 
 
 def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of its two runs MLflow has one, in a store of a kind that is not installed here."""
+    """MLflow has one of the two runs, in a store of a kind that is not installed here."""
     folders = [tmp_path / "runs" / name for name in ("one", "two")]
     for seed, folder in enumerate(folders, start=1):
         write_run(
@@ -370,21 +362,21 @@ def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) ->
         assert sync(layout.run_dir, "oddsql://host/runs") == Outcome(
             name, "is being delivered by another process", ok=True
         )
-    told = sync(layout.run_dir, "oddsql://host/runs")
-    assert (told.run, told.ok) == (name, False)
-    assert told.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
+    reported = sync(layout.run_dir, "oddsql://host/runs")
+    assert (reported.run, reported.ok) == (name, False)
+    assert reported.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
 
 
 def test_an_unwritable_run_is_reported_as_not_delivered(layout: RunLayout) -> None:
     begin(layout)
     delivery_lock(layout.run_dir).path.mkdir()
-    told = sync(layout.run_dir, "oddsql://host/runs")
-    assert (told.run, told.ok) == (layout.run_dir.name, False)
-    assert told.text.startswith(f"{layout.run_dir}: cannot be written ")
+    reported = sync(layout.run_dir, "oddsql://host/runs")
+    assert (reported.run, reported.ok) == (layout.run_dir.name, False)
+    assert reported.text.startswith(f"{layout.run_dir}: cannot be written ")
 
 
 @pytest.mark.slow
-def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
+def test_a_run_is_listed_followed_and_stopped(bare: Millrace) -> None:
     small = ("warm_start.enabled=false", "tracking.enabled=false")
     training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
     wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
@@ -394,7 +386,7 @@ def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
     follower = bare.start("logs", found["run_id"][:5], "-f", root)
     stopped = bare("stop", found["run_id"], root)
     assert stopped.code == 0, stopped.err
-    assert f"told process {training.pid} on" in stopped.out
+    assert f"requested process {training.pid} on" in stopped.out
     assert "train experiment=debug trainer.total_steps=20000" in stopped.out.splitlines()[-1]
     assert ended(training).code == 75
     assert "trainer-1.log" in ended(follower).out
@@ -419,7 +411,7 @@ except RunInUseError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
-def test_a_run_of_another_user_is_not_noted_as_told() -> None:
+def test_a_refused_stop_is_not_recorded() -> None:
     with TemporaryDirectory() as folder:  # tests' own folders are for one user
         run_dir = Path(folder) / "runs" / "theirs"
         write_run(run_dir, experiment="debug", overrides=(f"paths.root={folder}",), num_steps=2, num_problems=20)
@@ -428,7 +420,7 @@ def test_a_run_of_another_user_is_not_noted_as_told() -> None:
         with HeldLock(run_dir / RUN_LOCK, what="the run"):
             command = [sys.executable, "-c", STOPPING, str(run_dir)]
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert "was not told to stop" in done.stdout, done.stderr
+        assert "no stop was requested" in done.stdout, done.stderr
         assert not (run_dir / STOP_FILE).exists()
 
 

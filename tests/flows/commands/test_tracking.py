@@ -24,10 +24,9 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from flows.cli import app, exit_code
-from flows.server.secret import mlflow_login_environment, root_login
 from flows.stack import state
 from flows.stack.services import free_port, start_mlflow, stop_server, wait_until_ready
-from flows.stack.state import MLFLOW_DATABASE, Service, StackState, write_stack
+from flows.stack.state import MLFLOW_DATABASE, Service, StackState, mlflow_login_environment, root_login, write_stack
 from flows.work.open_run import open_run
 from flows.work.runs import sync
 from rlcore.config import RunConfig, TrackingConfig
@@ -131,9 +130,9 @@ def test_a_moved_run_is_delivered_to_its_new_root(tmp_path: Path) -> None:
     tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
     node.rename(here)
-    told = sync(here / "runs" / SECOND, None)
-    assert told.ok, told
-    assert run_of(here, SECOND).info.run_id in told.text
+    reported = sync(here / "runs" / SECOND, None)
+    assert reported.ok, reported
+    assert run_of(here, SECOND).info.run_id in reported.text
     assert run_of(here, SECOND).info.artifact_uri.startswith((here / "mlartifacts").as_uri())
     assert not node.exists()
     node.symlink_to(here)
@@ -161,17 +160,17 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
     page = re.search(r"MLflow +(\S+)", done.out)
     assert page is not None
     assert all(run.info.run_id in page[1] for run in runs.values())
-    assert f"millrace ui --root {synced} --port 5000" in done.out, "nobody serves that page yet"
+    assert f"millrace ui --root {synced} --port 5000" in done.out, "no server has that page yet"
     for run in runs.values():
         (folder,) = client_of(synced).list_artifacts(run.info.run_id, "comparisons")
         names = {Path(file.path).name for file in client_of(synced).list_artifacts(run.info.run_id, folder.path)}
         assert names == {"comparison.html", "comparison.json"}
 
 
-def test_names_and_searches_that_find_nothing_are_told(synced: Path) -> None:
-    unknown = millrace(synced, "compare", "nobody", SECOND)
+def test_names_and_searches_without_a_match_are_reported(synced: Path) -> None:
+    unknown = millrace(synced, "compare", "absent", SECOND)
     assert unknown.code == 1
-    assert "nobody: is neither the folder nor the id of a run" in unknown.err
+    assert "absent: is neither the folder nor the id of a run" in unknown.err
     assert SECOND in unknown.err
     wrong = millrace(synced, "compare", "--search", "nonsense ~ 3")
     assert wrong.code == 1
@@ -179,12 +178,12 @@ def test_names_and_searches_that_find_nothing_are_told(synced: Path) -> None:
     assert "A query reads like" in wrong.err
 
 
-def test_a_root_without_a_store_is_told_and_left_empty(tmp_path: Path) -> None:
-    told = {words[0]: millrace(tmp_path / "typo", *words) for words in (("ui",), ("gc",), ("compare", "--search", "x"))}
-    assert {word: done.code for word, done in told.items()} == {"ui": 1, "gc": 0, "compare": 1}
-    assert "holds no MLflow store" in told["ui"].err
-    assert "there is no MLflow store" in told["gc"].out
-    assert "there is no MLflow store" in told["compare"].err
+def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> None:
+    ui, gc, compare = (millrace(tmp_path / "typo", *line.split()) for line in ("ui", "gc", "compare --search x"))
+    assert (ui.code, gc.code, compare.code) == (1, 0, 1)
+    assert "holds no MLflow store" in ui.err
+    assert "there is no MLflow store" in gc.out
+    assert "there is no MLflow store" in compare.err
     assert not (tmp_path / "typo").exists()
 
 
@@ -241,7 +240,7 @@ print(compare(runs=[first, second], root=root).html)
 
 
 def said_by(reference: Reference, code: str, *words: str) -> str:
-    """What a Python process of its own says, beside the reference run's Prefect."""
+    """Return the output of a Python process that uses the reference run's Prefect server."""
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=REPOSITORY,
@@ -266,7 +265,7 @@ def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
 
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
-    """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
+    """A root whose stack keeps its metrics in a separate database, as with PostgreSQL, and a client of its server."""
     root, database = tmp_path / "root", f"sqlite:///{tmp_path / 'own.db'}"
     root.mkdir()
     with pytest.MonkeyPatch.context() as environment:
@@ -372,8 +371,8 @@ def test_best_weights_reach_their_score_in_another_process(
     # As `mlflow.transformers` loads them: tests/tracking/test_models.py.
     kept = download_artifacts(model.artifact_location, dst_path=str(tmp_path))
     fresh = Millrace(artifacts_root, {})
-    judged = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
-    assert judged.code == 0, judged.err
+    evaluated = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
+    assert evaluated.code == 0, evaluated.err
     again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").metrics()
     logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
     scores = {name: value for name, value in logged[step].items() if name.startswith("val-core/")}
@@ -410,13 +409,13 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
     try:
         assert server.stdout is not None
         lines = iter(server.stdout.readline, "")  # it may say first that its usual port is taken
-        told = next((found for line in lines if (found := re.search(r"(http://127\.0\.0\.1:\d+)\S*", line))), None)
-        assert told is not None, server.communicate(timeout=WAIT_S)
+        reported = next((found for line in lines if (found := re.search(r"(http://127\.0\.0\.1:\d+)\S*", line))), None)
+        assert reported is not None, server.communicate(timeout=WAIT_S)
         with open_tab(tmp_path / "profile") as tab:
             tab.log_in(*root_login(synced).split(":"))
-            tab.call("Page.navigate", url=told[0])
+            tab.call("Page.navigate", url=reported[0])
             wait_for(tab, "Runs", "Models", reference.run_dir.name)  # the GenAI view has "Training runs" and traces
-            run_page = f"{told[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
+            run_page = f"{reported[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
             tab.call("Page.navigate", url=run_page)
             overview = wait_for(
                 tab, "Description", "Metrics (", "Parameters (", "Datasets", "Models", "Held-out reward"
@@ -432,7 +431,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             store = MlflowStore(TrackingConfig(), synced)
             from rlcore.tracking.mlflow_store import compare_url
 
-            tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], told[1]))
+            tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], reported[1]))
             norms = [f"{round(run.data.metrics['actor/grad_norm'], 3):g}" for run in (first, second)]
             wait_for(tab, "Comparing 2 Runs", "actor/grad_norm", "trainer.total_steps", *norms)
     finally:

@@ -68,15 +68,16 @@ ANSWERS = {
     ("old", "admin/version"): b'"2.20.1"',
     ("other", "health"): b"<html>hello</html>",
 }
-"""Of an old Prefect, and of something else."""
+"""Responses of an old Prefect, and of something else."""
 
 
 def test_a_server_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
-    for path, told in (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers")):
+    cases = (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers"))
+    for path, words in cases:
         command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{stranger}/{path}/api/"})
         done = command("run", "experiment=debug")
         assert done.code == 1
         assert "PREFECT_API_URL: " in done.err
-        assert told in done.err, done.err
+        assert words in done.err, done.err
         assert "Traceback" not in done.err
         assert list(artifacts_root.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Who may command a Prefect server of ours: not a web page, not a foreign name, nobody without its login."""
+"""Access to our Prefect server: no web page, no foreign name, no client without the login."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
 from flows.server.api import LocalServer
-from flows.server.secret import SECRET_FILE, mlflow_login_environment, root_login
+from flows.stack.state import SECRET_FILE, mlflow_login_environment, root_login
 from rlcore.errors import MillraceError
 from tests.helpers.attempts import Attempt
 

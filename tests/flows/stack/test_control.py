@@ -101,15 +101,15 @@ def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("recorded", "port", "told"),
+    ("recorded", "port", "reported"),
     [
         ("3.0.0", None, r"(?s)mlflow is up at http://here in version 3\.0\.0.*millrace down"),
         (version("mlflow"), 5001, "--mlflow-port 5001: mlflow is up already at http://here"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, port: int | None, told: str) -> None:
+def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, port: int | None, reported: str) -> None:
     write_stack(tmp_path, StackState(services=(replace(service("mlflow"), version=recorded),)))
-    with pytest.raises(MillraceError, match=told):
+    with pytest.raises(MillraceError, match=reported):
         up(tmp_path, mlflow_port=port)
 
 
@@ -156,7 +156,7 @@ def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path: Path, capsys:
 
 
 @pytest.mark.prefect
-def test_an_unusable_database_is_told_without_its_password(
+def test_an_unusable_database_is_reported_without_its_password(
     tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prefect").mkdir()
@@ -193,7 +193,7 @@ def test_down_ends_flow_runs_of_killed_workers_of_its_root(tmp_path: Path, capsy
         assert "nothing is up under" in capsys.readouterr().out
 
 
-def test_a_process_that_ends_by_itself_meanwhile_is_no_error() -> None:
+def test_stopping_an_ended_process_is_allowed() -> None:
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process = psutil.Process(ended.pid)
     ended.wait()

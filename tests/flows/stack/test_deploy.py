@@ -1,4 +1,4 @@
-"""What Millrace has in a Prefect server: the file of deployments, their forms, the work pool, lost runs."""
+"""Millrace's objects in a Prefect server: the file of deployments, their forms, the work pool, lost runs."""
 
 import importlib
 import os
@@ -119,8 +119,8 @@ def test_the_work_pool_takes_no_job_variable(deployment: UUID, prefect_server: L
     path, server = f"/api/deployments/{deployment}/create_flow_run", prefect_server.url.removesuffix("/api")
     for name in ("command", "env", "env.PYTHONPATH", "working_dir", "name", "stream_output"):
         asked = {"job_variables": {name: "x"}}
-        told = Attempt("POST", path, asked, login=prefect_server.login, status=422).try_at(server)
-        assert f"'{name}' was unexpected" in told
+        reported = Attempt("POST", path, asked, login=prefect_server.login, status=422).try_at(server)
+        assert f"'{name}' was unexpected" in reported
     assert Attempt("POST", path, {}, login=prefect_server.login, status=201).try_at(server)
 
 

@@ -24,7 +24,7 @@ from tests.helpers.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 RUN = "made-s1"
-TOLD = "told-s2"
+WITH_TOKENIZER = "told-s2"
 """A run whose tokenizer is there: token 3 is the hostile text."""
 
 
@@ -44,11 +44,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "runs" / "bare").mkdir(parents=True)
     words = {HOSTILE if token == 3 else f"w{token}": token for token in range(60)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(root / "tokenizer.json"))
-    told = ResponseWriter(root / "runs" / TOLD / "answers", AnswersConfig())
-    told.add(hostile_tokens(Made(1).of_step(1)))
-    told.start_part()
-    told.wait()
-    Origin(RunConfig(), stages=(Stage("tokenizer", "t", str(root)),)).write(root / "runs" / TOLD)
+    reported = ResponseWriter(root / "runs" / WITH_TOKENIZER / "answers", AnswersConfig())
+    reported.add(hostile_tokens(Made(1).of_step(1)))
+    reported.start_part()
+    reported.wait()
+    Origin(RunConfig(), stages=(Stage("tokenizer", "t", str(root)),)).write(root / "runs" / WITH_TOKENIZER)
     writer = ResponseWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
         writer.add(Made(step, turns=True).of_step(step))
@@ -65,7 +65,7 @@ def client(root: Path) -> TestClient:
 
 
 def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
-    assert client.get("/answers/runs").json() == [RUN, TOLD]
+    assert client.get("/answers/runs").json() == [RUN, WITH_TOKENIZER]
     found = client.get("/answers/find", params={"run": RUN, "sort": "-score"}).json()
     assert (found["total"], len(found["rows"])) == (161, 50)
     assert found["rows"][0]["answer"] == HOSTILE
@@ -81,8 +81,10 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         assert one["pieces"] is None, "a run without a tokenizer's file"
         assert one["ground_truth"] == "is 1"
     assert {visit["step"] for visit in together["visits"]} >= set(range(1, 21))
-    told = client.get("/answers/find", params={"run": TOLD}).json()["rows"][0]
-    (answer, _) = client.get("/answers/together", params={"run": TOLD, "key": told["key"]}).json()["answers"]
+    reported = client.get("/answers/find", params={"run": WITH_TOKENIZER}).json()["rows"][0]
+    (answer, _) = client.get("/answers/together", params={"run": WITH_TOKENIZER, "key": reported["key"]}).json()[
+        "answers"
+    ]
     assert answer["pieces"][0] == HOSTILE
     assert [piece.strip() for piece in answer["pieces"][1:]] == [f"w{token}" for token in answer["token_ids"][1:]]
     bare = client.get("/answers", follow_redirects=False)
@@ -110,7 +112,7 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         ("together", {"run": RUN, "key": "../../settings.json:0"}, "no such response"),
     ],
 )
-def test_a_wrong_request_is_told(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
+def test_a_wrong_request_is_refused(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
     answer = client.get(f"/answers/{path}", params=params)
     assert answer.status_code == 400
     assert words in answer.json()["error"]
@@ -157,7 +159,7 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
         assert "no score" in tab.texts(".item .figure")
 
         # Tokens are coloured by one of several values, each in its own element as text.
-        tab.choose("#run", TOLD)
+        tab.choose("#run", WITH_TOKENIZER)
         tab.wait(
             "document.querySelector('#count').innerText === '8 responses' && document.querySelector('#colour') !== null"
         )

@@ -5,7 +5,7 @@ A warm start takes hundreds of steps: what another CPU rounds otherwise in the f
 
 from collections.abc import Mapping
 
-LEARNING = ("warm_start.enabled=false", "data.scorer=tests.share_of_digits:score")
+LEARNING = ("warm_start.enabled=false", "data.scorer=tests.helpers.share_of_digits:score")
 """Settings of a small run."""
 
 

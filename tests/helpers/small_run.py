@@ -31,7 +31,7 @@ from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests import SHARED_STAGES
-from tests.repeatable import repeatable
+from tests.helpers.repeatable import repeatable
 
 
 class NoSignals(StopFlag):
@@ -58,11 +58,10 @@ class SmallRun:
 
 
 def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """Dataset, filter and start model of an experiment under `root`; what is there already is taken.
+    """Dataset, filter and initial policy of an experiment under `root`; what is there already is taken.
 
-    Each stage is made once for all tests, and copied: a start model takes seconds of a core. See `make`. The size of a
-    micro-batch, which is not part of a start model's name, changes its rounding: it does not count here, so that the
-    model is the same whichever test comes first.
+    Each stage is made once for all tests and copied, since an initial policy takes seconds of a core; see `make`. The
+    size of a micro-batch is left out: it is not part of the policy's fingerprint, but changes its rounding.
     """
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     shared = os.environ.get(SHARED_STAGES)
@@ -88,7 +87,7 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
 
 
 def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """As `prepare`, each stage as a run of this root makes it: for tests of the stages."""
+    """Make each stage as a run of this root does: for tests of the stages."""
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.data.seed, root=root)
     tokenizer = ensure_tokenizer(config)
@@ -122,7 +121,7 @@ def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
 
 
 def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
-    """Steps from the start model; each step's metrics without those of the machine."""
+    """Steps from the initial policy; each step's metrics without those of the machine."""
     config = run.config
     problems = Problems.read(config, run.inputs)
     with ScoringPool(config.data.scorer, config.reward) as scoring, ExitStack() as opened:

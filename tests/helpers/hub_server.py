@@ -148,7 +148,7 @@ def _missing(code: str, status: int) -> Answer:
 
 @contextmanager
 def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
-    """A hub on a free port of the loopback, until the block ends; then nobody answers there."""
+    """A hub on a free port of the loopback, until the block ends."""
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):

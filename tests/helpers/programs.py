@@ -28,7 +28,7 @@ POSTGRES = next(
 
 @cache
 def missing(name: str) -> str:
-    """What is missing of a program that a marker names, or ''."""
+    """Return what is missing of a program that a marker names, or ''."""
     if name == "bwrap":
         from rlcore import sandbox
 

@@ -1,18 +1,18 @@
 """docs/python.ipynb, made of docs/python.md: its text and its blocks as cells.
 
-python -m tests.notebook
+python -m tests.helpers.notebook
 """
 
 import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
 
 
 def notebook() -> str:
-    """The notebook's file, without outputs: whoever opens it runs the cells."""
+    """The notebook's file, without outputs: the user runs the cells."""
     cells = []
     for number, part in enumerate(re.split(r"^```(?:python)?\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)):
         if lines := part.strip().splitlines(keepends=True):

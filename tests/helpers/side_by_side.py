@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.forked import ROOT, fork_module
+from tests.helpers.forked import ROOT, fork_module
 
 
 def run_side_by_side(
@@ -17,7 +17,7 @@ def run_side_by_side(
 
     All must end with code 0; none outlives the call. They write to files, since a process that fills a pipe waits until
     it is read. With an environment (the allocator and the importer read it at the start of an interpreter) each is a
-    new interpreter; else it is forked, see `tests.forked`.
+    new interpreter; else it is forked, see `tests.helpers.forked`.
     """
     with TemporaryDirectory() as folder, ExitStack() as stack:
         codes, files = [], []

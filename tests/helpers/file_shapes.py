@@ -54,7 +54,6 @@ def _said(n: int) -> list[dict[str, Any]]:
 
 
 def _schema(source: str, truth: Callable[[int], Any], **extra: Callable[[int], Any]) -> Rows:
-    """Rows in the schema of veRL."""
     return lambda n: {
         "data_source": source,
         "prompt": [{"role": "user", "content": _asked(n)}],
@@ -133,7 +132,6 @@ DEMONSTRATIONS: dict[str, Rows] = {
 
 
 def write_files(folder: Path) -> None:
-    """All of them."""
     for name, row in PROBLEMS.items():
         for first, split in ((0, "train"), (NUM_ROWS, "test")):
             _write(folder / name.format(split), [row(first + n) for n in range(NUM_ROWS)])

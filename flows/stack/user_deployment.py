@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
 
 SCHEDULE_SLUG = "deploy"
-"""Slug of the schedule that a deployment gets here; a later call replaces it, and schedules that people add stay."""
+"""Slug of the schedule set here. A later call replaces it; schedules that users add stay."""
 FLOW = "pipeline"
 USER_TAG = "own"
-"""Tag of deployments that are made here, and that no file lists."""
+"""Tag of the deployments created here, which no file lists."""
 
 
 def deploy(
@@ -37,26 +37,26 @@ def deploy(
     timezone: str,
     root: Path | None,
 ) -> None:
-    """Check the settings as a worker will see them, make the deployment or bring it up to date, and say how it runs.
+    """Check the settings as the worker will see them, create or update the deployment, and print how to run it.
 
     Raises:
-        ConfigError: the name, the settings or the schedule are wrong.
-        MillraceError: the run could not begin, no stack is up under the root, the server named is another one's, or the
-            name is that of a deployment that Millrace has.
+        ConfigError: invalid name, settings or schedule.
+        MillraceError: the run could not start, the root's stack is not up, `PREFECT_API_URL` is another server, or the
+            name belongs to one of Millrace's deployments.
     """
     if name is not None and (refused := set(name) & set("/%&<>")):
         raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
     at = Path(compose_settings(overrides, experiment, root=root).config.paths.root).resolve()
-    # As a worker: it starts in the checkout, so that paths are relative to it, and modules here are not found.
+    # As in a worker, which starts in the checkout: relative paths begin there, and modules of this folder are unknown.
     sys.path[:] = [path for path in sys.path if path != str(Path.cwd()) or path == str(SOURCE_FOLDER)]
     os.chdir(SOURCE_FOLDER)
     composed = compose_settings(overrides, experiment, root=at)
     api = running_prefect(at)
     if api is None:
         raise MillraceError(
-            f"no Prefect server is up under {at}, and a deployment lies in one. `millrace up --root {quote(str(at))}` "
+            f"no Prefect server is up under {at}, and a deployment needs one. `millrace up --root {quote(str(at))}` "
             "starts it, with the worker that runs the deployment."
         )
     if read_stack(at).prefect_api_url != api.url:
@@ -67,9 +67,9 @@ def deploy(
     schedule = None if cron is None else _schedule(cron, timezone)
     check_run(composed)
     deployment = f"{FLOW}/{name or composed.config.name}"
-    made = _apply(composed, deployment, schedule)
+    deployment_id = _apply(composed, deployment, schedule)
     when = f", {cron} ({timezone})" if cron else ""
-    page = f"{api.url.removesuffix('/api')}/deployments/deployment/{made}"
+    page = f"{api.url.removesuffix('/api')}/deployments/deployment/{deployment_id}"
     print(f"deployment {deployment}{when}, root {at}: {page}")
     print(with_program_path(f"prefect deployment run {quote(deployment)} --watch"))
 
@@ -89,7 +89,7 @@ def _schedule(cron: str, timezone: str) -> "DeploymentScheduleCreate":
 
 
 def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate | None") -> UUID:
-    """Make or update the deployment `flow/name`; schedules that people have added stay."""
+    """Create or update the deployment `flow/name`, and return its id. Schedules that users have added stay."""
     from prefect import Flow
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentScheduleCreate
@@ -112,7 +112,7 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
             for one in kept
             if schedule is None or one.slug != SCHEDULE_SLUG
         ]
-        # No event loop runs here, so that each of the three calls returns its result.
+        # No event loop runs here, so each of the three calls returns its result.
         flow = Flow.from_source(str(SOURCE_FOLDER), f"flows/pipeline.py:{FLOW}")
         assert isinstance(flow, Flow)
         deployment = flow.to_deployment(
@@ -128,7 +128,7 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
         )
         assert isinstance(deployment, RunnerDeployment)
         deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]
-        made = deployment.apply()
-        assert isinstance(made, UUID)
-        simplify_form(client, client.read_deployment(made), paused=known is not None and known.paused)
-    return made
+        deployment_id = deployment.apply()
+        assert isinstance(deployment_id, UUID)
+        simplify_form(client, client.read_deployment(deployment_id), paused=known is not None and known.paused)
+    return deployment_id

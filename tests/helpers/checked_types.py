@@ -27,7 +27,7 @@ def _checked(*, typechecker: Callable[[Any], Any], with_shapes: Any = jaxtyping.
             return found
         if _name_an_array(getattr(found, "__annotations__", {}).values()):
             return with_shapes(typechecker(found), typechecker=None)
-        # A function within another is made anew in each call, and compiling its check takes longer than its work.
+        # A function within another is created in each call, and compiling its check takes longer than its work.
         return found if "<locals>" in found.__qualname__ else typechecker(found)
 
     return decorate

@@ -1,7 +1,7 @@
 """Processes for tests, forked from one that has imported the trainer already: an import costs 5 to 8 s of a core.
 
 The standard library's fork server does it: one for each process of pytest, started at first use. A forked process runs
-a module as `python -m MODULE ARGUMENTS` would, with an environment, a working directory and files of its own. Signals,
+a module as `python -m MODULE ARGUMENTS` would, with an environment, a working directory and its own files. Signals,
 kills and exit codes are those of any process; only its command line is the fork server's.
 """
 
@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SERVER = multiprocessing.get_context("forkserver")
 # Of the command line what costs most; not Prefect, which reads its settings from the environment when it is imported.
 SERVER.set_forkserver_preload(
@@ -40,7 +40,7 @@ def fork_module(
     errors: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """Start `python -m MODULE ARGUMENTS` in the project's root and a session of its own.
+    """Start `python -m MODULE ARGUMENTS` in the project's root and a new session.
 
     Args:
         module: Full name of a module with a `__main__` part.
@@ -62,7 +62,7 @@ def run_module(
     environment: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> int:
-    """As `fork_module`, until it ends; returns its exit code. After `timeout_s` it is killed (-9)."""
+    """Call `fork_module` and wait; return the exit code. After `timeout_s` it is killed (-9)."""
     process = fork_module(module, arguments, output=output, errors=errors, environment=environment)
     try:
         process.join(timeout_s)
@@ -99,7 +99,6 @@ class ForkedCommand(subprocess.Popen[str]):
         """Nothing: the fork server waits for it."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit code, once it has ended."""
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
@@ -112,11 +111,7 @@ class ForkedCommand(subprocess.Popen[str]):
 
 
 def _forked(
-    module: str,
-    arguments: Sequence[str],
-    outputs: Sequence[int],
-    environment: Mapping[str, str],
-    folder: Path = ROOT,
+    module: str, arguments: Sequence[str], outputs: Sequence[int], environment: Mapping[str, str], folder: Path = ROOT
 ) -> BaseProcess:
     """Start the module; `outputs`, descriptors of its standard output and error, are its own from now on."""
     process: BaseProcess = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
@@ -141,7 +136,7 @@ class _Sent:
 
 
 def _run(module: str, arguments: list[str], outputs: list[Any], environment: dict[str, str], folder: Path) -> None:
-    """In the forked process."""
+    """Run the module in the forked process."""
     gc.freeze()  # what it shares with its fork server is not looked at: that would copy all of it
     os.setsid()
     os.chdir(folder)

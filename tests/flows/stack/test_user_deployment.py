@@ -1,4 +1,4 @@
-"""`millrace deploy`: a deployment of one's own experiment in a Prefect server with Millrace's work pool."""
+"""`millrace deploy`: a deployment of a user's experiment in a Prefect server with Millrace's work pool."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """An experiment, and beside it the task that it names."""
+    """An experiment and the task that it names, in one folder."""
     shutil.copy(multiplication.__file__, tmp_path / "my_task.py")
     (tmp_path / "own.yaml").write_text(OWN)
     return tmp_path / "own.yaml"
@@ -92,21 +92,21 @@ def test_the_server_of_another_root_is_refused_by_name(deployed: Millrace, own: 
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "reported"),
     [
         (["--cron", "0 3 * *"], 2, ["--cron: must be five fields of cron", "got '0 3 * *' in UTC", "'0 3 * * *'"]),
-        (["data.scorer=my_tusk:score"], 2, ["my_tusk:score", "beside the experiment's file"]),
+        (["data.scorer=my_tusk:score"], 2, ["my_tusk:score"]),
         (["--name", "listed"], 1, ["pipeline/listed: is a deployment of Millrace's own", "--name"]),
     ],
 )
 def test_a_mistake_makes_no_deployment(
-    deployed: Millrace, own: Path, api: Api, words: list[str], code: int, told: list[str]
+    deployed: Millrace, own: Path, api: Api, words: list[str], code: int, reported: list[str]
 ) -> None:
     api.post("deployments/", {"name": "listed", "flow_id": api.post("flows/", {"name": "pipeline"})["id"]})
     before = api.filter("deployments")
     done = deploy(deployed, own, *words)
     assert done.code == code, done.err
-    assert all(part in done.err for part in told), done.err
+    assert all(part in done.err for part in reported), done.err
     assert "Traceback" not in done.err
     assert api.filter("deployments") == before
 
